@@ -390,7 +390,7 @@ def first_turn(
 ) -> tuple[TextEpisode, TurnOptions] | None:
     """Return the first turn of an agent, without earlier messages; None if it has none."""
     for number in range(game.protocol.max_message_rounds):
-        episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
+        episode = replace(start, round=number, messages=((),) * number, answers=({},) * number)
         for turn in game.turns(episode):
             if turn.agent == agent:
                 return episode, turn

@@ -43,10 +43,10 @@ from nip_astra.cli.options import (
     complete_runs,
     open_console,
     print_outcome,
-    say,
     settings_of,
     train_or_estimate,
     trainer_names,
+    write_line,
 )
 from nip_astra.cli.options import show as show_parts
 from nip_astra.cli.sweep import sweep
@@ -284,12 +284,14 @@ def check_resume(
     resolved = resolve_experiment(**experiment)
     kept = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
 
-    def tell(one: resume_check.KilledRun) -> None:
-        say(f"killed before {one.operation}: {one.difference or 'equal'}")
+    def show_kill(one: resume_check.KilledRun) -> None:
+        write_line(f"killed before {one.operation}: {one.difference or 'equal'}")
 
     try:
         given = settings_of({"settings": settings, "device": device, "num_threads": num_threads})
-        found = resume_check.check_resume(resolved, kept, num_kills=kills, on_kill=tell, **given)
+        found = resume_check.check_resume(
+            resolved, kept, num_kills=kills, on_kill=show_kill, **given
+        )
     except NipAstraError:
         if runs_dir is None:
             shutil.rmtree(kept)
@@ -301,17 +303,17 @@ def check_resume(
         ) from error
     killed = counted(len(found.kills), "killed run")
     if found.is_equal:
-        say(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
+        write_line(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
         if runs_dir is None:
             shutil.rmtree(kept)
         return
     num_unlike = sum(bool(one.difference) for one in found.kills)
-    say(
+    write_line(
         f"two uninterrupted runs differ: {found.unlike}"
         if found.unlike
         else f"different: {num_unlike} of {killed}"
     )
-    say(f"runs       {kept}")
+    write_line(f"runs       {kept}")
     raise typer.Exit(RUNS_DIFFER)
 
 
@@ -386,14 +388,14 @@ def show(
             )
         show_parts(lambda: [overview.described_table(found[:MOST_FOUND])], dict)
         if len(found) > MOST_FOUND:
-            say(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
+            write_line(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
         return
     if prompts:
-        say(prompts_of(**given))
+        write_line(prompts_of(**given))
         return
     view = show_experiment(**given)
     if as_yaml:
-        say(view.to_yaml())
+        write_line(view.to_yaml())
         return
     show_parts(lambda: view.tables(explain=explain, show_all=show_all), dict)
 
@@ -452,7 +454,7 @@ def schema(
     given = _experiment_arguments(locals())
     from nip_astra.overview import schema as schema_of
 
-    say(to_json(schema_of(**given), indent=1))
+    write_line(to_json(schema_of(**given), indent=1))
 
 
 for command in measuring.COMMANDS:
@@ -531,7 +533,7 @@ def showing_notes() -> Iterator[None]:
 class NoteHandler(logging.Handler):
     """Writes warnings to standard error, each once and above a progress bar.
 
-    Warnings marked by `told_at_the_end` are left to the end of the run. If standard error is
+    Warnings marked by `is_repeated_at_end` are left to the end of the run. If standard error is
     closed, nothing is written and the run continues.
     """
 
@@ -543,7 +545,7 @@ class NoteHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         is_error = record.levelno > logging.WARNING
-        if is_error or text in self._written or getattr(record, "told_at_the_end", False):
+        if is_error or text in self._written or getattr(record, "is_repeated_at_end", False):
             return
         self._written.add(text)
         self._alike[record.msg] += 1

@@ -88,8 +88,8 @@ def download(
         folder = None if output is None else _new_file(str(Path(output) / name))
         with showing(f"Downloading {name}"):
             sizes = download_images(name, folder)
-        told = ", ".join(f"{size} {split}" for split, size in sizes.items())
-        sys.stdout.write(f"{name:<10} {told}\n")
+        counts = ", ".join(f"{size} {split}" for split, size in sizes.items())
+        sys.stdout.write(f"{name:<10} {counts}\n")
         if folder is not None:
             sys.stdout.write(f"use it by  --set image_classification.dataset.name={name} ")
             sys.stdout.write(f"--set image_classification.dataset.path={folder}\n")

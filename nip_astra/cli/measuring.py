@@ -40,9 +40,9 @@ from nip_astra.cli.options import (
     Wandb,
     complain,
     complete_runs,
-    say,
     settings_of,
     show,
+    write_line,
 )
 from nip_astra.errors import counted
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
@@ -106,7 +106,7 @@ def evaluate(
     assert isinstance(found, Matrix)
     if found.path is not None and not as_json:
         show(found.tables, dict)
-        say(f"matrix     {found.path}")
+        write_line(f"matrix     {found.path}")
     for evaluation in found:
         _gate(fail_if, evaluation.values)
 
@@ -125,13 +125,13 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
     if not as_json:
         for part in evaluation.parts:
             if "reused_from" in part and "num_episodes" in part:
-                say(
+                write_line(
                     f"reused     {counted(part['num_episodes'], 'conversation')} of the evaluation "
                     f"{part['reused_from']}"
                 )
     show(evaluation.tables, lambda: evaluation.figures, as_json=as_json)
     if not as_json:
-        say(f"evaluation {evaluation.path}\n")
+        write_line(f"evaluation {evaluation.path}\n")
 
 
 def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ def report(
     from nip_astra.report.page import write_report
 
     path = write_report(runs, output, redact=redact)
-    say(f"report     {path}")
+    write_line(f"report     {path}")
     if open_page and not webbrowser.open(path.resolve().as_uri()):
         complain("no browser was found to open it with")
 
@@ -259,7 +259,7 @@ def export(
     from nip_astra.evaluation.api import export as export_run
 
     for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
-        say(f"export     {file}")
+        write_line(f"export     {file}")
 
 
 def push(
@@ -285,7 +285,7 @@ def push(
     address = push_to_hub(
         run, repo, private=private, license=license, folder=output, dry_run=dry_run
     )
-    say(f"{'folder' if dry_run else 'model'}      {address}")
+    write_line(f"{'folder' if dry_run else 'model'}      {address}")
 
 
 def doctor(
@@ -383,7 +383,7 @@ def analyse(
             table.add_row(*map(Text, (place, one["analyser"], agent, share_text(share))))
     show(lambda: [table], lambda: found, as_json=as_json)
     if not as_json:
-        say(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
+        write_line(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
 
 
 def compare_dumps(
@@ -404,18 +404,18 @@ def compare_dumps(
 
     found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
     if not found.differences:
-        say(f"the same in {counted(found.num_stages, 'stage')}")
+        write_line(f"the same in {counted(found.num_stages, 'stage')}")
         return
     first = found.differences[0].stage
-    say(f"they differ first in {first}")
+    write_line(f"they differ first in {first}")
     own = [one for one in found.differences if one.stage == first]
     for difference in own[:MAX_DIFFERENCES]:
-        say(f"  {difference.field} {difference.description}".rstrip())
+        write_line(f"  {difference.field} {difference.description}".rstrip())
     if len(own) > MAX_DIFFERENCES:
-        say(f"  and {len(own) - MAX_DIFFERENCES} more")
+        write_line(f"  and {len(own) - MAX_DIFFERENCES} more")
     later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)
     if later:
-        say(f"then in {len(later)} more of {counted(found.num_stages, 'stage')}")
+        write_line(f"then in {len(later)} more of {counted(found.num_stages, 'stage')}")
     raise typer.Exit(1)
 
 

@@ -165,7 +165,7 @@ Labelled = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Labelled responses (JSONL) that say how well scorers tell failures; or none.",
+        help="Labelled responses (JSONL) that measure the scorers; or none.",
     ),
 ]
 EmbedderName = Annotated[
@@ -240,7 +240,7 @@ def open_console() -> Console:
     return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
 
 
-def say(text: str) -> None:
+def write_line(text: str) -> None:
     """Write a line to standard output."""
     sys.stdout.write(f"{safe_text(text)}\n")
 
@@ -255,7 +255,7 @@ def show(
 ) -> None:
     """Print tables, or plain values as JSON."""
     if as_json:
-        say(to_json(plain(), indent=2))
+        write_line(to_json(plain(), indent=2))
         return
     console = open_console()
     for part in tables():

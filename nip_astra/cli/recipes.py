@@ -101,7 +101,7 @@ def task(
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
     given = locals()
-    from nip_astra.cli.options import say, train_or_estimate
+    from nip_astra.cli.options import train_or_estimate, write_line
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
     from nip_astra.recipes import numbers_of, task_parameters
     from nip_astra.resolving.resolution import resolve_experiment
@@ -119,7 +119,7 @@ def task(
         options=options,
     )
     for name, (path, value) in found.mapped.items():
-        say(f"{name}: --set {path}={value}")
+        write_line(f"{name}: --set {path}={value}")
     print_parameters(found.values)
     resolved = resolve_experiment(
         hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
@@ -133,10 +133,10 @@ def task(
 
 def print_parameters(values: dict[str, Any]) -> None:
     """Print parameters as an equivalent file."""
-    from nip_astra.cli.options import say
+    from nip_astra.cli.options import write_line
     from nip_astra.tracking.run_directory import to_yaml
 
-    say(f"# as a parameter file:\n{to_yaml(values)}")
+    write_line(f"# as a parameter file:\n{to_yaml(values)}")
 
 
 def stress(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nip_astra.cli.options import Debug, Device, Threads, say, settings_of
+from nip_astra.cli.options import Debug, Device, Threads, settings_of, write_line
 from nip_astra.errors import ConfigurationError
 
 
@@ -63,8 +63,8 @@ def serve(
     given = settings_of({"settings": settings, "device": device})
     own = {"port": port, "host": host, "token_variable": token_variable, "state_dir": state_dir}
     given |= {name: value for name, value in own.items() if value is not None}
-    asked: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
-    protocols = [name for name, is_asked in asked.items() if is_asked]
+    choices: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
+    protocols = [name for name, is_chosen in choices.items() if is_chosen]
     if num_threads is not None:
         import torch
 
@@ -76,15 +76,17 @@ def serve(
     # In place of the one that tells warnings once and without the time.
     logging.getLogger("nip_astra").handlers = [handler]
 
-    def tell(settings: ServiceSettings) -> None:
+    def announce(settings: ServiceSettings) -> None:
         names = ", ".join(named)
         address = settings.root_url if protocols else settings.base_url
-        say(f"{'training' if protocols else 'serving'} {names} at {address} (Ctrl-C ends it)")
+        write_line(
+            f"{'training' if protocols else 'serving'} {names} at {address} (Ctrl-C ends it)"
+        )
         key = settings.token_variable
-        say(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
+        write_line(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**given), on_start=tell, protocols=protocols)
+    run_service(named, ServiceSettings(**given), on_start=announce, protocols=protocols)
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -19,8 +19,8 @@ from nip_astra.cli.options import (
     Wandb,
     complain,
     open_console,
-    say,
     settings_of,
+    write_line,
 )
 from nip_astra.errors import NipAstraError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
@@ -186,22 +186,22 @@ def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
         for run in shard_of(plan.runs, shard):
             folder = run.folder_in(directory)
             status = status_of(folder)
-            say(f"{folder.name}  {status:8}  {run.arm.name}  seed {run.seed}")
+            write_line(f"{folder.name}  {status:8}  {run.arm.name}  seed {run.seed}")
         return
     objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
-    say(
+    write_line(
         f"{counted(plan.search.num_trials, 'trial')} of {counted(len(plan.seeds), 'run')} each, by "
         f"{plan.search.sampler}, to {plan.search.direction} {', '.join(sorted(objectives))}"
     )
     for path, choice in plan.choices.items():
-        say(f"{path}  {choice}")
+        write_line(f"{path}  {choice}")
 
 
 def _show_run(one: FinishedRun, place: str, *, as_json: bool) -> None:
     text = f"[{place}] {one.run.arm.name} seed {one.run.seed}: {one.status}"
     text += f" after {one.seconds:.0f} s" if one.seconds else ""
     text += f": {one.message}" if one.message else ""
-    (complain if as_json or one.status == "failed" else say)(text)
+    (complain if as_json or one.status == "failed" else write_line)(text)
 
 
 def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
@@ -213,15 +213,15 @@ def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> No
         if name not in results.figure_names:
             raise UnknownNameError("figure", name, results.figure_names, "Give it by --metric.")
     if as_json:
-        say(json.dumps([row for name in names for row in _rows(results, name)]))
+        write_line(json.dumps([row for name in names for row in _rows(results, name)]))
         return
     console = open_console()
     for name in names:
         console.print(_table(results, name), "")
     for caution in results.cautions(names):
-        say(f"caution    {caution}")
+        write_line(f"caution    {caution}")
     for title, file in (("table", TABLE), ("summary", SUMMARY), ("report", REPORT)):
-        say(f"{title:10} {results.directory / file}")
+        write_line(f"{title:10} {results.directory / file}")
 
 
 def _table(results: SweepResults, name: str) -> Table:

@@ -336,7 +336,7 @@ class _TurnsInOrder(GenerationSession):
     def __init__(self, sessions: Sequence[GenerationSession], turns: Sequence[int]) -> None:
         self._sessions = sessions
         self._turns = iter(sessions[turn] for turn in turns)
-        self._asked: list[GenerationSession] = []
+        self._used: list[GenerationSession] = []
 
     def generate(
         self,
@@ -348,15 +348,15 @@ class _TurnsInOrder(GenerationSession):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        self._asked.append(next(self._turns))
-        return self._asked[-1].generate(
+        self._used.append(next(self._turns))
+        return self._used[-1].generate(
             contexts, rows_per_context, uniforms_RT, options, branching=branching, spans=spans
         )
 
     def settle(self, generations: Sequence[Generation]) -> list[Generation]:
         settled = list(generations)
         for session in self._sessions:
-            own = [place for place, one in enumerate(self._asked) if one is session]
+            own = [place for place, one in enumerate(self._used) if one is session]
             found = session.settle([generations[place] for place in own]) if own else []
             for place, one in zip(own, found, strict=True):
                 settled[place] = one

@@ -145,7 +145,7 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
     if figures["clusters"]:
         parts += [Text(), _clusters_table(figures)]
     for title, headings, rows in (
-        ("how well scorers tell failures", QUALITY_HEADINGS, quality_rows(figures)),
+        ("accuracy of scorers", QUALITY_HEADINGS, quality_rows(figures)),
         ("how far scorers agree, by turn", AGREEMENT_HEADINGS, agreement_rows(figures)),
     ):
         parts += [Text(), lined_table(title, "", headings, rows)] if rows else []

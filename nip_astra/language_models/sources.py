@@ -296,14 +296,14 @@ def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
 
 def computing_dtype(
     module: Any,
-    asked: str,
+    requested: str,
     device: torch.device,
     *,
     trainable: bool,
 ) -> torch.dtype:
     """Return the precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
-    dtype = DTYPES.get(asked, torch.float32)
-    if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
+    dtype = DTYPES.get(requested, torch.float32)
+    if (requested == "fastest" or (requested == "auto" and trainable)) and gains_from_bfloat16(
         module, device
     ):
         dtype = torch.bfloat16

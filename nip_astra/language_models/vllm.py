@@ -59,7 +59,7 @@ from nip_astra.language_models.vllm_backend.engine import (
 from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
-from nip_astra.utils.experimental import Experimental, tell_experimental
+from nip_astra.utils.experimental import Experimental, warn_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class VllmLanguageModel(LanguageModel):
             dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
         window = min(parameters.max_model_len or about.context_window, about.context_window)
-        tell_experimental(Experimental.VLLM)
+        warn_experimental(Experimental.VLLM)
         options = EngineOptions(
             dtype=dtype,
             max_model_len=window,
@@ -259,26 +259,28 @@ class VllmLanguageModel(LanguageModel):
         self.token_count.head_rows += sum(len(reply.ids) for reply in replies)
         return replies
 
-    def rescored(self, contexts: Sequence[Sequence[int]], said: Generation) -> Generation:
+    def rescored(self, contexts: Sequence[Sequence[int]], generation: Generation) -> Generation:
         """Return turns, one per context, with log-probabilities computed as in the losses.
 
         Tokens that rows share, as the turns of a conversation do, are forwarded once. Differences
         to vLLM's log-probabilities are recorded.
         """
         if self.scorer is None or not contexts:
-            return said
+            return generation
         # Rows that share a beginning are neighbours, so that parts repeat little.
         key: Any = contexts.__getitem__
         order = sorted(range(len(contexts)), key=key)
-        width = max(map(len, contexts)) + said.ids_BT.shape[1]
-        logprobs_BT = torch.zeros(said.mask_BT.shape)
+        width = max(map(len, contexts)) + generation.ids_BT.shape[1]
+        logprobs_BT = torch.zeros(generation.mask_BT.shape)
         with torch.no_grad(), self.rescoring():
             for part in torch.split(torch.tensor(order), max(1, MAX_PADDED // width)):
                 rows = pad_left([contexts[row] for row in part.tolist()], torch.device("cpu"))
-                scored = self.scorer.logprobs(*rows, said.ids_BT[part], said.mask_BT[part])
+                scored = self.scorer.logprobs(
+                    *rows, generation.ids_BT[part], generation.mask_BT[part]
+                )
                 logprobs_BT[part] = scored.cpu()
-        self.gap.note(said.logprobs_BT[said.mask_BT], logprobs_BT[said.mask_BT])
-        return Generation(said.ids_BT, said.mask_BT, logprobs_BT)
+        self.gap.note(generation.logprobs_BT[generation.mask_BT], logprobs_BT[generation.mask_BT])
+        return Generation(generation.ids_BT, generation.mask_BT, logprobs_BT)
 
     def take_metrics(self) -> dict[str, float]:
         return self.gap.take()
@@ -411,26 +413,32 @@ class VllmSession(GenerationSession):
             for row, seed in enumerate(seeds)
         ]
         replies = self.model.ask(requests, options)
-        said = padded_turns(replies, options.max_new_tokens)
-        self.model.token_count.generated += int(said.mask_BT.sum())
+        generation = padded_turns(replies, options.max_new_tokens)
+        self.model.token_count.generated += int(generation.mask_BT.sum())
         scores = None
         if spans is not None:
             read = zip(replies[::rows_per_context], spans, strict=True)
             scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
         self._contexts.append([request.context for request in requests])
-        return Turns(said, scores)
+        return Turns(generation, scores)
 
     def settle(self, generations: Sequence[Generation]) -> list[Generation]:
         lengths = [len(rows) for rows in self._contexts]
-        widths = [said.ids_BT.shape[1] for said in generations]
-        columns = [[said.ids_BT, said.mask_BT, said.logprobs_BT] for said in generations]
+        widths = [generation.ids_BT.shape[1] for generation in generations]
+        columns = [
+            [generation.ids_BT, generation.mask_BT, generation.logprobs_BT]
+            for generation in generations
+        ]
         together = [
             torch.cat([F.pad(x, (0, max(widths) - x.shape[1])) for x in column])
             for column in zip(*columns, strict=True)
         ]
         contexts = [context for rows in self._contexts for context in rows]
-        said = self.model.rescored(contexts, Generation(*together))
-        parts = (torch.split(x, lengths) for x in (said.ids_BT, said.mask_BT, said.logprobs_BT))
+        generation = self.model.rescored(contexts, Generation(*together))
+        parts = (
+            torch.split(x, lengths)
+            for x in (generation.ids_BT, generation.mask_BT, generation.logprobs_BT)
+        )
         return [
             Generation(*(x[:, :width] for x in one))
             for width, *one in zip(widths, *parts, strict=True)
@@ -471,11 +479,11 @@ class LearntWeights:
         return None
 
 
-def _engine_dtype(asked: str, num_parameters: int) -> str:
+def _engine_dtype(requested: str, num_parameters: int) -> str:
     """Return the precision of an engine without a scorer."""
-    if asked == "fastest":
+    if requested == "fastest":
         return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
-    return "float32" if asked == "auto" else asked
+    return "float32" if requested == "auto" else requested
 
 
 def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:

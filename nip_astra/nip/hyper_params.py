@@ -586,30 +586,30 @@ def _of_text(given: HyperParameters, values: dict[str, Any]) -> None:
 
 
 def _of_message_regression(given: HyperParameters, values: dict[str, Any]) -> None:
-    asked = given.message_regression
-    if not asked.enabled:
+    requested = given.message_regression
+    if not requested.enabled:
         return
     values["message_regression"] = {
-        "agents": asked.agents,
-        "reset_on_fit": asked.reset_on_fit,
-        "test_share": asked.test_size,
+        "agents": requested.agents,
+        "reset_on_fit": requested.reset_on_fit,
+        "test_share": requested.test_size,
         "regressor": {
-            "_type": asked.regression_method,
-            "num_layers": asked.mlp_num_layers,
-            "d_hidden": asked.mlp_hidden_size,
-            "activation": asked.mlp_activation,
-            "num_epochs": asked.mlp_num_epochs,
-            "minibatch_size": asked.mlp_batch_size,
-            "lr": asked.mlp_learning_rate,
+            "_type": requested.regression_method,
+            "num_layers": requested.mlp_num_layers,
+            "d_hidden": requested.mlp_hidden_size,
+            "activation": requested.mlp_activation,
+            "num_epochs": requested.mlp_num_epochs,
+            "minibatch_size": requested.mlp_batch_size,
+            "lr": requested.mlp_learning_rate,
         },
     }
 
 
 def _of_base_run(given: HyperParameters, values: dict[str, Any]) -> None:
-    asked = given.base_run
-    if asked.base_run_type != "none":
-        run = run_of(asked.run_id, asked.wandb_entity, asked.wandb_project)
-        values["base_run"] = {"base_run_type": asked.base_run_type, "run": run}
+    requested = given.base_run
+    if requested.base_run_type != "none":
+        run = run_of(requested.run_id, requested.wandb_entity, requested.wandb_project)
+        values["base_run"] = {"base_run_type": requested.base_run_type, "run": run}
 
 
 def run_of(run_id: str, entity: str, project: str) -> str:
@@ -667,7 +667,7 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
             "api_key_variable": "OPENAI_API_KEY",
         }
     )
-    asked = {"temperature": fields["temperature"], "top_p": fields["top_p"]}
+    requested = {"temperature": fields["temperature"], "top_p": fields["top_p"]}
     max_tokens = fields["max_tokens_per_message"]
     return {
         "model": model,
@@ -678,7 +678,7 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
         "max_response_words": fields["max_response_words"],
         "max_tokens": int(1.5 * fields["max_response_words"]) if max_tokens is None else max_tokens,
         "num_invalid_generation_retries": fields["num_invalid_generation_retries"],
-        **{name: value for name, value in asked.items() if value is not None},
+        **{name: value for name, value in requested.items() if value is not None},
     }
 
 

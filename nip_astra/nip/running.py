@@ -61,14 +61,14 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _device(device: str | torch.device) -> str:
     """Convert the device; nip's scripts name a GPU even if there is none."""
-    asked = torch.device(device) if device != "auto" else torch.device("cpu")
-    if asked.type != "cuda":
+    requested = torch.device(device) if device != "auto" else torch.device("cpu")
+    if requested.type != "cuda":
         return str(device)
     if not torch.cuda.is_available():
         logger.warning("there is no GPU for device=%s; the run takes the CPU", device)
         return "cpu"
-    if asked.index is not None:
-        torch.cuda.set_device(asked.index)
+    if requested.index is not None:
+        torch.cuda.set_device(requested.index)
     return "cuda"
 
 
@@ -417,14 +417,14 @@ def _get_openrouter_response(
     asks_logprobs = get_log_probs or get_top_logprobs is not None
     key = api_key or get_env_var("OPENROUTER_API_KEY")
     with OpenAI(base_url=OPENROUTER, api_key=key) as client:
-        asked: dict[str, Any] = {"logprobs": True} if asks_logprobs else {}
-        asked |= {} if get_top_logprobs is None else {"top_logprobs": get_top_logprobs}
+        logprob_options: dict[str, Any] = {"logprobs": True} if asks_logprobs else {}
+        logprob_options |= {} if get_top_logprobs is None else {"top_logprobs": get_top_logprobs}
         choices = [
             client.chat.completions.create(
                 model=model,
                 messages=cast(Any, messages),
                 temperature=temperature,
-                **asked,
+                **logprob_options,
             ).choices[0]
             for _ in range(num_responses)
         ]

@@ -257,8 +257,10 @@ class TensorDictRlTrainer(OurTrainer):
     def protocol_handler(self) -> Any:
         """The protocol, with the sequence of the section `spg` if it sets one."""
         protocol = self.train_environment.protocol
-        asked = self.hyper_params.spg.stackelberg_sequence  # type: ignore[attr-defined]  # a section
-        return ProtocolView(protocol, stackelberg_sequence=asked or protocol.stackelberg_sequence)
+        sequence = self.hyper_params.spg.stackelberg_sequence  # type: ignore[attr-defined]  # a section
+        return ProtocolView(
+            protocol, stackelberg_sequence=sequence or protocol.stackelberg_sequence
+        )
 
     @property
     def agent_names(self) -> tuple[str, ...]:

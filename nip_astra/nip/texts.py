@@ -120,11 +120,11 @@ def _completed(rows: NestedArrayDict) -> NestedArrayDict:
     rows["next", "terminated"] = is_last_NR & ~decided_NR
     rows["next", "agents", "reward"] = rows["agents", "reward"]
     rows["agents", "done"] = np.repeat(padding_NR[..., None], active_NRA.shape[-1], axis=-1)
-    said_NRC, sender_NRC = _by_channel(message_NRAC)
+    text_NRC, sender_NRC = _by_channel(message_NRAC)
     raw_NRA = rows["agents", "raw_message"].astype(object)
     raw_NRA[~active_NRA] = None
     for key, array in (
-        ("message_history", said_NRC),
+        ("message_history", text_NRC),
         ("message_agent_id", sender_NRC),
         ("raw_message_history", raw_NRA),
     ):
@@ -137,11 +137,11 @@ def _completed(rows: NestedArrayDict) -> NestedArrayDict:
 def _by_channel(message_NRAC: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Return messages by channel, None for none, and their senders, -1 for none."""
     shape = (*message_NRAC.shape[:2], message_NRAC.shape[-1])
-    said, sender = np.full(shape, None, dtype=object), np.full(shape, -1)
+    messages, sender = np.full(shape, None, dtype=object), np.full(shape, -1)
     for n, r, a, c in np.ndindex(message_NRAC.shape):
         if message_NRAC[n, r, a, c] is not None:
-            said[n, r, c], sender[n, r, c] = message_NRAC[n, r, a, c], a
-    return said, sender
+            messages[n, r, c], sender[n, r, c] = message_NRAC[n, r, a, c], a
+    return messages, sender
 
 
 def _before(array_NR: npt.NDArray[Any], number: int) -> npt.NDArray[Any]:
@@ -285,9 +285,9 @@ class PureTextCombinedWhole:
         """Query the active agents, and write their moves into the state."""
         node = environment.node_before(env_state)
         name = environment.branch_of(node)
-        asked = TextNode(name, node.episode)
+        text_node = TextNode(name, node.episode)
         by_agent = environment.loop.run(
-            self.sampler.moves(asked, 1, environment.key, environment.journal)
+            self.sampler.moves(text_node, 1, environment.key, environment.journal)
         )
         environment.act(env_state, name, {agent: found[0] for agent, found in by_agent.items()})
         return env_state

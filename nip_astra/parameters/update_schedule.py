@@ -87,11 +87,11 @@ class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
 
     def __init__(self, /, *in_order: Any, **values: Any) -> None:
         """Also accept `first_agent`, true for the first of the two, instead of `position`."""
-        said = [*in_order[2:], *([values["first_agent"]] if "first_agent" in values else [])]
-        if len(said) == 1 and isinstance(said[0], bool) and "position" not in values:
+        rest = [*in_order[2:], *([values["first_agent"]] if "first_agent" in values else [])]
+        if len(rest) == 1 and isinstance(rest[0], bool) and "position" not in values:
             in_order = in_order[:2]
             values.pop("first_agent", None)
-            values["position"] = "first" if said[0] else "second"
+            values["position"] = "first" if rest[0] else "second"
         super().__init__(*in_order, **values)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's

@@ -342,10 +342,10 @@ def _episodes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
         texts = [f"{words(name)}: {one}" for name, one in mapping(datapoint.get("texts")).items()]
         decision = row.get("decision")
         decided = number(decision)
-        said = text(decision) if decided is None else DECISIONS.get(int(decided), "")
-        said = "" if decided == UNDECIDED else said
+        decision_text = text(decision) if decided is None else DECISIONS.get(int(decided), "")
+        decision_text = "" if decided == UNDECIDED else decision_text
         rewards = mapping(row.get("rewards"))
-        facts = [said or "no decision"]
+        facts = [decision_text or "no decision"]
         facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
         stored = row.get("is_right")
         is_right = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT

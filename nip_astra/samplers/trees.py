@@ -38,7 +38,7 @@ from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import (
-    NOT_ASKED,
+    SKIPPED,
     ChatAgent,
     ChatReply,
     TextAttacker,
@@ -432,9 +432,9 @@ class _TreeGrowth:
     def play(self, prompts: Sequence[str], first: int) -> None:
         """Grow one tree from each opening prompt, the first being that of episode `first`."""
         read = self.reader.conversation_format.encode_all(prompts)
-        said: list[list[Turn]] = [[] for _ in prompts]
+        openings: list[list[Turn]] = [[] for _ in prompts]
         if not isinstance(self.target, ChatAgent):
-            said = [
+            openings = [
                 [Turn(True, ids)] for ids in self.target.conversation_format.encode_all(prompts)
             ]
         parents = [
@@ -443,7 +443,7 @@ class _TreeGrowth:
                 episode=episode,
                 node=-1,
                 attacker_turns=[Turn(False, read[episode])],
-                target_turns=said[episode],
+                target_turns=openings[episode],
                 texts=[prompt],
             )
             for episode, prompt in enumerate(prompts)
@@ -477,7 +477,7 @@ class _TreeGrowth:
                 parent.attacker_turns,
                 parent.target_turns,
                 parent.texts,
-                None if parent.failure is None else NOT_ASKED,
+                None if parent.failure is None else SKIPPED,
             )
             for index, parent in enumerate(parents)
             for branch in range(width)
@@ -543,7 +543,7 @@ class _TreeGrowth:
     def _tokenized(self, texts: Sequence[str]) -> Generation:
         """Return turns in the reader's tokens, at most half its window, with NaN logprobs."""
         longest = self.reader.language_model.context_window // 2
-        rows = [self.reader.say(text)[:longest] for text in texts]
+        rows = [self.reader.encode_turn(text)[:longest] for text in texts]
         ids_BT, mask_BT = pad_right(rows, torch.device("cpu"))
         return Generation(ids_BT, mask_BT, torch.zeros(ids_BT.shape).masked_fill(mask_BT, math.nan))
 
@@ -677,7 +677,7 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     there = [node for node, failure in enumerate(failures) if failure is None]
     exchanges, has_both = _exchanges(scorer, tree, there)
     rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
-    is_error_N = torch.tensor([failure not in (None, NOT_ASKED) for failure in failures])
+    is_error_N = torch.tensor([failure not in (None, SKIPPED) for failure in failures])
     if len(there) == len(failures) and has_both:
         return rated, rated
     found = []

@@ -152,7 +152,7 @@ class ConversationAgent:
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
-    def say(self, text: str) -> list[int]:
+    def encode_turn(self, text: str) -> list[int]:
         """Return the tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]

@@ -22,7 +22,7 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
-NOT_ASKED = "ended"
+SKIPPED = "ended"
 """Failure reason of responses after the first failed one."""
 
 
@@ -31,7 +31,7 @@ class ChatReply(NamedTuple):
 
     text: str
     failure: str | None = None
-    """A `FailureReason`, or `NOT_ASKED`; None for a reply."""
+    """A `FailureReason`, or `SKIPPED`; None for a reply."""
     is_refused: bool = False
     """Whether the service marks the reply as a refusal, or withholds it."""
 

@@ -151,25 +151,25 @@ class StudyQueue(RunQueue):
             trial = self._optuna.trial.Trial(self._study, unfinished._trial_id)
             # A step that an earlier process has reported stays as it was.
             self._begin(trial).reported.update(unfinished.intermediate_values)
-        self._num_asked = len(self._study.get_trials(deepcopy=False))
+        self._num_suggested = len(self._study.get_trials(deepcopy=False))
         self._write_trials()
 
     @property
     def is_empty(self) -> bool:
         """Whether all trials are done."""
-        return not self._open and self._num_asked >= self.search.num_trials
+        return not self._open and self._num_suggested >= self.search.num_trials
 
     def take(self) -> PlannedRun | None:
         for one in self._open:
             # One seed after the other, so that a pruned trial has not cost all of them.
             if one.waiting and not one.at_work:
                 return self._hand_out(one)
-        if self._num_asked >= self.search.num_trials:
+        if self._num_suggested >= self.search.num_trials:
             return None
         # Named by number, so that a study that was killed proposes what it would have.
-        seed = derive_seed(self.search.seed, "trial", self._num_asked) % 2**32
+        seed = derive_seed(self.search.seed, "trial", self._num_suggested) % 2**32
         self._study.sampler = SWEEP_SAMPLERS.get(self.search.sampler)(self.search, seed)
-        self._num_asked += 1
+        self._num_suggested += 1
         return self._hand_out(self._begin(self._study.ask()))
 
     def goes_on(self, run: PlannedRun) -> bool:
@@ -273,11 +273,11 @@ class StudyQueue(RunQueue):
                 f"the study {self.directory / STUDY_FILE} cannot be read: "
                 f"{str(error).splitlines()[0]}. Restore the file, or give another --sweep-dir."
             ) from error
-        asked = _identity(self.plan, self.search)
+        identity = _identity(self.plan, self.search)
         before = study.user_attrs.get("asked")
         if before is None:
-            study.set_user_attr("asked", asked)
-        elif before != asked:
+            study.set_user_attr("asked", identity)
+        elif before != identity:
             raise RunDirectoryError(
                 f"the study in {self.directory} is of another space, objective or direction. Give "
                 "another --sweep-dir; only --num-trials may change."

@@ -628,7 +628,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
-        logger.warning(text, extra={"told_at_the_end": True})
+        logger.warning(text, extra={"is_repeated_at_end": True})
 
 
 # ---- batches and optimizer steps

@@ -40,12 +40,12 @@ def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
 
 
 BLOCK = 1 << 16
-"""Numbers of a weight that `AdamW` moves at once on a CPU: with gradient and moments they fit in
+"""Elements of a weight that `AdamW` updates at once on a CPU: with gradient and moments they fit in
 its cache, from which a step reads them several times."""
 
 
 class AdamW(torch.optim.AdamW):
-    """Torch's AdamW with the same numbers and state, which moves large weights in blocks."""
+    """Torch's AdamW with equal results and state that updates large weights in blocks."""
 
     def _init_group(
         self,
@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
         largest_squares: list[Tensor],
         steps: list[Tensor],
     ) -> bool:
-        """Fill the lists of what torch's step updates, large tensors as views of their blocks."""
+        """Fill the lists that torch's step updates; large tensors become views of their blocks."""
         columns = (weights, gradients, means, squares)
         has_complex: bool = super()._init_group(group, *columns, largest_squares, steps)  # type: ignore[no-untyped-call]
         if largest_squares or all(x.numel() <= BLOCK for x in weights):
@@ -79,7 +79,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _num_blocks(*tensors: Tensor) -> int:
-    """Return in how many blocks a weight, its gradient and moments are moved."""
+    """Return the number of blocks in which a weight, its gradient and moments are updated."""
     is_flat = all(
         type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.is_contiguous()
         for x in tensors

@@ -40,8 +40,8 @@ from nip_astra.trainers.service_use import (
     cost_metrics,
     refuse_unanswered,
     services_used,
-    told_costs,
     total_cost,
+    usage_metrics,
 )
 from nip_astra.trainers.text.analysis import (
     JUDGE,
@@ -265,7 +265,7 @@ class PureTextRlTrainer(Trainer):
                 self._save_checkpoint()
                 iteration_context.set_postfix(
                     accuracy=self.state.last.get("mean_accuracy", float("nan")),
-                    **told_costs(self.state.costs(), self.services()),
+                    **usage_metrics(self.state.costs(), self.services()),
                 )
                 self._raise_if_stopped()
 
@@ -355,8 +355,8 @@ class PureTextRlTrainer(Trainer):
     def _statistics_of(self, rollouts: NestedArrayDict, *, train: bool) -> dict[str, Any]:
         """Return the metrics of the hook `_get_log_stats`, which may lack `train`."""
         takes_train = "train" in signature(self._get_log_stats).parameters
-        asked = {"train": train} if takes_train else {}
-        return plain_numbers(self._get_log_stats(rollouts, **asked))
+        options = {"train": train} if takes_train else {}
+        return plain_numbers(self._get_log_stats(rollouts, **options))
 
     def _rollouts_to_learn_from(self, iteration: int) -> NestedArrayDict:
         """Return the rollouts for the hook `_stage_create_fine_tune_jobs`."""
@@ -564,12 +564,14 @@ class PureTextRlTrainer(Trainer):
 
     def services(self) -> dict[str, RetryingChatModel]:
         """Return the open models, by group, and the judge."""
-        asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
+        models_by_group = {
+            name: group.models()[-1:] for name, group in self.shared_model_groups.items()
+        }
         if self.analyses is not None:
-            asked[JUDGE] = [self.analyses.model]
+            models_by_group[JUDGE] = [self.analyses.model]
         return {
             name: model
-            for name, models in asked.items()
+            for name, models in models_by_group.items()
             for model in models
             if isinstance(model, RetryingChatModel)
         }

@@ -93,7 +93,7 @@ def estimate_services(
     return found
 
 
-def told_costs(
+def usage_metrics(
     counts: Mapping[str, int], services: Mapping[str, RetryingChatModel]
 ) -> dict[str, str]:
     """Return counts and, if prices are known, the cost, for the progress bar."""

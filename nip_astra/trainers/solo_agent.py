@@ -93,7 +93,7 @@ class SoloTraining:
         Holds the dataset; agents see a datapoint before any message.
     key : SeedPart
         Path of names that the split and the orders derive from.
-    is_as_agent_says : bool
+    uses_agent_lr_factors : bool
         Whether the agent's learning-rate factors and its update schedule hold, epochs counting as
         iterations. Without, all weights learn in every epoch.
     has_body_factor : bool
@@ -106,7 +106,7 @@ class SoloTraining:
         environment: ProtocolEnvironment,
         parameters: SoloParameters,
         *key: SeedPart,
-        is_as_agent_says: bool = False,
+        uses_agent_lr_factors: bool = False,
         has_body_factor: bool = True,
     ) -> None:
         self.agent = agent
@@ -130,10 +130,10 @@ class SoloTraining:
         )
         self._schedule: UpdateSchedule = (
             agent.parameters_of_agent.update_schedule
-            if is_as_agent_says
+            if uses_agent_lr_factors
             else ConstantUpdateSchedule()
         )
-        self._lr_factors = [part.lr_factor if is_as_agent_says else 1.0 for part in parts]
+        self._lr_factors = [part.lr_factor if uses_agent_lr_factors else 1.0 for part in parts]
         self.optimizer = torch.optim.Adam(
             [{"params": part.parameters} for part in parts],
             lr=parameters.lr,
@@ -360,7 +360,7 @@ class SoloAgentTrainer(AgentTrainer):
                 self.parameters,
                 *key,
                 agent.name,
-                is_as_agent_says=True,
+                uses_agent_lr_factors=True,
                 has_body_factor=not self.parameters.body_lr_factor_override,
             )
             for agent in self.agents

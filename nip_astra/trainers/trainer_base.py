@@ -423,7 +423,7 @@ class Trainer(ABC):
             known.refuse_nothing("every iteration of training", last_failure(self.services()))
         logger.warning(
             "iteration %d measured nothing: %s", self.state.iteration + 1, known,
-            extra={"told_at_the_end": True},
+            extra={"is_repeated_at_end": True},
         )  # fmt: skip
 
     def store_results(self, results: Mapping[str, Any]) -> None:

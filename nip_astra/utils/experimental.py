@@ -18,6 +18,6 @@ class Experimental(StrEnum):
 
 
 @cache
-def tell_experimental(feature: Experimental) -> None:
+def warn_experimental(feature: Experimental) -> None:
     """Warn once per process that a feature is experimental."""
     logger.warning("experimental: %s; compare a short run with one without it", feature)

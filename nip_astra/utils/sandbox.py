@@ -52,7 +52,7 @@ from nip_astra.utils.interpreter import SandboxLimits as SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-_ASKED = "code of a model runs in a sandbox only"
+_NEEDS_SANDBOX = "code of a model runs in a sandbox only"
 _TODO = (
     "Install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces, or, for simple "
     "functions: pip install 'nip_astra[sandbox]'."
@@ -236,13 +236,13 @@ def run_program(code: str, limits: SandboxLimits) -> SandboxResult:
 def check_any_sandbox() -> None:
     """Raise `SandboxUnavailableError` if there is neither a sandbox nor an interpreter."""
     if (why := why_no_bubblewrap()) and (missing := why_no_interpreter()):
-        raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
+        raise SandboxUnavailableError(f"{_NEEDS_SANDBOX}, but {why}, and {missing}. {_TODO}")
 
 
 def check_sandbox() -> None:
     """Raise `SandboxUnavailableError` if whole programs cannot be run."""
     if why := why_no_bubblewrap():
-        raise SandboxUnavailableError(f"{_ASKED}, but {why}. {_TODO}")
+        raise SandboxUnavailableError(f"{_NEEDS_SANDBOX}, but {why}. {_TODO}")
 
 
 @lru_cache(maxsize=1)
@@ -281,8 +281,8 @@ def _why_failed(program: bytes) -> str:
     result = _run(_PROBE, "", SandboxLimits(seconds=20), program)
     if result.stdout.split() == ["True", "2" if program else "0"]:
         return ""
-    said = result.stderr.strip().splitlines()[-1:] or ["nothing"]
-    return f"bubblewrap fails here: it ended with {result.exit_code} and wrote {said[0]!r}"
+    last = result.stderr.strip().splitlines()[-1:] or ["nothing"]
+    return f"bubblewrap fails here: it ended with {result.exit_code} and wrote {last[0]!r}"
 
 
 @lru_cache(maxsize=1)

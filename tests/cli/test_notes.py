@@ -52,7 +52,7 @@ def test_each_warning_is_told_once_and_few_of_a_kind(monkeypatch: pytest.MonkeyP
     logger.addHandler(NoteHandler())
     for number in (1, 1, 2, 3, 4, 5):
         logger.warning("prompt %d is empty", number)
-    logger.warning("kept for the end", extra={"told_at_the_end": True})
+    logger.warning("kept for the end", extra={"is_repeated_at_end": True})
     logger.error("told by whom it ends")
     logger.info("for the log")
     assert said.getvalue().splitlines() == [f"warning: prompt {n} is empty" for n in (1, 2, 3)]

@@ -7,19 +7,19 @@ import logging
 import pytest
 
 from nip_astra import installation as doctor
-from nip_astra.utils.experimental import Experimental, tell_experimental
+from nip_astra.utils.experimental import Experimental, warn_experimental
 
 
 def test_a_feature_is_told_once_a_process(caplog: pytest.LogCaptureFixture) -> None:
-    tell_experimental.cache_clear()
+    warn_experimental.cache_clear()
     with caplog.at_level(logging.WARNING):
-        tell_experimental(Experimental.DECODE_GRAPHS)
-        tell_experimental(Experimental.DECODE_GRAPHS)
-        tell_experimental(Experimental.VLLM)
+        warn_experimental(Experimental.DECODE_GRAPHS)
+        warn_experimental(Experimental.DECODE_GRAPHS)
+        warn_experimental(Experimental.VLLM)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert told[0].startswith("experimental: decoding steps captured as CUDA graphs")
-    tell_experimental.cache_clear()
+    warn_experimental.cache_clear()
 
 
 def test_doctor_lists_every_feature() -> None:

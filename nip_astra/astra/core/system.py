@@ -221,16 +221,16 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         return self._checked(logprobs, len(context), "baseline")
 
     def _rollout_prompt_with_attacker_and_validate(self, x: Sequence[StateT]) -> Sequence[ActionT]:
-        said = self.rollout_prompt_with_attacker(x)
-        self._check_number(said, len(x), "attacker")
-        return said
+        texts = self.rollout_prompt_with_attacker(x)
+        self._check_number(texts, len(x), "attacker")
+        return texts
 
     def _rollout_prompt_with_target_and_validate(self, x: Sequence[StateT]) -> Sequence[StateT]:
-        said = self.rollout_prompt_with_target(x)
-        self._check_number(said, len(x), "target")
-        return said
+        texts = self.rollout_prompt_with_target(x)
+        self._check_number(texts, len(x), "target")
+        return texts
 
-    def _asked_of_target(self, state: StateT, action: ActionT) -> StateT:
+    def _target_input(self, state: StateT, action: ActionT) -> StateT:
         """Return the state with the probe appended, as input of the target."""
         return state + action  # type: ignore[operator, no-any-return]  # texts, or like texts
 
@@ -255,9 +255,9 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         checked: Tensor = logprobs
         return checked.unsqueeze(1) if checked.ndim == 1 else checked
 
-    def _check_number(self, said: Any, num_rows: int, who: str) -> None:
-        if isinstance(said, str) or not hasattr(said, "__len__") or len(said) != num_rows:
-            given = f"{len(said)}" if hasattr(said, "__len__") else f"a {type(said).__name__}"
+    def _check_number(self, texts: Any, num_rows: int, who: str) -> None:
+        if isinstance(texts, str) or not hasattr(texts, "__len__") or len(texts) != num_rows:
+            given = f"{len(texts)}" if hasattr(texts, "__len__") else f"a {type(texts).__name__}"
             raise ConfigurationError(
                 f"the {who} of {type(self).__name__} returned {given} for {num_rows} texts. "
                 "Return one text for each, in order, as a list."

@@ -164,9 +164,9 @@ def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
     with path.open(encoding="utf-8") as file:
         for line_number, line in enumerate(file, start=1):
             try:
-                said = json.loads(line)
-                number, text = str(said["id"]), str(said["text"] or "").strip()
-                conversation = said.get("conversation_id", said.get("root"))
+                row = json.loads(line)
+                number, text = str(row["id"]), str(row["text"] or "").strip()
+                conversation = row.get("conversation_id", row.get("root"))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"line {line_number} of {path} is not an utterance of ConvoKit: "

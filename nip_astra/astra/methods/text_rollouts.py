@@ -148,8 +148,8 @@ class TextRollouts:
         """Add one probe and response to each conversation, in one call of each method."""
         system = self.system
         probes = list(system._rollout_prompt_with_attacker_and_validate(contexts))
-        asked = [system._asked_of_target(c, p) for c, p in zip(contexts, probes, strict=True)]
-        responses = list(system._rollout_prompt_with_target_and_validate(asked))
+        messages = [system._target_input(c, p) for c, p in zip(contexts, probes, strict=True)]
+        responses = list(system._rollout_prompt_with_target_and_validate(messages))
         rewards = [float(reward) for reward in system.reward(contexts, probes, responses)]
         response, combined = rate_turns(system, contexts, probes, responses)
         reference_BT, mask_BT = system.reference_values(contexts, probes)

@@ -121,11 +121,11 @@ class OwnObjectsLoop(AstTrainer):
         )
         super().__init__(hyper_params, instance, settings)
         self.tracker = tracker or Tracker()
-        self._learn_what_the_problem_says()
+        self._train_problem_parameters()
         self.rollouts = own
         self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
 
-    def _learn_what_the_problem_says(self) -> None:
+    def _train_problem_parameters(self) -> None:
         """Train the problem's `parameters` if they are not all trainable weights of its model."""
         named = list(self.algorithm.system.parameters())
         if {id(p) for p in named} == {id(p) for p in self.learned}:

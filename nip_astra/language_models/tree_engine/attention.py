@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from nip_astra.errors import reason_of
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_trie
-from nip_astra.utils.experimental import Experimental, tell_experimental
+from nip_astra.utils.experimental import Experimental, warn_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -409,7 +409,7 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
             "trees are scored with dense attention: flex attention failed: %s", reason_of(error)
         )
         return None
-    tell_experimental(Experimental.FLEX_ATTENTION)
+    warn_experimental(Experimental.FLEX_ATTENTION)
     logger.info("trees are scored with flex attention")
     return compiled
 

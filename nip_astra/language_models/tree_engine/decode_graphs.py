@@ -22,7 +22,7 @@ from nip_astra.errors import ConfigurationError, reason_of
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
-from nip_astra.utils.experimental import Experimental, tell_experimental
+from nip_astra.utils.experimental import Experimental, warn_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class FixedSteps:
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
             return step
-        tell_experimental(Experimental.DECODE_GRAPHS)
+        warn_experimental(Experimental.DECODE_GRAPHS)
         logger.info(
             "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
         )

@@ -124,12 +124,12 @@ class RemoteEngines(SamplingEngine):
         held = [one for one in (self._weights, adapter) if one is not None]
         count = len(self._actors)
         ends = [len(requests) * place // count for place in range(count + 1)]
-        asked = [
+        calls = [
             actor.generate.remote(list(requests[start:stop]), arguments, held)
             for actor, start, stop in zip(self._actors, ends, ends[1:], strict=False)
             if stop > start
         ]
-        return [reply for replies in results_of(self._ray, asked) for reply in replies]
+        return [reply for replies in results_of(self._ray, calls) for reply in replies]
 
     def _put(self, version: Hashable, content: object, *, is_adapter: bool) -> _Held:
         self._num_versions += 1

@@ -164,8 +164,8 @@ class WeightedRewards:
             messages = getattr(given, "messages", ())
             plain = [{"role": role, "content": text} for role, text in messages]
             prompts.append(plain or str(given))
-            said = [{"role": "assistant", "content": answer.text}]
-            completions.append(said if plain else answer.text)
+            message = [{"role": "assistant", "content": answer.text}]
+            completions.append(message if plain else answer.text)
         rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
 
         def log_metric(name: str, value: float) -> None:

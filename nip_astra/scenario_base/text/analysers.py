@@ -113,7 +113,7 @@ class Subject:
         """Return whether a message is judged."""
         return (line.agent, line.channel) == (self.agent, self.channel)
 
-    def heard_before(self, line: Line) -> tuple[Line, ...]:
+    def messages_before(self, line: Line) -> tuple[Line, ...]:
         """Return earlier messages of others in the channel."""
         return tuple(
             other
@@ -254,7 +254,7 @@ class Verdict(IntEnum):
     NO = 0
     YES = 1
     DOES_NOT_APPLY = 2
-    NOT_ASKED = 3
+    NOT_REQUESTED = 3
     """The agent sent nothing, or the question is about others."""
     UNKNOWN = 4
     """The judge returned no valid answer."""
@@ -357,7 +357,7 @@ def judge_rollouts(
 ) -> Judgements:
     """Judge rollouts, with concurrent requests within the model's limits."""
     verdicts = verdict_spec(cast, len(rollouts)).zero()
-    verdicts["verdict"][:] = Verdict.NOT_ASKED
+    verdicts["verdict"][:] = Verdict.NOT_REQUESTED
     subjects = analyser.subjects(rollouts, cast)
     missing = list(zip(subjects, requests_of(analyser, subjects, how), strict=True))
     num_requests = 0
@@ -460,7 +460,7 @@ class FollowUp(RolloutAnalyser):
         )
 
     def is_relevant(self, subject: Subject) -> bool:
-        return any(subject.heard_before(line) for line in subject.own)
+        return any(subject.messages_before(line) for line in subject.own)
 
 
 @register_rollout_analyser(RolloutAnalyserType.PROVER_ROLE_CONFORMANCE)

@@ -206,7 +206,7 @@ class TextEpisode:
     """Whether each agent has decided, from the protocol's last step."""
     round: int = 0
     """Number of completed rounds."""
-    said: tuple[tuple[ChannelMessage, ...], ...] = ()
+    messages: tuple[tuple[ChannelMessage, ...], ...] = ()
     """Messages by round."""
     answers: tuple[Mapping[str, str], ...] = ()
     """Unparsed answers, by round and agent."""
@@ -338,7 +338,7 @@ class TextGame:
             torch.tensor([episode.has_decided]),
             Moves(torch.tensor([decisions])),
         )
-        said = tuple(
+        messages = tuple(
             ChannelMessage(agent, channel, text)
             for agent in protocol.agent_names
             if agent in moves
@@ -348,7 +348,7 @@ class TextGame:
         after = replace(
             episode,
             round=episode.round + 1,
-            said=(*episode.said, said),
+            messages=(*episode.messages, messages),
             answers=(*episode.answers, {agent: text for agent, (text, _) in moves.items()}),
             has_decided=tuple(step.agent_decided_EA[0].tolist()),
             is_done=bool(step.is_done[0]),
@@ -379,16 +379,16 @@ class TextGame:
         prompt = self.prompts[agent]
         system = prompt.render("system", values)
         parts: list[tuple[str, str]] = [("user", prompt.render("opening", values))]
-        for number, said in enumerate(episode.said):
+        for number, sent in enumerate(episode.messages):
             if agent in episode.answers[number]:
                 parts.append(("assistant", episode.answers[number][agent]))
-            parts += [("user", line) for line in self._observed(agent, episode.seed, number, said)]
+            parts += [("user", line) for line in self._observed(agent, episode.seed, number, sent)]
         parts.append(("user", prompt.render("turn", values)))
         messages = [ChatMessage(role="system", content=system)] if system else []
         return (*messages, *_alternating(parts))
 
     def _observed(
-        self, agent: str, seed: int, number: int, said: Sequence[ChannelMessage]
+        self, agent: str, seed: int, number: int, messages: Sequence[ChannelMessage]
     ) -> list[str]:
         """Return a round's messages to an agent, with channels in an order drawn by the seed."""
         seen = [
@@ -399,7 +399,7 @@ class TextGame:
         lines = []
         for channel in seen:
             title = channel_title(channel)
-            for message in said:
+            for message in messages:
                 if message.agent == agent or message.channel != channel:
                     continue
                 is_own = title.replace(" ", "_") == message.agent

@@ -281,15 +281,15 @@ class GraphBody(AgentBody):
         super().__init__(shape)
         space = shape.message_space
         self.num_places = shape.num_visible * space.message_size
-        num_said = shape.num_rounds * self.num_places
-        self.num_linear = num_said * space.num_linear_symbols
+        num_sent = shape.num_rounds * self.num_places
+        self.num_linear = num_sent * space.num_linear_symbols
         d_gnn, d_token = parameters.d_gnn, parameters.d_transformer
         self.is_dual = parameters.use_dual_gnn
         self.has_hidden_state = bool(
             parameters.use_batch_norm or parameters.noise_sigma or parameters.transformer_dropout
         )
         # The last input is 1 at every node: without it, graphs without messages are invisible.
-        self.node_input = nn.Linear(num_said + 1, d_gnn, bias=False)
+        self.node_input = nn.Linear(num_sent + 1, d_gnn, bias=False)
         self.gnn_layers = GinLayers(
             parameters.num_gnn_layers,
             d_gnn,
@@ -346,7 +346,7 @@ class GraphBody(AgentBody):
         """Return the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
         node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
         network = Network(
-            said_BPS=self.history(observation).flatten(1, 3),
+            sent_BPS=self.history(observation).flatten(1, 3),
             adjacency_B2nn=observation["adjacency"],
             is_node_B2n=observation["node_mask"],
             last_BLS=self.last_message(observation).flatten(1, 2),
@@ -357,8 +357,8 @@ class GraphBody(AgentBody):
         )
         nodes_BSD, sums_B2D = self.gnn_layers(network)
         if self.is_dual:
-            unsaid = network.unsaid(node[:, self.node_input.out_features :])
-            more_nodes_BSD, more_sums_B2D = self.gnn_layers(unsaid)
+            without_messages = network.without_messages(node[:, self.node_input.out_features :])
+            more_nodes_BSD, more_sums_B2D = self.gnn_layers(without_messages)
             nodes_BSD = nodes_BSD + more_nodes_BSD
             sums_B2D = torch.cat([sums_B2D, more_sums_B2D], dim=2)
         sums_B2D = self.pooling(sums_B2D)
@@ -397,9 +397,9 @@ def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
     frames_B1 = torch.arange(len(history_BRCPS), device=history_BRCPS.device)[:, None]
     rounds_BV = observation["question_round"][:, visible_V]
     question_BVPS = history_BRCPS[frames_B1, rounds_BV, visible_V]
-    is_said_BVP2 = question_BVPS.view(*question_BVPS.shape[:-1], 2, n).sum(-1) > 0
-    is_first_said, is_second_said = is_said_BVP2.unbind(-1)
-    return torch.stack([is_first_said & ~is_second_said, ~is_first_said], dim=-1)
+    is_sent_BVP2 = question_BVPS.view(*question_BVPS.shape[:-1], 2, n).sum(-1) > 0
+    is_first_sent, is_second_sent = is_sent_BVP2.unbind(-1)
+    return torch.stack([is_first_sent & ~is_second_sent, ~is_first_sent], dim=-1)
 
 
 class GraphPolicyHead(SummaryPolicyHead):

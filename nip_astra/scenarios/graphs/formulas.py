@@ -192,7 +192,7 @@ def tanh_reading(pairs: Pairs, weights: LayerWeights) -> PairReading:
 class Network(NamedTuple):
     """Inputs of a graph network, and its weights except those of its layers."""
 
-    said_BPS: Tensor
+    sent_BPS: Tensor
     adjacency_B2nn: Tensor
     """1 for an edge, without loops."""
     is_node_B2n: Tensor
@@ -200,16 +200,16 @@ class Network(NamedTuple):
     last_BLS: Tensor
     """Messages about each node, by place: all previous ones, and those of the last round."""
     input_DP: Tensor
-    """Weights of `said_BPS`; one further column is added to every node."""
+    """Weights of `sent_BPS`; one further column is added to every node."""
     node_ED: Tensor
     bias_E: Tensor
     message_EL: Tensor
     """Weights of tokens: of nodes after all layers, the bias, and of `last_BLS`."""
 
-    def unsaid(self, node_ED: Tensor) -> Network:
+    def without_messages(self, node_ED: Tensor) -> Network:
         """Return the network without messages, for tokens that are added to others."""
         return self._replace(
-            said_BPS=self.said_BPS[:, :0],
+            sent_BPS=self.sent_BPS[:, :0],
             last_BLS=self.last_BLS[:, :0],
             input_DP=self.input_DP[:, -1:],
             node_ED=node_ED,
@@ -230,9 +230,9 @@ class Network(NamedTuple):
         digits : int, optional
             Decimal places to which nodes are rounded after all layers.
         """
-        num_frames, num_said, num_nodes = self.said_BPS.shape
+        num_frames, num_sent, num_nodes = self.sent_BPS.shape
         nodes = functional.linear(
-            self.said_BPS.transpose(1, 2), self.input_DP[:, :num_said], self.input_DP[:, num_said]
+            self.sent_BPS.transpose(1, 2), self.input_DP[:, :num_sent], self.input_DP[:, num_sent]
         )
         adjacency_Gnn = self.adjacency_B2nn.flatten(0, 1)
         # Every node is a neighbour of itself: epsilon is 0.
@@ -247,8 +247,8 @@ class Network(NamedTuple):
         nodes_BSD = nodes_GnD.view(num_frames, num_nodes, -1)
         tokens_BSE = functional.linear(nodes_BSD, self.node_ED, self.bias_E)
         # Few places: one product of two vectors each is faster than one of narrow matrices.
-        for said_BS, weight_E in zip(
+        for sent_BS, weight_E in zip(
             self.last_BLS.unbind(1), self.message_EL.unbind(1), strict=True
         ):
-            tokens_BSE = torch.addcmul(tokens_BSE, said_BS[..., None], weight_E)
+            tokens_BSE = torch.addcmul(tokens_BSE, sent_BS[..., None], weight_E)
         return tokens_BSE, sums_B2D

@@ -250,12 +250,12 @@ class NativeNetwork(_Native):
 
     @classmethod
     def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
-        said_BPS, _, _, last_BLS, input_DP, node_ED, *_ = inputs
+        sent_BPS, _, _, last_BLS, input_DP, node_ED, *_ = inputs
         weights = inputs[NUM_READ:]
-        num_frames, num_said, num_nodes = said_BPS.shape
+        num_frames, num_sent, num_nodes = sent_BPS.shape
         widths = (len(input_DP), len(weights[0]), len(node_ED))
         num_graphs, num_layers = 2 * num_frames, len(weights) // 4
-        return num_layers, num_graphs, num_nodes // 2, *widths, num_said, last_BLS.shape[1]
+        return num_layers, num_graphs, num_nodes // 2, *widths, num_sent, last_BLS.shape[1]
 
     @classmethod
     def widths(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
@@ -264,20 +264,20 @@ class NativeNetwork(_Native):
 
     @classmethod
     def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-        num_layers, _, n, d, f, e, num_said, num_last = cls.sizes(inputs)
+        num_layers, _, n, d, f, e, num_sent, num_last = cls.sizes(inputs)
         num_frames, num_nodes = len(inputs[0]), 2 * n
-        frames = [(num_said, num_nodes), (2, n, n), (2, n), (num_last, num_nodes)]
-        ends = [(d, num_said + 1), (e, d), (e,), (e, num_last)]
+        frames = [(num_sent, num_nodes), (2, n, n), (2, n), (num_last, num_nodes)]
+        ends = [(d, num_sent + 1), (e, d), (e,), (e, num_last)]
         layers = num_layers * [(f, d), (f,), (d, f), (d,)]
         return [*((num_frames, *shape) for shape in frames), *ends, *layers]
 
     @classmethod
     def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        said_BPS, _, _, _, input_DP, node_ED, *_ = inputs
-        num_frames, _, num_nodes = said_BPS.shape
+        sent_BPS, _, _, _, input_DP, node_ED, *_ = inputs
+        num_frames, _, num_nodes = sent_BPS.shape
         return (
-            said_BPS.new_empty(num_frames, num_nodes, len(node_ED)),
-            said_BPS.new_empty(num_frames, 2, len(input_DP)),
+            sent_BPS.new_empty(num_frames, num_nodes, len(node_ED)),
+            sent_BPS.new_empty(num_frames, 2, len(input_DP)),
         )
 
     @classmethod

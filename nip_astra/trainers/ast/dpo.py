@@ -193,7 +193,7 @@ class GivenProbes:
         self.reference = reference
         self.seed = seed
         texts = read_prompts(parameters.probes, scenario_dir)
-        self.probes = [attacker.say(text) for text in texts]
+        self.probes = [attacker.encode_turn(text) for text in texts]
 
     @torch.no_grad()
     def replace(

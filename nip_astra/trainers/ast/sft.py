@@ -57,7 +57,7 @@ class AstSftTrainer(AstTrainer):
         self._given: list[torch.Tensor] = []
         if self.parameters.probes is not None:
             texts = read_prompts(self.parameters.probes, self.scenario_instance.scenario_dir)
-            self._given = [torch.tensor(self.attacker.say(text)) for text in texts]
+            self._given = [torch.tensor(self.attacker.encode_turn(text)) for text in texts]
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         generator = derived_generator(self.hyper_params.seed, "imitated", self.state.iteration)

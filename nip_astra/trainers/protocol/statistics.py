@@ -394,9 +394,11 @@ class Span(NamedTuple):
     last: int
 
 
-def num_samples(table: str, asked: int) -> int:
-    """Return the number of episodes of a batch in a table, if training tables have `asked`."""
-    return asked if table == TRAIN_TABLE or asked == 0 else max(asked, NUM_TEST_EPISODES)
+def num_samples(table: str, requested: int) -> int:
+    """Return the number of episodes of a batch in a table, if training tables have `requested`."""
+    return (
+        requested if table == TRAIN_TABLE or requested == 0 else max(requested, NUM_TEST_EPISODES)
+    )
 
 
 def episode_rows(

@@ -231,7 +231,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         agent = self.agent
         turns = [agent.turn(one.role, one.text) for one in opening_of(environment)]
         (context,) = agent.contexts([turns])
-        solution = agent.say(environment.solution)
+        solution = agent.encode_turn(environment.solution)
         spans = [TokenSpan(context), TokenSpan(solution, [0.0] * len(solution))]
         trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)
         trajectory.logprobs = None  # nothing was sampled

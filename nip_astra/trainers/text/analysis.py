@@ -182,7 +182,7 @@ class RolloutAnalyses:
         doc = type(analyser).__doc__ or ""
         verdict_NAC = judged.verdicts["verdict"]
         names, channels = self.cast.protocol.agent_names, self.cast.protocol.message_channel_names
-        places = np.argwhere(verdict_NAC != Verdict.NOT_ASKED).tolist()
+        places = np.argwhere(verdict_NAC != Verdict.NOT_REQUESTED).tolist()
         return {
             "version": VERSION,
             "analyser": analyser.name,

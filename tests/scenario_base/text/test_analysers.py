@@ -86,7 +86,7 @@ def test_a_subject_is_what_an_agent_sent_in_a_channel_amid_what_it_read(tmp_path
     hiding = Cast(cast.protocol, cast.human_names, ("claim",))
     assert next(subjects_of(rollouts, hiding)).datapoint == {}
     second = verifier.own[1]
-    assert [line.text for line in verifier.heard_before(second)] == ["answer 0"]
+    assert [line.text for line in verifier.messages_before(second)] == ["answer 0"]
 
 
 def test_a_judge_reads_no_channel_that_the_agent_did_not(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_each_analyser_asks_its_question_about_its_role(
     place = (0, 1, 0) if name == "follow_up" else (0, 0, 0)
     assert judged.verdicts["verdict"][place] == Verdict.YES
     assert judged.verdicts["reason"][place] == "so."
-    assert (judged.verdicts["verdict"] == Verdict.NOT_ASKED).sum() == 1
+    assert (judged.verdicts["verdict"] == Verdict.NOT_REQUESTED).sum() == 1
 
 
 def test_a_verifier_that_heard_nothing_before_it_wrote_follows_nothing_up(tmp_path: Path) -> None:

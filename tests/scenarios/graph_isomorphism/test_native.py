@@ -40,7 +40,7 @@ def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def network(
-    num_frames: int, num_nodes: int, num_layers: int = 2, num_said: int = 3
+    num_frames: int, num_nodes: int, num_layers: int = 2, num_sent: int = 3
 ) -> tuple[Layer, Layer, list[Tensor]]:
 
     generator = torch.Generator().manual_seed(1)
@@ -50,9 +50,9 @@ def network(
     # Not symmetric, so that a transposed sum shows; padding is connected to nothing.
     adjacency = torch.rand(num_frames, 2, num_nodes, num_nodes, generator=generator).round()
     adjacency *= is_node[..., None] * is_node[..., None, :]
-    said = torch.rand(num_frames, num_said, 2 * num_nodes, generator=generator)
-    last = torch.rand(num_frames, num_said // 2, 2 * num_nodes, generator=generator)
-    of_ends = ((WIDTH, num_said + 1), (TOKEN, WIDTH), (TOKEN,), (TOKEN, num_said // 2))
+    said = torch.rand(num_frames, num_sent, 2 * num_nodes, generator=generator)
+    last = torch.rand(num_frames, num_sent // 2, 2 * num_nodes, generator=generator)
+    of_ends = ((WIDTH, num_sent + 1), (TOKEN, WIDTH), (TOKEN,), (TOKEN, num_sent // 2))
 
     def masked(run: Callable[[Network, Sequence[Tensor]], tuple[Tensor, Tensor]]) -> Layer:
         def layer(*learnt: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ CASES = {
     "graphs of one block": lambda: network(num_frames=3, num_nodes=4),
     "a graph larger than a block": lambda: network(num_frames=22, num_nodes=41, num_layers=1),
     "many layers": lambda: network(num_frames=4, num_nodes=7, num_layers=5),
-    "nothing said": lambda: network(num_frames=4, num_nodes=7, num_said=0),
+    "nothing said": lambda: network(num_frames=4, num_nodes=7, num_sent=0),
     "tokens of graphs": lambda: tokens_of("graphs", num_frames=11, num_nodes=9),
     "tokens of graphs with one head": lambda: tokens_of("graphs", 1, 3, heads=1),
     "tokens of nodes": lambda: tokens_of("nodes", num_frames=7, num_nodes=9),
@@ -222,7 +222,7 @@ def test_what_c_does_not_take_goes_through_torch(
 
 def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
     given = Network(
-        said_BPS=torch.ones(2, 3, 10),
+        sent_BPS=torch.ones(2, 3, 10),
         adjacency_B2nn=torch.ones(2, 2, 5, 5),
         is_node_B2n=torch.ones(2, 2, 5, dtype=torch.bool),
         last_BLS=torch.ones(2, 1, 10),
@@ -240,7 +240,7 @@ def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
     [
         {"adjacency_B2nn": torch.ones(2, 2, 6, 6)},
         {"is_node_B2n": torch.ones(2, 2, 4, dtype=torch.bool)},
-        {"said_BPS": torch.ones(2, 300, 10)},
+        {"sent_BPS": torch.ones(2, 300, 10)},
         {"last_BLS": torch.ones(2, 40, 10)},
         {"bias_E": torch.ones(17)},
         {"bias_E": torch.ones(16).double()},

@@ -124,7 +124,7 @@ def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) 
     assert folders == {"train_0000", "train_0001", "test_0000", "test_0001"}
     verdicts = load_verdicts(directory, "test", 1, "prover_role_conformance")
     assert verdicts["verdict"].shape == (8, 2, 1)
-    assert (verdicts["verdict"][:, 1] == Verdict.NOT_ASKED).all()
+    assert (verdicts["verdict"][:, 1] == Verdict.NOT_REQUESTED).all()
     assert [row[5] for row in recorder.tables["analyses/2"]] == ["yes", "no"] * 4
     models = ["checkpoint-one", "agents-one"]
     assert recorder.artifacts == [*models, "rollouts-one", "analyses-one"]

@@ -174,28 +174,33 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         )
 
     def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[Spoken]:
-        return self._say("attacker", x)
+        return self._generate("attacker", x)
 
     def rollout_prompt_with_target(self, x: Sequence[str]) -> list[Spoken]:
-        return self._say("target", x)
+        return self._generate("target", x)
 
     @torch.no_grad()
-    def _say(self, role: str, texts: Sequence[str]) -> list[Spoken]:
+    def _generate(self, role: str, texts: Sequence[str]) -> list[Spoken]:
         agent: ConversationAgent = self.agents[role]
         contexts = [self._reader.context_ids(role, text) for text in texts]
         # Drawn from torch's global generator, which the caller may seed.
         uniforms = torch.rand(len(contexts), agent.sampling.max_new_tokens)
         model = agent.token_sampler
-        said = model.generate(contexts, 1, uniforms, agent.sampling)
-        require_finite(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
-        spoken = agent.decode(agent.content_ids(said))
-        ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+        generation = model.generate(contexts, 1, uniforms, agent.sampling)
+        require_finite(
+            generation.logprobs_BT, generation.mask_BT, role=role, model=model, during="a rollout"
+        )
+        spoken = agent.decode(agent.content_ids(generation))
+        ids = [
+            row[mask].tolist()
+            for row, mask in zip(generation.ids_BT, generation.mask_BT, strict=True)
+        ]
         return [Spoken(text, tokens, role) for text, tokens in zip(spoken, ids, strict=True)]
 
     def advance(self, state: str, action: str, response: str) -> str:
         return Conversation([*turns_of(state), action, response])
 
-    def _asked_of_target(self, state: str, action: str) -> str:
+    def _target_input(self, state: str, action: str) -> str:
         return Conversation([*turns_of(state), action])
 
     def _advance_and_validate(self, state: str, action: str, response: str) -> str:
@@ -270,13 +275,13 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         needs_entropy: bool = False,
     ) -> TokenValues:
         """Score all continuations in one pass."""
-        model = self.agents[role].token_scorer(to="score what is said")
+        model = self.agents[role].token_scorer(to="score messages")
         pairs = [
-            self._reader.split(role, before, said)
-            for before, said in zip(context, continuation, strict=True)
+            self._reader.split(role, before, ids)
+            for before, ids in zip(context, continuation, strict=True)
         ]
         cpu = torch.device("cpu")
-        ids_BT, mask_BT = pad_right([said for _, said in pairs], cpu)
+        ids_BT, mask_BT = pad_right([ids for _, ids in pairs], cpu)
         found = model.token_scores(
             *pad_left([before for before, _ in pairs], cpu),
             ids_BT,

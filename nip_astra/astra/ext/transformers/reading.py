@@ -75,7 +75,7 @@ class Reader:
     def _own_ids(self, role: str, text: str) -> list[int]:
         if isinstance(text, Spoken) and text.ids:
             return list(text.ids)
-        return self.agents[role].say(str(text))
+        return self.agents[role].encode_turn(str(text))
 
 
 def _shown(texts: Sequence[str]) -> str:

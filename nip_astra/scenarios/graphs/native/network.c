@@ -15,18 +15,18 @@ typedef struct {
 
 /* What the network reads of frames, and its weights. Graph g is half g % 2 of frame g / 2. */
 typedef struct {
-    extent layers, graphs, n, d, f, e, num_said, num_last;
-    const float *said, *adjacency, *last; /* [B, num_said, 2 n], [G, n, n], [B, num_last, 2 n] */
+    extent layers, graphs, n, d, f, e, num_sent, num_last;
+    const float *sent, *adjacency, *last; /* [B, num_sent, 2 n], [G, n, n], [B, num_last, 2 n] */
     const unsigned char *is_node;         /* [G, n] */
-    const float *input, *input_bias;      /* [num_said, D], [D] */
+    const float *input, *input_bias;      /* [num_sent, D], [D] */
     const float *node, *node_t, *bias;    /* [E, D], [D, E], [E] */
     const float *message;                 /* [num_last, E] */
     perceptron *layer;
 } network;
 
 /* One number of each node of a graph, a row, from what is there of all numbers and both graphs. */
-static matrix of_graph(const float *said, extent count, extent g, extent n) {
-    return (matrix){said + (g / 2) * count * 2 * n + (g % 2) * n, 1, 2 * n};
+static matrix of_graph(const float *sent, extent count, extent g, extent n) {
+    return (matrix){sent + (g / 2) * count * 2 * n + (g % 2) * n, 1, 2 * n};
 }
 
 static matrix turned(matrix a) { return (matrix){a.at, a.column, a.row}; }
@@ -50,7 +50,7 @@ static block next_block(const network *p, block last) {
 
 static void read_nodes(const network *p, block here, float *nodes) {
     EACH_GRAPH(p, here)
-        multiply_on_bias(length, p->d, p->num_said, of_graph(p->said, p->num_said, g, p->n),
+        multiply_on_bias(length, p->d, p->num_sent, of_graph(p->sent, p->num_sent, g, p->n),
                          p->input, nodes + at * p->d, p->input_bias);
 }
 
@@ -89,7 +89,7 @@ static void write_tokens(const network *p, block here, const float *nodes, float
 static float *begin_network(network *p, extent more, const float *const *weights,
                             float *const *of_weights, pieces *left) {
     extent d = p->d, e = p->e, f = p->f, structs = p->layers * sizeof(perceptron);
-    extent numbers = 2 * d * f * p->layers + (p->num_said + 1) * d + (d + p->num_last) * e + more;
+    extent numbers = 2 * d * f * p->layers + (p->num_sent + 1) * d + (d + p->num_last) * e + more;
     float *memory = malloc(structs + numbers * sizeof(float));
     if (!memory) return NULL;
     p->layer = (perceptron *)memory;
@@ -97,25 +97,25 @@ static float *begin_network(network *p, extent more, const float *const *weights
     for (extent i = 0; i < p->layers; i++)
         p->layer[i] = perceptron_of(d, f, weights + 4 * i, of_weights ? of_weights + 4 * i : NULL,
                                     left);
-    float *input = piece(left, (p->num_said + 1) * d), *node_t = piece(left, d * e);
+    float *input = piece(left, (p->num_sent + 1) * d), *node_t = piece(left, d * e);
     float *message = piece(left, p->num_last * e);
-    transpose(d, p->num_said + 1, p->input, input);
+    transpose(d, p->num_sent + 1, p->input, input);
     transpose(e, d, p->node, node_t);
     transpose(e, p->num_last, p->message, message);
     p->input = input;
-    p->input_bias = input + p->num_said * d;
+    p->input_bias = input + p->num_sent * d;
     p->node_t = node_t;
     p->message = message;
     return memory;
 }
 
 int network_forward(extent layers, extent graphs, extent n, extent d, extent f, extent e,
-                    extent num_said, extent num_last, const float *said, const float *adjacency,
+                    extent num_sent, extent num_last, const float *sent, const float *adjacency,
                     const unsigned char *is_node, const float *last, const float *input,
                     const float *node, const float *bias, const float *message,
                     const float *const *weights, float *kept, float *tokens, float *sums_of_nodes) {
     network p = {.layers = layers, .graphs = graphs, .n = n, .d = d, .f = f, .e = e,
-                 .num_said = num_said, .num_last = num_last, .said = said,
+                 .num_sent = num_sent, .num_last = num_last, .sent = sent,
                  .adjacency = adjacency, .last = last, .is_node = is_node, .input = input,
                  .node = node, .bias = bias, .message = message};
     extent most = n > BLOCK ? n : BLOCK;
@@ -142,17 +142,17 @@ int network_forward(extent layers, extent graphs, extent n, extent d, extent f, 
 }
 
 int network_backward(extent layers, extent graphs, extent n, extent d, extent f, extent e,
-                     extent num_said, extent num_last, const float *of_tokens,
-                     const float *of_node_sums, const float *said, const float *adjacency,
+                     extent num_sent, extent num_last, const float *of_tokens,
+                     const float *of_node_sums, const float *sent, const float *adjacency,
                      const unsigned char *is_node, const float *last, const float *input,
                      const float *node, const float *bias, const float *message,
                      const float *const *weights, float *kept, float *of_input, float *of_node,
                      float *of_bias, float *of_message, float *const *of_weights) {
     network p = {.layers = layers, .graphs = graphs, .n = n, .d = d, .f = f, .e = e,
-                 .num_said = num_said, .num_last = num_last, .said = said,
+                 .num_sent = num_sent, .num_last = num_last, .sent = sent,
                  .adjacency = adjacency, .last = last, .is_node = is_node, .input = input,
                  .node = node, .bias = bias, .message = message};
-    extent most = n > BLOCK ? n : BLOCK, in_size = (num_said + 1) * d;
+    extent most = n > BLOCK ? n : BLOCK, in_size = (num_sent + 1) * d;
     pieces left;
     float *memory = begin_network(&p, most * (3 * d + 2 * f) + in_size + num_last * e, weights,
                                   of_weights, &left);
@@ -188,11 +188,11 @@ int network_backward(extent layers, extent graphs, extent n, extent d, extent f,
             through_tanh(here.rows * d, active, gradient);
         }
         EACH_GRAPH(&p, here)
-            multiply_on_itself(num_said, d, length, turned(of_graph(said, num_said, g, n)),
+            multiply_on_itself(num_sent, d, length, turned(of_graph(sent, num_sent, g, n)),
                                gradient + at * d, of_input_t);
-        add_column_sums(here.rows, d, gradient, of_input_t + num_said * d);
+        add_column_sums(here.rows, d, gradient, of_input_t + num_sent * d);
     }
-    transpose(num_said + 1, d, of_input_t, of_input);
+    transpose(num_sent + 1, d, of_input_t, of_input);
     transpose(num_last, e, of_message_t, of_message);
     free(memory);
     return 0;
