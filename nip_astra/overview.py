@@ -439,6 +439,8 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
     shipped: dict[str, dict[str, str]] = {}
     for _, text in _sources():
         for its_kind, name, purpose in _REGISTERED.findall(text):
+            # An environment is registered as the task that draws it.
+            its_kind = "task" if its_kind == "environment" else its_kind
             shipped.setdefault(its_kind, {})[name.lower()] = purpose
     kinds = sorted({*homes, *ALL_REGISTRIES})
     if kind is not None:
@@ -456,7 +458,9 @@ def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Ent
         title = "scenario kinds" if name == "scenario" else plural(name.replace("_", " "))
         for entry in sorted({*own, *(registry.names() if registry else ())}):
             is_shipped = registry is None or registry.is_built_in(entry)
-            purpose = own.get(entry, "Of `torch.optim`.") if is_shipped else None
+            purpose = own.get(entry) if is_shipped else None
+            if is_shipped and purpose is None and name == "optimizer":
+                purpose = "Of `torch.optim`."
             origin = "built-in" if registry is None else registry.origin(entry)
             found.append(Entry(title, entry, origin, purpose or _purpose(registry, entry)))
         if name == "scenario":

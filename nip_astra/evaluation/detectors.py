@@ -25,7 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.outcomes import Outcome, has_failed, outcomes_of, prompt_numbers
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    has_failed,
+    outcomes_of,
+    prompt_numbers,
+    reaches,
+)
 from nip_astra.evaluation.storage import Episode
 from nip_astra.rollouts.prompts import RECORD_KEY, columns_of_record
 from nip_astra.scorers.base import Exchange, Message, Scorer
@@ -125,7 +131,7 @@ def measure_quality(
     """Rate labelled responses and count agreements of verdict and label."""
     scores = scorer.rate([one.exchange for one in labelled]).scores_N.tolist()
     counts = Counter(
-        (one.is_failure, None if score != score else score >= threshold)
+        (one.is_failure, None if score != score else reaches(score, threshold))
         for one, score in zip(labelled, scores, strict=True)
     )
     return Quality(

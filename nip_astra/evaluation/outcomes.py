@@ -49,13 +49,18 @@ class Outcome(StrEnum):
         return self in (Outcome.FAILURE, Outcome.NONE)
 
 
+def reaches(score: float, threshold: float) -> bool:
+    """Return whether a score is at least the threshold, in the precision of scores (float32)."""
+    return bool(np.float32(score) >= np.float32(threshold))
+
+
 def outcome_of(score: float | None, is_error: bool, threshold: float) -> Outcome:
     """Return the outcome of a turn from its response's score; None or NaN is no verdict.
 
     A score is a verdict even if another score of the same turn failed.
     """
     if score is not None and not math.isnan(score):
-        return Outcome.FAILURE if score >= threshold else Outcome.NONE
+        return Outcome.FAILURE if reaches(score, threshold) else Outcome.NONE
     return Outcome.ERROR if is_error else Outcome.UNDETERMINED
 
 

@@ -28,7 +28,6 @@ from nip_astra.parameters.parameters_base import TYPE_KEY, is_about_elements
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     escape_references,
-    plain_yaml,
     unescape_references,
 )
 
@@ -130,8 +129,6 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
             raise OSError("it is a folder or device")
         text = path.read_text(encoding="utf-8")
         _check_depth(text)
-        if (values := plain_yaml(text)) is not None:
-            return values
         config = OmegaConf.load(StringIO(text))
     except FileNotFoundError as error:
         raise ConfigurationError(f"{file} does not exist: no such file. Check the path.") from error

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
@@ -60,7 +64,7 @@ connection closed while being reused costs an attempt."""
 @contextmanager
 def open_app(
     models: Mapping[str, str], settings: ServiceSettings, protocols: Collection[TrainingProtocol]
-) -> Iterator[FastAPI]:
+) -> Iterator[Starlette]:
     """Open the application of some models, with its threads running within the block."""
     if protocols:
         with open_training(models, settings, protocols) as app:
@@ -84,7 +88,7 @@ def open_app(
 class Service:
     """An application with its jobs and its log of requests."""
 
-    app: FastAPI
+    app: Starlette
     store: JobStore
     runner: JobRunner
     completions: CompletionStore
@@ -108,8 +112,8 @@ def open_service(models: ServedModels, settings: ServiceSettings) -> Iterator[Se
         runner = JobRunner(store, models)
         completions = CompletionStore(folder)
         jobs = job_routes(store, runner, models, settings)
-        routers = [text_routes(models, settings, completions), jobs]
-        app = guarded_app(routers, settings, about=TEXT_ROUTES)
+        texts, direct = text_routes(models, settings, completions)
+        app = guarded_app([texts, jobs], settings, about=TEXT_ROUTES, direct=direct)
         runner.start()
         try:
             yield Service(app, store, runner, completions)
@@ -124,7 +128,7 @@ def open_training(
     models: Mapping[str, str],
     settings: ServiceSettings,
     protocols: Collection[TrainingProtocol],
-) -> Iterator[FastAPI]:
+) -> Iterator[Starlette]:
     """Load models, and train them for clients within the block."""
     if "tinker" in protocols:
         require_messages()
@@ -142,44 +146,44 @@ def open_training(
         work.close()
 
 
-def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, about: str) -> FastAPI:
-    """Return routes behind the guard, errors in JSON; `about` lists them for unknown paths."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    for router in routers:
-        app.include_router(router)
+def guarded_app(
+    routers: Sequence[APIRouter],
+    settings: ServiceSettings,
+    *,
+    about: str,
+    direct: Sequence[Route] = (),
+) -> Starlette:
+    """Return routes behind the guard, errors in JSON; `about` lists them for unknown paths.
 
-    @app.get("/health")
-    async def health() -> Response:
+    `direct` routes are requested most: they are reached without FastAPI's layers.
+    """
+
+    async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    @app.exception_handler(ApiError)
-    async def refuse(_: Request, error: ApiError) -> Response:
-        return error.response()
+    async def refuse(_: Request, error: Any) -> Response:
+        response: Response = error.response()
+        return response
 
-    @app.exception_handler(ConfigurationError)
-    async def refuse_request(_: Request, error: ConfigurationError) -> Response:
+    async def refuse_request(_: Request, error: Exception) -> Response:
         # A value that only the code which uses it refuses, as in queued operations.
         return wrong(str(error), code="operation_refused").response()
 
-    @app.exception_handler(RequestValidationError)
-    async def refuse_value(_: Request, error: RequestValidationError) -> Response:
+    async def refuse_value(_: Request, error: Any) -> Response:
         fault = error.errors()[0]
         name, given = str(fault["loc"][-1])[:100], ascii(fault.get("input"))[:80]
         text = f"{name} is {given}: {fault['msg']}. Give another value."
         return wrong(text, name, "invalid_value").response()
 
-    @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> Response:
+    async def refuse_route(request: Request, error: Any) -> Response:
         text = f"{request.method} {request.url.path[:200]}: {error.detail}. The routes are {about}."
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return ApiError(error.status_code, text, kind=kind).response()
 
-    @app.exception_handler(ClientDisconnect)
     async def leave(_: Request, error: Exception) -> Response:
         # Nobody reads it.
         return wrong("the connection ended before the whole request was sent.").response()
 
-    @app.exception_handler(Exception)
     async def fail(_: Request, error: Exception) -> Response:
         logger.error("a request failed: %s", error, exc_info=error)
         return failed("the request failed in the service; see its log.").response()
@@ -189,8 +193,22 @@ def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, abou
             return settings.max_message_bytes
         return settings.max_file_bytes if path == "/v1/files" else settings.max_body_bytes
 
-    app.add_middleware(Guard, token=settings.token(), max_bytes=max_bytes)
-    return app
+    handlers: dict[Any, Any] = {
+        ApiError: refuse,
+        ConfigurationError: refuse_request,
+        RequestValidationError: refuse_value,
+        HTTPException: refuse_route,
+        ClientDisconnect: leave,
+        Exception: fail,
+    }
+    inner = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
+    for router in routers:
+        inner.include_router(router)
+    return Starlette(
+        routes=[*direct, Route("/health", health), Mount("", inner)],
+        exception_handlers=handlers,
+        middleware=[Middleware(Guard, token=settings.token(), max_bytes=max_bytes)],
+    )
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:

@@ -6,9 +6,9 @@ import asyncio
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from dataclasses import astuple, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,8 +32,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS one_answer_a_key ON completions (key) WHERE an
 """
 
 
-@dataclass(frozen=True)
-class CompletionRecord:
+class CompletionRecord(NamedTuple):
     """A log entry; `outcome`: `answered`, `again` (stored answer), `left` (client disconnected)."""
 
     at: float
@@ -43,7 +42,7 @@ class CompletionRecord:
     outcome: str
 
 
-_COLUMNS = ", ".join(field.name for field in fields(CompletionRecord))
+_COLUMNS = ", ".join(CompletionRecord._fields)
 
 
 class CompletionStore:
@@ -117,10 +116,9 @@ class CompletionStore:
         entries, self._unwritten = self._unwritten, []
         if not entries:
             return
-        rows = [(*astuple(one), None) for one in entries]
-        rows[-1] = (*rows[-1][:-1], answer)
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
+        rows = [(*one, None) for one in entries[:-1]] + [(*entries[-1], answer)]
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
             self._database.executemany(
                 f"INSERT INTO completions ({_COLUMNS}, answer) VALUES (?, ?, ?, ?, ?, ?)", rows
             )
@@ -128,8 +126,6 @@ class CompletionStore:
                 "DELETE FROM completions WHERE number <= (SELECT max(number) FROM completions) - ?",
                 (NUM_KEPT,),
             )
-        finally:
-            self._database.execute("COMMIT")
 
 
 def _outcome_of(response: Response) -> str:

@@ -18,6 +18,7 @@ from fastapi import APIRouter
 from pydantic import Field, field_validator, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -730,18 +731,20 @@ def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
 
 def text_routes(
     models: ServedModels, settings: ServiceSettings, completions: CompletionStore
-) -> APIRouter:
-    """Return the routes of text generation."""
+) -> tuple[APIRouter, list[Route]]:
+    """Return the routes of text, and those that generate it."""
     routes = _TextRoutes(models, settings, completions)
     router = APIRouter()
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
-    router.add_route("/v1/chat/completions", routes.chat, methods=["POST"])
-    router.add_route("/v1/completions", routes.completions, methods=["POST"])
-    router.add_route("/inference/v1/generate", routes.generate, methods=["POST"])
     for path, reason in NOT_SERVED.items():
         router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
-    return router
+    direct = [
+        Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+        Route("/v1/completions", routes.completions, methods=["POST"]),
+        Route("/inference/v1/generate", routes.generate, methods=["POST"]),
+    ]
+    return router, direct
 
 
 async def _refuse(path: str, reason: str) -> Response:

@@ -99,29 +99,6 @@ def _without_escape(found: re.Match[str]) -> str:
     return f"{found[1][:half]}${{" if is_escaped else found[0]
 
 
-def plain_yaml(text: str) -> dict[str, Any] | None:
-    """Read a mapping of plain values without references or anchors, as OmegaConf does; else None.
-
-    OmegaConf spends most of its time on objects of its own.
-    """
-    try:
-        from omegaconf._yaml import get_yaml_loader
-    except ImportError:  # before 2.4
-        return None
-    if "${" in text or "&" in text:
-        return None
-    values = yaml.load(text, Loader=get_yaml_loader())
-    return values if isinstance(values, dict) and _is_plain(values) else None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
 class RunDirectory:
     """The files of one run; the directory name is the run id."""
 
@@ -346,8 +323,6 @@ def _parse_yaml(text: str) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if (values := plain_yaml(text)) is not None:
-        return values
     try:
         # References are text: another user's run must not read this environment.
         return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))

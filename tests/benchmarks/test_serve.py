@@ -30,3 +30,22 @@ def test_the_load_test_compares_clients_and_answers(tmp_path: Path) -> None:
     assert set(figures["ratios"]) >= {"to_one_client", "to_one_after_the_other"}
     assert figures["peak_mib"] > 0
     assert "| 4 clients |" in done.stdout
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(
+    ("option", "figures"),
+    [
+        ("--against-generate", {"service_ms", "empty_route_ms", "generate_ms"}),
+        ("--with-tools", {"without_tools_us", "with_tools_us", "ratio"}),
+    ],
+)
+def test_cpu_of_the_service_is_compared(tmp_path: Path, option: str, figures: set[str]) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), option, "1", "2"]
+    command += ["--requests", "4", "--repeats", "1", "--max-tokens", "6", "--temperature", "0"]
+    subprocess.run([*command, "--out", str(out)], cwd=ROOT, check=True)
+    rows = json.loads(out.read_text())
+    assert [row["clients"] for row in rows] == [1, 2]
+    assert all(row[name] > 0 for row in rows for name in figures)
+    assert all(row.get("num_same", 4) == 4 for row in rows)

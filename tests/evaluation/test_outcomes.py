@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from nip_astra.evaluation.outcomes import (
     Outcome,
@@ -39,6 +40,12 @@ def test_a_turn_has_one_of_four_outcomes(
     score: float | None, is_error: bool, expected: Outcome
 ) -> None:
     assert outcome_of(score, is_error, 0.5) is expected
+
+
+def test_a_stored_score_reaches_the_threshold_as_it_does_in_a_run() -> None:
+    score = torch.tensor(0.7)
+    assert score >= 0.7 > score.item()
+    assert outcome_of(score.item(), False, 0.7) is FAILURE
 
 
 def test_an_episode_is_censored_at_its_first_turn_without_a_verdict() -> None:

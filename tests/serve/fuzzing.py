@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import torch
 from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.language_models.services.http_training import DONE_HEADER, KEY_HEADER
@@ -140,15 +142,21 @@ class Fuzzed:
         Right values of the parameters of paths.
     """
 
-    def __init__(self, url: str, app: FastAPI, client: httpx.Client) -> None:
+    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         self.url, self.client = url, client
+        *direct, mount = app.routes
+        assert isinstance(mount, Mount)
+        assert isinstance(mount.app, FastAPI)
         with warnings.catch_warnings():
             # One handler refuses several methods.
             warnings.simplefilter("ignore", UserWarning)
-            paths = app.openapi()["paths"]
+            paths = mount.app.openapi()["paths"]
         self.routes = [
             (method.upper(), path) for path, methods in paths.items() for method in methods
         ]
+        for route in direct:
+            assert isinstance(route, Route)
+            self.routes += [(one, route.path) for one in sorted(route.methods or ["GET"])]
         assert len(self.routes) > 5
         self.statuses: dict[int, int] = {}
         self.bodies: Mapping[str, Callable[[], Any]] = {}
@@ -269,7 +277,7 @@ CALLING = {
 class FuzzedTexts(Fuzzed):
     """`nip-astra serve`."""
 
-    def __init__(self, url: str, app: FastAPI, client: httpx.Client) -> None:
+    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         super().__init__(url, app, client)
         chats = itertools.cycle([PLAIN, FORMED, PLAIN, CALLING])
         self.bodies = {
@@ -334,7 +342,7 @@ class FuzzedTraining(Fuzzed):
 
     ROOT = "/training/v1/models"
 
-    def __init__(self, url: str, app: FastAPI, client: httpx.Client) -> None:
+    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         super().__init__(url, app, client)
         operation = self.ROOT + "/{name}/operations/{number}"
         self.bodies = {self.ROOT: self.model, operation: lambda: self.operations()[0]}
@@ -419,7 +427,7 @@ class FuzzedTinker(Fuzzed):
 
     ROOT = "/api/v1"
 
-    def __init__(self, url: str, app: FastAPI, client: httpx.Client) -> None:
+    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         super().__init__(url, app, client)
         ids = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
         self.sampler = ""

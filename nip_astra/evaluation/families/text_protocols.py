@@ -41,6 +41,7 @@ from nip_astra.evaluation.families.protocols import (
     EpisodeFamily,
     bounds_of_undecided,
 )
+from nip_astra.evaluation.outcomes import reaches
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
 from nip_astra.evaluation.tables import as_text
 from nip_astra.experiment_settings import ExperimentSettings
@@ -456,7 +457,7 @@ def score_figures(
             figures[f"{agent}/num_{name}"] = len(rated)
             if rated:
                 scores = np.array([one["scores"][name] for one in rated])
-                is_high = (scores >= threshold).astype(np.float64)
+                is_high = [float(reaches(score, threshold)) for score in scores]
                 share = rate_estimate(is_high, [one["datapoint_id"] for one in rated])
                 figures[f"{agent}/mean_{name}"] = float(scores.mean())
                 figures[f"{agent}/share_{name}"] = share.value
