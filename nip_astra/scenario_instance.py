@@ -42,7 +42,7 @@ class ScenarioInstance:
     """Implementation of layers, which decides last digits: "torch", or the compiled code."""
     services: Mapping[str, RetryingChatModel] = field(default_factory=dict)
     """Chat models by role: "target", "judge"."""
-    team: Team = field(default_factory=Team)
+    team: Team = field(default_factory=Team, compare=False)
     """The processes that use the components together."""
 
     @property

@@ -99,7 +99,7 @@ def test_a_scorer_that_gives_nan(cli: CommandLine) -> None:
 
 def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "return [0.5]"))
-    assert says(message, "'mine'", "1 scores", "16 texts")
+    assert says(message, "'mine'", "1 score", "16 texts")
 
 
 def test_a_scorer_that_ends_the_program_does_not_end_the_run_in_silence(cli: CommandLine) -> None:
