@@ -42,6 +42,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.language_models.tree_engine.attention import blocks_of
 from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.weights import has_onednn
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import score_batch
@@ -284,8 +285,22 @@ def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tenso
     return ids, pad(ones, batch_first=True, padding_side=side)
 
 
+def torch_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply by torch's own library."""
+    return torch.mm(x, weight.T)
+
+
+def onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply by oneDNN."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
 class Floor:
-    """The products of a step on the unique tokens: forward, and two each in the backward pass."""
+    """The products of a step on the unique tokens: forward, and two each in the backward pass.
+
+    Each product with weights takes the library that was faster for its shapes.
+    """
 
     def __init__(self, work: Work, module: Any) -> None:
         rows = [
@@ -312,15 +327,30 @@ class Floor:
             self.kv_heads, trie.num_tokens * self.heads // self.kv_heads, dim, dtype=self.head.dtype
         )
         self.num_scored = sum(map(len, work.answers))
+        self.fastest: dict[tuple[torch.Size, torch.Size], Callable[..., torch.Tensor]] = {}
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` by the transpose of `weight`."""
+        shapes = (x.shape, weight.shape)
+        if shapes not in self.fastest:
+            ways = [torch_product]
+            if has_onednn(x.device, x.dtype):
+                ways.append(onednn_product)
+            seconds = [min(seconds_of(partial(way, x, weight)) for _ in range(3)) for way in ways]
+            self.fastest[shapes] = ways[seconds.index(min(seconds))]
+        return self.fastest[shapes](x, weight)
 
     def __call__(self) -> None:
         """Multiply."""
         for weight in self.layers:
             x, gradient = self.inputs[weight.shape[1]], self.inputs[weight.shape[0]]
-            torch.mm(x, weight.T), torch.mm(gradient, weight), torch.mm(gradient.T, x)
+            self.product(x, weight)
+            self.product(gradient, weight.T)
+            self.product(gradient.T, x.T)
         for hidden in torch.split(self.inputs[self.head.shape[1]][: self.num_scored], 256):
-            logits = torch.mm(hidden, self.head.T)
-            torch.mm(logits, self.head), torch.mm(logits.T, hidden)
+            logits = self.product(hidden, self.head)
+            self.product(logits, self.head.T)
+            self.product(logits.T, hidden.T)
         group = self.queries.shape[1] // self.keys.shape[1]
         for _ in range(self.num_layers):
             for block in self.blocks:
@@ -476,6 +506,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures: dict[str, Any] = {"loss": ours.first}
     if "floor" in options.against:
         floor = Floor(work, ours.trainer.policy.module)
+        floor()
         ways["floor"] = partial(both_times_of, floor)
     if "trl" in options.against:
         theirs = Trls(*given, rows_at_once=options.trl_rows)
