@@ -24,7 +24,7 @@ from nip_astra.language_models.services.training import (
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
 from nip_astra.trainers.ast.dpo import AstDpoTrainer
-from tests.trainers.test_ast_family import _trainer
+from tests.kit.experiments import ast_trainer
 
 
 class DistantService(TrainingService):
@@ -198,7 +198,7 @@ def test_a_trainer_learns_alike_through_a_service_that_holds_the_weights_elsewhe
     tiny_scenario: Path,
 ) -> None:
     options = ("training.gradient_accumulation_steps=2", "training.minibatch_size=2")
-    here, there = (_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
+    here, there = (ast_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
     there.service = DistantService(there.policy, there.training.lr)
     before = weights_of(there.policy)
     for trainer in (here, there):
@@ -216,7 +216,7 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_step(tiny_scenario: 
             output = super().loss(batch)
             return LossOutput(output.loss * math.nan, output.metrics)
 
-    given = _trainer("ast_dpo", tiny_scenario)
+    given = ast_trainer("ast_dpo", tiny_scenario)
     trainer = Broken(given.hyper_params, given.scenario_instance, given.settings)
     before = weights_of(trainer.policy)
     with pytest.raises(NonFiniteLossError, match="step 1"):
