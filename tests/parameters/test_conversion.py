@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.conversion import (
-    convert,
-    forget_conversion,
-    is_newer,
-    register_conversion,
-    release_of,
-)
+from nip_astra.parameters import conversion
+from nip_astra.parameters.conversion import convert, is_newer, register_conversion, release_of
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
@@ -22,14 +16,11 @@ from nip_astra.version import __version__
 from tests.kit.messages import says
 
 PLAIN = HyperParameters.with_sections({})
-VERSIONS = ("0.0", "0.1")
 
 
 @pytest.fixture(autouse=True)
-def _no_conversions() -> Iterator[None]:
-    yield
-    for version in VERSIONS:
-        forget_conversion(version)
+def _no_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_CONVERSIONS", {})
 
 
 def append(mark: str) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, ParameterError
-from nip_astra.parameters.conversion import forget_conversion, register_conversion
 from nip_astra.parameters.files import (
     Layer,
     flatten,
@@ -126,16 +125,6 @@ def test_a_file_that_is_no_text_and_a_folder_are_refused(tmp_path: Path) -> None
 
 def test_an_empty_file_holds_nothing(write: Write) -> None:
     assert read_yaml_layers(write("a.yaml", ""), source="a") == [Layer("a", {})]
-
-
-def test_an_older_file_is_converted_before_it_is_stacked(write: Write) -> None:
-    register_conversion("0.0", lambda values: {"seed": values["random_seed"]})
-    try:
-        path = write("a.yaml", "random_seed: 4\npackage_version: 0.0.1\n")
-        [layer] = read_yaml_layers(path, source="a")
-    finally:
-        forget_conversion("0.0")
-    assert layer.values["seed"] == 4
 
 
 def test_assignments_are_read_as_yaml() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.parameters import HyperParameters
-from nip_astra.parameters.conversion import forget_conversion, register_conversion
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
@@ -21,13 +19,6 @@ from tests.parameters.groups import Circle, Drawing, Paint
 BASE = {"trainer": "mine", "scenario": "here"}
 PLAIN = HyperParameters.with_sections({})
 """Takes nothing from files, and any name of a trainer and scenario."""
-
-
-@pytest.fixture
-def _no_conversions() -> Iterator[None]:
-    yield
-    for version in ("0.0", "0.1"):
-        forget_conversion(version)
 
 
 def test_seed_zero_is_a_seed() -> None:
@@ -147,13 +138,6 @@ def test_a_newer_patch_of_the_same_release_is_read() -> None:
 def test_what_is_no_version_is_refused() -> None:
     with pytest.raises(ParameterError, match="package_version: is not a version such as"):
         PLAIN.from_dict(BASE | {"package_version": "new"})
-
-
-@pytest.mark.usefixtures("_no_conversions")
-def test_an_older_file_is_converted_and_carries_the_installed_version_then() -> None:
-    register_conversion("0.0", lambda values: {**BASE, "seed": values["random_seed"]})
-    params = PLAIN.from_dict({"random_seed": 3, "package_version": "0.0.7"})
-    assert (params.seed, params.package_version) == (3, __version__)
 
 
 def test_sections_may_be_any_group_of_parameters() -> None:
