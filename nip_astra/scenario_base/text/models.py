@@ -17,6 +17,7 @@ from nip_astra.checkpoints.store import LATEST, CheckpointStore
 from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, ConfigurationError, ServiceError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.fine_tuning import LocalFineTuningService
 from nip_astra.language_models.services.chat import CHAT_MODELS, ChatMessage, ChatModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
@@ -28,7 +29,6 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic

@@ -15,9 +15,8 @@ import torch
 
 from nip_astra.errors import CheckpointError, RunDirectoryError
 from nip_astra.language_models import fine_tuning
-from nip_astra.language_models.fine_tuning import STATE, FineTuning
+from nip_astra.language_models.fine_tuning import STATE, FineTuning, LocalFineTuningService
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services import local_fine_tuning
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
@@ -25,7 +24,6 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 
 SAID = SupervisedExample(
     ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"})
@@ -176,9 +174,7 @@ def test_a_job_whose_files_were_changed_is_not_trained(
     assert job_id in str(ended.error)
 
 
-@pytest.mark.parametrize(
-    "owner", ["_write_job", "save_progress", "save_pretrained", "write_manifest"]
-)
+@pytest.mark.parametrize("owner", ["rename", "save_progress", "save_pretrained", "write_manifest"])
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     owner: str,
     open_service: Callable[..., LocalFineTuningService],
@@ -188,14 +184,15 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    places = {
+    places: dict[str, Any] = {
+        "rename": Path,
         "save_progress": FineTuning,
         "save_pretrained": HuggingFaceLanguageModel,
-        "write_manifest": local_fine_tuning,
+        "write_manifest": fine_tuning,
     }
     service = open_service()
     with monkeypatch.context() as patch:
-        patch.setattr(places.get(owner, LocalFineTuningService), owner, full)
+        patch.setattr(places[owner], owner, full)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
             _train(service, _submit(service, "supervised", str(tiny_model_dir)))
     job_id = _submit(service, "supervised", str(tiny_model_dir))
