@@ -23,8 +23,8 @@ from nip_astra.language_models.services.training import (
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
 from nip_astra.trainers.ast.dpo import AstDpoTrainer
+from tests.kit.experiments import ast_trainer
 from tests.kit.tiny import load_backend
-from tests.trainers.test_ast_family import _trainer
 
 
 class DistantService(TrainingService):
@@ -176,7 +176,7 @@ def test_a_trainer_learns_equally_through_a_remote_service(
     tiny_scenario: Path,
 ) -> None:
     options = ("training.gradient_accumulation_steps=2", "training.minibatch_size=2")
-    here, there = (_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
+    here, there = (ast_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
     there.service = DistantService(there.policy, there.training.lr)
     before = weights_of(there.policy)
     for trainer in (here, there):
@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_step(tiny_scenario: 
             output = super().loss(batch)
             return LossOutput(output.loss * math.nan, output.metrics)
 
-    given = _trainer("ast_dpo", tiny_scenario)
+    given = ast_trainer("ast_dpo", tiny_scenario)
     trainer = Broken(given.hyper_params, given.scenario_instance, given.settings)
     before = weights_of(trainer.policy)
     with pytest.raises(NonFiniteLossError, match="step 1"):
