@@ -22,28 +22,14 @@ from typer.core import TyperGroup
 from nip_astra import __version__
 from nip_astra.cli import data, measuring, recipes, serving
 from nip_astra.cli.options import (
-    AsJson,
-    Debug,
-    Device,
-    DryRun,
-    Overrides,
-    ParameterFile,
-    Plugins,
-    RunId,
-    RunsDir,
-    ScenarioName,
-    Seed,
-    Settings,
-    TestRun,
-    Threads,
-    Track,
-    Trainer,
-    Trust,
-    Wandb,
+    EXPERIMENT,
+    RUN,
+    collection_suspended,
     complete_runs,
     open_console,
     print_outcome,
     settings_of,
+    shared_options,
     train_or_estimate,
     trainer_names,
     write_line,
@@ -195,89 +181,59 @@ def _root(
 
 
 @app.command()
-def run(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: RunId = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: TestRun = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
-) -> None:
+@shared_options(*EXPERIMENT, *RUN, "test_run", "dry_run")
+def run(given: Mapping[str, Any]) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment, given = _experiment_arguments(locals()), settings_of(locals())
+    experiment, settings = _experiment_arguments(given), settings_of(given)
     from nip_astra.progress import showing
 
-    with showing("Loading", enabled=given.get("progress") is not False):
+    with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.resolving.resolution import resolve_experiment
 
         resolved = resolve_experiment(**experiment)
-    train_or_estimate(resolved, given, is_dry=dry_run)
+    train_or_estimate(resolved, settings, is_dry=given["dry_run"])
 
 
 @app.command()
+@shared_options(
+    "plugin", "trust", "device", "wandb", "track", "runs_dir", "num_threads", "settings"
+)
 def resume(
+    given: Mapping[str, Any],
     run: Annotated[
         str,
         typer.Argument(
             help="Run id, or run directory, e.g. runs/<run id>.", autocompletion=complete_runs
         ),
     ],
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    debug: Debug = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
-    given = settings_of(locals())
+    settings = settings_of(given)
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.progress import showing
     from nip_astra.tracking.run_directory import RunDirectory
 
     # Before torch is loaded.
-    RunDirectory.find(run, given.get("runs_dir", ExperimentSettings().runs_dir))
-    with showing("Loading", enabled=given.get("progress") is not False):
+    RunDirectory.find(run, settings.get("runs_dir", ExperimentSettings().runs_dir))
+    with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.run import resume_experiment
-    print_outcome(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
+    plugins, is_trusted = given["plugin"] or [], given["trust"]
+    print_outcome(resume_experiment(run, plugins=plugins, is_trusted=is_trusted, **settings))
 
 
 @app.command(name="check-resume")
+@shared_options(*EXPERIMENT, "device", "num_threads", "settings")
 def check_resume(
+    given: Mapping[str, Any],
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
     runs_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
     ] = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    debug: Debug = False,
 ) -> None:
     """Kill short runs at random file operations, resume and compare; exit code 1 if they differ."""
-    experiment = _experiment_arguments(locals())
+    experiment = _experiment_arguments(given)
     from nip_astra import resume_check
     from nip_astra.resolving.resolution import resolve_experiment
 
@@ -288,9 +244,9 @@ def check_resume(
         write_line(f"killed before {one.operation}: {one.difference or 'equal'}")
 
     try:
-        given = settings_of({"settings": settings, "device": device, "num_threads": num_threads})
+        settings = settings_of({**given, "runs_dir": None})
         found = resume_check.check_resume(
-            resolved, kept, num_kills=kills, on_kill=show_kill, **given
+            resolved, kept, num_kills=kills, on_kill=show_kill, **settings
         )
     except NipAstraError:
         if runs_dir is None:
@@ -318,12 +274,13 @@ def check_resume(
 
 
 @app.command(name="list")
+@shared_options("plugin")
+@collection_suspended()
 def list_names(
+    given: Mapping[str, Any],
     kind: Annotated[
         str | None, typer.Argument(help="trainers, scenarios, scorers, language_models, ...")
     ] = None,
-    plugin: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """List registered names with their origin and description."""
     from rich.text import Text
@@ -331,7 +288,7 @@ def list_names(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.overview import registered
 
-    console, entries = open_console(), registered(kind, plugin or [])
+    console, entries = open_console(), registered(kind, given["plugin"] or [])
     for title in dict.fromkeys(one.kind for one in entries):
         has_origin = title != "scenarios"
         table = plain_table(title, "name", *(["from"] if has_origin else []), "description")
@@ -343,14 +300,10 @@ def list_names(
 
 
 @app.command()
+@shared_options(*EXPERIMENT)
+@collection_suspended()
 def show(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
+    given: Mapping[str, Any],
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
     text: Annotated[
         str | None,
@@ -368,13 +321,10 @@ def show(
     prompts: Annotated[
         bool, typer.Option("--prompts", help="Show the prompts of chat models in a protocol.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Show every parameter with its value, origin and description."""
-    given = _experiment_arguments(locals())
+    experiment = _experiment_arguments(given)
     from nip_astra import overview
-    from nip_astra.overview import prompts_of
-    from nip_astra.overview import show as show_experiment
 
     if settings:
         show_parts(lambda: [overview.described_table(overview.every_setting())], dict)
@@ -391,9 +341,9 @@ def show(
             write_line(f"and {len(found) - MOST_FOUND} more; give more words to see fewer")
         return
     if prompts:
-        write_line(prompts_of(**given))
+        write_line(overview.prompts_of(**experiment))
         return
-    view = show_experiment(**given)
+    view = overview.show(**experiment)
     if as_yaml:
         write_line(view.to_yaml())
         return
@@ -401,28 +351,19 @@ def show(
 
 
 @app.command(name="time")
+@shared_options(*EXPERIMENT, "device", "num_threads", "as_json")
 def time_parts(
+    given: Mapping[str, Any],
     components: Annotated[
         list[str] | None,
         typer.Argument(metavar="[COMPONENT]...", help="rollout, update, ...; all if none."),
     ] = None,
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    num_threads: Threads = None,
     repeats: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, help="Times to measure, after one that is not.")
     ] = 5,
-    as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; write nothing."""
-    experiment = _experiment_arguments(locals())
+    experiment = _experiment_arguments(given)
     from rich.text import Text
 
     from nip_astra.evaluation.tables import plain_table
@@ -431,30 +372,26 @@ def time_parts(
     from nip_astra.run import prepare_experiment
     from nip_astra.trainers.dry_run import time_components
 
-    given = settings_of({"device": device, "num_threads": num_threads})
     with showing("Loading"):
         resolved = resolve_experiment(**experiment)
-    prepared = prepare_experiment(resolved, **given)
+    prepared = prepare_experiment(resolved, **settings_of(given))
     seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():
         figures = (median(times), min(times), max(times))
         table.add_row(Text(name), *(f"{1000 * figure:,.1f} ms" for figure in figures))
-    show_parts(lambda: [table], lambda: {"seconds": seconds}, as_json=as_json)
+    show_parts(lambda: [table], lambda: {"seconds": seconds}, as_json=given["as_json"])
 
 
 @app.command()
-def schema(
-    trainer: Trainer = None,
-    scenario: ScenarioName = None,
-    plugin: Plugins = None,
-    debug: Debug = False,
-) -> None:
+@shared_options("trainer", "scenario", "plugin")
+@collection_suspended()
+def schema(given: Mapping[str, Any]) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    given = _experiment_arguments(locals())
+    experiment = _experiment_arguments(given)
     from nip_astra.overview import schema as schema_of
 
-    write_line(to_json(schema_of(**given), indent=1))
+    write_line(to_json(schema_of(**experiment), indent=1))
 
 
 for command in measuring.COMMANDS:

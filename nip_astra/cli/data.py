@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nip_astra.cli.options import Debug
+from nip_astra.cli.options import shared_options
 from nip_astra.errors import ConfigurationError, counted
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="File to write, .s
 
 
 @app.command()
+@shared_options()
 def create(
+    given: Mapping[str, Any],
     output: Output,
     overrides: Annotated[
         list[str] | None,
@@ -35,7 +38,6 @@ def create(
             help="Parameter of graph_isomorphism.dataset: --set num_train=1000. Repeatable.",
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Generate pairs of graphs and write them to a file."""
     from omegaconf import OmegaConf
@@ -48,14 +50,14 @@ def create(
     path = _new_file(output)
     assignments = overrides or []
     try:
-        given = OmegaConf.to_container(OmegaConf.from_dotlist(assignments), resolve=True)
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(assignments), resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigurationError(
             f"cannot parse {' '.join(assignments)!r}: {str(error).splitlines()[0]}. Give "
             "--set name=value, for instance --set num_train=1000."
         ) from error
-    assert isinstance(given, dict)
-    parameters = GraphPairParameters.from_dict({str(name): value for name, value in given.items()})
+    assert isinstance(values, dict)
+    parameters = GraphPairParameters.from_dict({str(name): value for name, value in values.items()})
     if parameters.file is not None:
         raise ConfigurationError(
             "`file` names existing pairs of graphs, but this command generates pairs. Leave it out."
@@ -69,7 +71,9 @@ def create(
 
 
 @app.command()
+@shared_options()
 def download(
+    given: Mapping[str, Any],
     names: Annotated[
         list[str],
         typer.Argument(metavar="NAME...", help="Of image_classification.dataset, e.g. mnist."),
@@ -78,7 +82,6 @@ def download(
         str | None,
         typer.Option(metavar="DIR", help="Folder to write to, for machines without a network."),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Download images from the Hugging Face hub before a run needs them."""
     from nip_astra.progress import showing
@@ -96,11 +99,12 @@ def download(
 
 
 @app.command()
+@shared_options()
 def convert(
+    given: Mapping[str, Any],
     output: Output,
     train: Annotated[str, typer.Option(metavar="FILE", help="A data.pt to train on.")],
     test: Annotated[str, typer.Option(metavar="FILE", help="A data.pt to test on.")],
-    debug: Debug = False,
 ) -> None:
     """Convert pairs of graphs published by neural-interactive-proofs, without executing code."""
     import numpy as np

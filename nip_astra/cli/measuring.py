@@ -9,38 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nip_astra.cli.options import (
-    AsJson,
-    BatchSize,
-    Column,
-    Debug,
-    Device,
-    EmbedderName,
-    EvaluationName,
-    FailIf,
-    ImportanceSampling,
-    Labelled,
-    NumEpisodes,
-    NumTurns,
-    Overrides,
-    Overwrite,
-    ParameterFile,
-    Plugins,
-    ProbabilityEpisodes,
-    Runs,
-    ScenarioName,
-    Scorers,
-    Seed,
-    Settings,
-    Split,
-    Targets,
-    Threads,
-    Threshold,
-    Trust,
-    Untrained,
-    Wandb,
     complain,
     complete_runs,
     settings_of,
+    shared_options,
     show,
     write_line,
 )
@@ -58,47 +30,80 @@ MAX_DIFFERENCES = 10
 """Maximum number of differences of dumps shown; the first matters most."""
 
 
+@shared_options(
+    *("scenario", "parameters", "scorers", "name", "seed", "threshold", "labelled", "embedder"),
+    *("overwrite", "fail_if", "as_json", "overrides", "plugin", "trust"),
+    *("device", "num_threads", "settings"),
+)
 def evaluate(
-    runs: Runs,
-    scenario: ScenarioName = None,
-    parameters: ParameterFile = None,
-    targets: Targets = None,
-    scorers: Scorers = None,
-    name: EvaluationName = None,
-    split: Split = "test",
-    seed: Seed = None,
-    num_episodes: NumEpisodes = None,
-    num_turns: NumTurns = None,
-    probability_episodes: ProbabilityEpisodes = None,
-    importance_sampling: ImportanceSampling = True,
-    batch_size: BatchSize = None,
-    threshold: Threshold = None,
-    labelled: Labelled = None,
-    embedder: EmbedderName = None,
-    untrained: Untrained = False,
-    overwrite: Overwrite = False,
-    fail_if: FailIf = None,
-    as_json: AsJson = False,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    column: Column = DEFAULT_COLUMN,
-    debug: Debug = False,
+    given: Mapping[str, Any],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Runs, checkpoints, models, lists of probes, or chat models.",
+            autocompletion=complete_runs,
+        ),
+    ],
+    targets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target", metavar="MODEL", help="Model, or run whose target it is. Repeatable."
+        ),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="Opening prompts or problems: train, dev or test.")
+    ] = "test",
+    num_episodes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=1,
+            max=1_000_000,
+            help="Conversations of the attacker, or problems.",
+        ),
+    ] = None,
+    num_turns: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", min=1, max=1_000, help="Turns of a conversation."),
+    ] = None,
+    probability_episodes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=0,
+            max=1_000_000,
+            help="Conversations for the probability of failure; 0: none.",
+        ),
+    ] = None,
+    importance_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--importance-sampling/--monte-carlo-only",
+            help="Whether half of those have a turn of the attacker's.",
+        ),
+    ] = True,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Conversations at once.")
+    ] = None,
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="The model as it was before training.")
+    ] = False,
+    column: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Column of the probes, where RUN is a list of them."),
+    ] = DEFAULT_COLUMN,
 ) -> None:
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
-    options = _options(locals())
+    options, as_json = _options(given), given["as_json"]
     from nip_astra.evaluation.api import Matrix
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    given = settings_of(locals())
     found = evaluate_runs(
         runs,
-        settings=given,
+        settings=settings_of(given),
         progress=not as_json,
         on_evaluation=lambda evaluation: _show(evaluation, as_json=as_json),
         **options,
@@ -108,7 +113,7 @@ def evaluate(
         show(found.tables, dict)
         write_line(f"matrix     {found.path}")
     for evaluation in found:
-        _gate(fail_if, evaluation.values)
+        _gate(given["fail_if"], evaluation.values)
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,36 +148,31 @@ def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
         raise typer.Exit(GATE_FAILED)
 
 
+@shared_options(
+    *("scorers", "name", "threshold", "labelled", "embedder", "overwrite", "fail_if", "as_json"),
+    *("plugin", "trust", "device"),
+)
 def score(
+    given: Mapping[str, Any],
     run: Annotated[
         str,
         typer.Argument(
             metavar="RUN", help="Run directory, or an evaluation.", autocompletion=complete_runs
         ),
     ],
-    scorers: Scorers = None,
-    name: EvaluationName = None,
-    threshold: Threshold = None,
-    labelled: Labelled = None,
-    embedder: EmbedderName = None,
-    overwrite: Overwrite = False,
-    fail_if: FailIf = None,
-    as_json: AsJson = False,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    debug: Debug = False,
 ) -> None:
     """Rate the stored conversations of a run with other scorers; generate nothing."""
-    options = _options(locals())
+    options = _options(given)
     from nip_astra.evaluation.api import score as score_run
 
-    evaluation = score_run(run, settings=settings_of({"device": device}), **options)
-    _show(evaluation, as_json=as_json)
-    _gate(fail_if, evaluation.values)
+    evaluation = score_run(run, settings=settings_of(given), **options)
+    _show(evaluation, as_json=given["as_json"])
+    _gate(given["fail_if"], evaluation.values)
 
 
+@shared_options("fail_if", "as_json", "plugin", "trust")
 def compare(
+    given: Mapping[str, Any],
     runs: Annotated[
         list[str],
         typer.Argument(
@@ -181,28 +181,28 @@ def compare(
             autocompletion=complete_runs,
         ),
     ],
-    fail_if: FailIf = None,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
     ] = None,
-    as_json: AsJson = False,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
     from nip_astra.evaluation.api import compare as compare_runs
     from nip_astra.tracking.run_directory import RunDirectory
 
-    found = compare_runs(runs, fail_if=fail_if, plugins=plugin or [], is_trusted=trust)
+    fail_if = given["fail_if"]
+    found = compare_runs(
+        runs, fail_if=fail_if, plugins=given["plugin"] or [], is_trusted=given["trust"]
+    )
     if out is not None:
         RunDirectory(Path(out).parent).write_json(Path(out).name, found.to_dict())
-    show(found.tables, found.to_dict, as_json=as_json)
+    show(found.tables, found.to_dict, as_json=given["as_json"])
     for label in found.comparisons:
         _gate(fail_if, found.values(label))
 
 
+@shared_options()
 def report(
+    given: Mapping[str, Any],
     runs: Annotated[
         list[str],
         typer.Argument(
@@ -220,7 +220,6 @@ def report(
         typer.Option("--redact/--reveal", help="Whether the text of failures is blurred."),
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Write one HTML page about a run, several side by side, or all runs in a folder."""
     import webbrowser
@@ -233,7 +232,9 @@ def report(
         complain("no browser was found to open it with")
 
 
+@shared_options("plugin", "trust")
 def export(
+    given: Mapping[str, Any],
     run: Annotated[
         str,
         typer.Argument(
@@ -251,18 +252,18 @@ def export(
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
     ] = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    debug: Debug = False,
 ) -> None:
     """Write conversations, figures, curves or weights in other tools' formats."""
     from nip_astra.evaluation.api import export as export_run
 
-    for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
+    plugins, is_trusted = given["plugin"] or [], given["trust"]
+    for file in export_run(run, form, output, plugins=plugins, is_trusted=is_trusted):
         write_line(f"export     {file}")
 
 
+@shared_options()
 def push(
+    given: Mapping[str, Any],
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_runs)
     ],
@@ -277,7 +278,6 @@ def push(
         str | None, typer.Option(metavar="DIR", help="Also write what is published to this folder.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write --output alone.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Publish a run's trained model on the Hugging Face hub, with a model card."""
     from nip_astra.hub import push_to_hub
@@ -288,27 +288,28 @@ def push(
     write_line(f"{'folder' if dry_run else 'model'}      {address}")
 
 
+@shared_options("as_json", "plugin")
 def doctor(
+    given: Mapping[str, Any],
     runs_dir: Annotated[
         str, typer.Option(metavar="DIR", help="Where runs are to be kept.")
     ] = "runs",
     online: Annotated[
         bool, typer.Option("--online", help="Also see which hosts can be reached.")
     ] = False,
-    as_json: AsJson = False,
-    plugin: Plugins = None,
-    debug: Debug = False,
 ) -> None:
     """Check the installation; no connection is opened without --online."""
     from nip_astra.installation import doctor as diagnose
 
-    diagnosis = diagnose(runs_dir, plugins=plugin or [], online=online)
-    show(diagnosis.tables, diagnosis.to_dict, as_json=as_json)
+    diagnosis = diagnose(runs_dir, plugins=given["plugin"] or [], online=online)
+    show(diagnosis.tables, diagnosis.to_dict, as_json=given["as_json"])
     if not diagnosis.is_sound:
         raise typer.Exit(BROKEN)
 
 
+@shared_options("as_json", "plugin", "trust", "device", "wandb", "settings")
 def analyse(
+    given: Mapping[str, Any],
     run: Annotated[
         str,
         typer.Argument(
@@ -337,13 +338,6 @@ def analyse(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count the requests; ask and write nothing.")
     ] = False,
-    as_json: AsJson = False,
-    plugin: Plugins = None,
-    trust: Trust = False,
-    device: Device = None,
-    wandb: Wandb = None,
-    settings: Settings = None,
-    debug: Debug = False,
 ) -> None:
     """Let a judge answer questions about stored rollouts of chat models."""
     from rich.text import Text
@@ -358,13 +352,11 @@ def analyse(
         "split": split,
         "iteration": iteration,
         "is_overwritten": overwrite,
-        "plugins": plugin or [],
-        "is_trusted": trust,
-        "settings": ExperimentSettings.from_dict(
-            settings_of({"settings": settings, "device": device, "wandb": wandb})
-        ),
+        "plugins": given["plugin"] or [],
+        "is_trusted": given["trust"],
+        "settings": ExperimentSettings.from_dict(settings_of(given)),
     }
-    model = None if judge is None else read_judge(judge)
+    model, as_json = None if judge is None else read_judge(judge), given["as_json"]
     if dry_run:
         counts = count_analysis(run, analysers or [], model, **request)
         title = "requests at least; none was sent"
@@ -386,7 +378,9 @@ def analyse(
         write_line(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
 
 
+@shared_options()
 def compare_dumps(
+    given: Mapping[str, Any],
     one: Annotated[
         str,
         typer.Argument(
@@ -397,7 +391,6 @@ def compare_dumps(
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", min=0, help="Difference of numbers that is none.")
     ] = 0.0,
-    debug: Debug = False,
 ) -> None:
     """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""
     from nip_astra.checkpoints.tensors import compare_dumps

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -61,163 +65,127 @@ def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 
 complete_runs = _completed(_runs)
-Runs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="RUN...",
-        help="Runs, checkpoints, models, lists of probes, or chat models.",
-        autocompletion=complete_runs,
-    ),
-]
-Trainer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Registered trainer, e.g. ast_dpo.",
+
+
+def _option(kind: Any, metavar: str, meaning: str, *flags: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(*flags, metavar=metavar, help=meaning, **more)]
+
+
+def _flag(name: str, meaning: str) -> Any:
+    return Annotated[bool, typer.Option(f"--{name}", help=meaning)]
+
+
+OPTIONS: Mapping[str, Any] = {
+    "trainer": _option(
+        str | None,
+        "NAME",
+        "Registered trainer, e.g. ast_dpo.",
         autocompletion=_completed(trainer_names),
     ),
-]
-ScenarioName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Scenario: a name, or a folder with a scenario.yaml.",
+    "scenario": _option(
+        str | None,
+        "NAME",
+        "Scenario: a name, or a folder with a scenario.yaml.",
         autocompletion=_completed(_scenario_names),
     ),
-]
-ParameterFile = Annotated[
-    str | None,
-    typer.Option(
-        "--parameters",
-        metavar="FILE",
-        help="YAML file, in place of the trainer's preset.",
+    "parameters": _option(
+        str | None,
+        "FILE",
+        "YAML file, in place of the trainer's preset.",
         autocompletion=_completed(_presets),
     ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="A.B=C", help="Override a parameter: --set training.lr=1e-4. Repeatable."
+    "overrides": _option(
+        list[str] | None,
+        "A.B=C",
+        "Override a parameter: --set training.lr=1e-4. Repeatable.",
+        "--set",
     ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--settings",
-        metavar="A=B",
-        help="Override a setting: --settings checkpoint_period=5. Repeatable.",
+    "seed": _option(int | None, "NUMBER", "Root of all randomness."),
+    "plugin": _option(
+        list[str] | None, "FILE", "Python file or module that registers names. Repeatable."
     ),
-]
-Seed = Annotated[int | None, typer.Option(metavar="NUMBER", help="Root of all randomness.")]
-Plugins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--plugin", metavar="FILE", help="Python file or module that registers names. Repeatable."
+    "trust": _flag("trust", "Load the code and keys that a run names, though it is not your own."),
+    "device": _option(str | None, "NAME", "cpu, cuda or auto."),
+    "wandb": _option(str | None, "MODE", "W&B: disabled, offline or online."),
+    "track": _option(
+        str | None, "A,B", "Trackers: wandb, mlflow, trackio, tensorboard, or registered ones."
     ),
-]
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust", help="Load the code and keys that a run names, though it is not your own."
+    "run_id": _option(str | None, "NAME", "Name of the run and its folder."),
+    "runs_dir": _option(str | None, "DIR", "Where runs are kept."),
+    "num_threads": _option(int | None, "NUMBER", "CPU cores to use, by threads or processes."),
+    "settings": _option(
+        list[str] | None,
+        "A=B",
+        "Override a setting: --settings checkpoint_period=5. Repeatable.",
     ),
-]
-Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
-RunId = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")]
-TestRun = Annotated[bool, typer.Option("--test-run", help="Cut every loop to one iteration.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing.")
-]
-RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(metavar="NUMBER", help="CPU cores to use, by threads or processes."),
-]
-Wandb = Annotated[
-    str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
-]
-Track = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B", help="Trackers: wandb, mlflow, trackio, tensorboard, or registered ones."
+    "test_run": _flag("test-run", "Cut every loop to one iteration."),
+    "dry_run": _flag("dry-run", "Validate, load, run one smallest step; write nothing."),
+    "scorers": _option(
+        list[str] | None, "NAME", "Registered name, YAML file, or own. Repeatable.", "--scorer"
     ),
-]
-FailIf = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CONDITION", help="Exit with 1 where it holds, e.g. 'failure_rate.high > 0.05'."
+    "name": _option(str | None, "NAME", "Folder in RUN/evaluations."),
+    "threshold": _option(float | None, "SCORE", "Score from which a response fails."),
+    "labelled": _option(
+        str | None, "FILE", "Labelled responses (JSONL) that measure the scorers; or none."
     ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Scorers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--scorer", metavar="NAME", help="Registered name, YAML file, or own. Repeatable."
+    "embedder": _option(str | None, "NAME", "Groups failing probes: ngram, or an encoder's model."),
+    "overwrite": _flag("overwrite", "Start over."),
+    "fail_if": _option(
+        str | None, "CONDITION", "Exit with 1 where it holds, e.g. 'failure_rate.high > 0.05'."
     ),
-]
-EvaluationName = Annotated[
-    str | None, typer.Option("--name", metavar="NAME", help="Folder in RUN/evaluations.")
-]
-Threshold = Annotated[
-    float | None, typer.Option(metavar="SCORE", help="Score from which a response fails.")
-]
-Labelled = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Labelled responses (JSONL) that measure the scorers; or none.",
-    ),
-]
-EmbedderName = Annotated[
-    str | None,
-    typer.Option(
-        "--embedder", metavar="NAME", help="Groups failing probes: ngram, or an encoder's model."
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over.")]
-Targets = Annotated[
-    list[str] | None,
-    typer.Option("--target", metavar="MODEL", help="Model, or run whose target it is. Repeatable."),
-]
-Column = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Column of the probes, where RUN is a list of them."),
-]
-Split = Annotated[
-    str, typer.Option(metavar="NAME", help="Opening prompts or problems: train, dev or test.")
-]
-NumEpisodes = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=1_000_000, metavar="NUMBER", help="Conversations of the attacker, or problems."
-    ),
-]
-NumTurns = Annotated[
-    int | None,
-    typer.Option(min=1, max=1_000, metavar="NUMBER", help="Turns of a conversation."),
-]
-ProbabilityEpisodes = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=1_000_000,
-        metavar="NUMBER",
-        help="Conversations for the probability of failure; 0: none.",
-    ),
-]
-ImportanceSampling = Annotated[
-    bool,
-    typer.Option(
-        "--importance-sampling/--monte-carlo-only",
-        help="Whether half of those have a turn of the attacker's.",
-    ),
-]
-BatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations at once.")
-]
-Untrained = Annotated[
-    bool, typer.Option("--untrained", help="The model as it was before training.")
-]
+    "as_json": _flag("json", "Print JSON in place of tables."),
+    "debug": _flag("debug", "Show the traceback of an error."),
+}
+"""Options that several commands have, by the name of their value."""
+EXPERIMENT = ("trainer", "scenario", "parameters", "overrides", "seed", "plugin", "trust")
+"""Options that name an experiment."""
+RUN = ("device", "wandb", "track", "run_id", "runs_dir", "num_threads", "settings")
+"""Options for the settings of a run."""
+
+
+def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add `OPTIONS` and --debug to a command, which receives the values of all options as `given`.
+
+    A command has those options as parameters that it reads itself.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = dict(inspect.signature(command, eval_str=True).parameters)
+        del parameters["given"]
+        own = list(parameters)
+        for name in (*names, "debug"):
+            is_flag = get_args(OPTIONS[name])[0] is bool
+            parameters.setdefault(
+                name,
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=False if is_flag else None,
+                    annotation=OPTIONS[name],
+                ),
+            )
+
+        @functools.wraps(command)
+        def call(**given: Any) -> None:
+            command(given, **{name: given[name] for name in own})
+
+        call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]  # read by Typer
+        return call
+
+    return decorate
+
+
+@contextmanager
+def collection_suspended() -> Iterator[None]:
+    """Suspend garbage collection: of the objects that imports create, nearly all stay.
+
+    Otherwise collections take a tenth of the time of loading torch.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from nip_astra.cli.options import (
-    Debug,
-    Device,
-    DryRun,
-    Overrides,
-    Plugins,
-    RunId,
-    RunsDir,
-    Seed,
-    Settings,
-    TestRun,
-    Threads,
-    Track,
-    Wandb,
+    RUN,
     settings_of,
+    shared_options,
+    train_or_estimate,
+    write_line,
 )
+
+if TYPE_CHECKING:
+    from nip_astra.resolving.resolution import ResolvedExperiment
 
 _BY_TRL = "Options by TRL's names"
 
@@ -32,7 +27,12 @@ def _option(name: str, meaning: str, **bounds: Any) -> Any:
     return typer.Option(*dict.fromkeys(spellings), help=meaning, rich_help_panel=_BY_TRL, **bounds)
 
 
+_SHARED = ("overrides", "seed", "plugin", *RUN, "test_run", "dry_run")
+
+
+@shared_options(*_SHARED)
 def task(
+    given: Mapping[str, Any],
     model: Annotated[str, typer.Option(metavar="M", help="Folder of a model, .gguf, or hub id.")],
     data: Annotated[
         str,
@@ -85,26 +85,10 @@ def task(
     max_steps: Annotated[
         int | None, _option("max_steps", "Iterations, each of one or several steps.", min=1)
     ] = None,
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: RunId = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: TestRun = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
-    given = locals()
-    from nip_astra.cli.options import train_or_estimate, write_line
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
     from nip_astra.recipes import numbers_of, task_parameters
-    from nip_astra.resolving.resolution import resolve_experiment
 
     options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
     if mask_truncated_completions is not None:
@@ -120,26 +104,26 @@ def task(
     )
     for name, (path, value) in found.mapped.items():
         write_line(f"{name}: --set {path}={value}")
-    print_parameters(found.values)
-    resolved = resolve_experiment(
-        hyper_params=found.values, overrides=overrides or [], seed=seed, plugins=plugin or []
-    )
-    train_or_estimate(
-        resolved,
-        settings_of(given),
-        is_dry=dry_run,
-    )
+    train_or_estimate(_resolved(found.values, given), settings_of(given), is_dry=given["dry_run"])
 
 
-def print_parameters(values: dict[str, Any]) -> None:
-    """Print parameters as an equivalent file."""
-    from nip_astra.cli.options import write_line
+def _resolved(values: Mapping[str, Any], given: Mapping[str, Any]) -> ResolvedExperiment:
+    """Print parameters as an equivalent file, and resolve them."""
+    from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.tracking.run_directory import to_yaml
 
     write_line(f"# as a parameter file:\n{to_yaml(values)}")
+    return resolve_experiment(
+        hyper_params=values,
+        overrides=given["overrides"] or [],
+        seed=given["seed"],
+        plugins=given["plugin"] or [],
+    )
 
 
+@shared_options(*_SHARED)
 def stress(
+    given: Mapping[str, Any],
     target: Annotated[
         str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
     ],
@@ -156,25 +140,10 @@ def stress(
     trainer: Annotated[
         str, typer.Option(metavar="NAME", help="A trainer of stress tests.")
     ] = "ast_dpo",
-    overrides: Overrides = None,
-    seed: Seed = None,
-    plugin: Plugins = None,
-    device: Device = None,
-    wandb: Wandb = None,
-    track: Track = None,
-    run_id: RunId = None,
-    runs_dir: RunsDir = None,
-    num_threads: Threads = None,
-    settings: Settings = None,
-    test_run: TestRun = False,
-    dry_run: DryRun = False,
-    debug: Debug = False,
 ) -> None:
     """Train an attacker against a target, as rated by a scorer; print the cost first."""
-    given = settings_of(locals())
-    from nip_astra.cli.options import train_or_estimate
+    settings = settings_of(given)
     from nip_astra.recipes import stress_parameters
-    from nip_astra.resolving.resolution import resolve_experiment
 
     values = stress_parameters(
         target=target,
@@ -183,10 +152,7 @@ def stress(
         attacker=attacker,
         trainer=trainer,
     )
-    print_parameters(values)
-    resolved = resolve_experiment(
-        hyper_params=values, overrides=overrides or [], seed=seed, plugins=plugin or []
-    )
-    train_or_estimate(resolved, given, is_dry=True)
-    if not dry_run:
-        train_or_estimate(resolved, given, is_dry=False)
+    resolved = _resolved(values, given)
+    train_or_estimate(resolved, settings, is_dry=True)
+    if not given["dry_run"]:
+        train_or_estimate(resolved, settings, is_dry=False)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from nip_astra.cli.options import Debug, Device, Threads, settings_of, write_line
+from nip_astra.cli.options import settings_of, shared_options, write_line
 from nip_astra.errors import ConfigurationError
 
 
+@shared_options("device", "num_threads")
 def serve(
+    given: Mapping[str, Any],
     model: Annotated[
         list[str],
         typer.Option(
@@ -49,9 +51,6 @@ def serve(
             "--settings", metavar="A=B", help="A limit: --settings max_waiting=64. Repeatable."
         ),
     ] = None,
-    device: Device = None,
-    num_threads: Threads = None,
-    debug: Debug = False,
 ) -> None:
     """Serve models by OpenAI's routes, or train them for clients; ends with Ctrl-C.
 
@@ -60,15 +59,15 @@ def serve(
     from nip_astra.serve.server import serve as run_service
     from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
-    given = settings_of({"settings": settings, "device": device})
+    limits = settings_of({"settings": settings, "device": given["device"]})
     own = {"port": port, "host": host, "token_variable": token_variable, "state_dir": state_dir}
-    given |= {name: value for name, value in own.items() if value is not None}
+    limits |= {name: value for name, value in own.items() if value is not None}
     choices: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
     protocols = [name for name, is_chosen in choices.items() if is_chosen]
-    if num_threads is not None:
+    if given["num_threads"] is not None:
         import torch
 
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(given["num_threads"])
     named = _named(model)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -86,7 +85,7 @@ def serve(
         write_line(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**given), on_start=announce, protocols=protocols)
+    run_service(named, ServiceSettings(**limits), on_start=announce, protocols=protocols)
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

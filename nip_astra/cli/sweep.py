@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nip_astra.cli.options import (
-    AsJson,
-    Debug,
-    Device,
-    Plugins,
-    Settings,
-    Trust,
-    Wandb,
     complain,
     open_console,
     settings_of,
+    shared_options,
     write_line,
 )
 from nip_astra.errors import NipAstraError, UnknownNameError, counted
@@ -33,7 +27,9 @@ if TYPE_CHECKING:
     from nip_astra.sweep.results import SweepResults
 
 
+@shared_options("plugin", "trust", "device", "wandb", "settings", "as_json")
 def sweep(
+    given: Mapping[str, Any],
     plan: Annotated[
         str | None,
         typer.Argument(metavar="[FILE]", help="YAML file of a sweep, or a sweep's folder."),
@@ -52,8 +48,6 @@ def sweep(
     parameters: Annotated[
         str | None, typer.Option(metavar="FILE", help="Parameter file that all runs start from.")
     ] = None,
-    plugin: Plugins = None,
-    trust: Trust = False,
     sweep_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where its runs are kept: runs/sweep.")
     ] = None,
@@ -97,14 +91,9 @@ def sweep(
         list[str] | None,
         typer.Option(metavar="NAME", help="Figure to show, e.g. failure_rate. Repeatable."),
     ] = None,
-    device: Device = None,
-    wandb: Wandb = None,
-    settings: Settings = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and list the runs; start none.")
     ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Run every combination of trainers, values and seeds, or search; go on where it was left."""
     from nip_astra.sweep.plan import RunStatus, read_plan
@@ -117,7 +106,7 @@ def sweep(
         seeds=seeds,
         grid=grid or [],
         parameters=parameters,
-        plugins=plugin or [],
+        plugins=given["plugin"] or [],
         ranges=search or [],
         search={
             "num_trials": num_trials,
@@ -126,17 +115,17 @@ def sweep(
             "objective": objective,
             "direction": direction,
         },
-        is_trusted=trust,
+        is_trusted=given["trust"],
     )
-    directory = _folder_of(plan, sweep_dir)
+    directory, as_json = _folder_of(plan, sweep_dir), given["as_json"]
     options = SweepOptions(
-        settings=settings_of({"settings": settings, "device": device, "wandb": wandb}),
+        settings=settings_of(given),
         num_processes=num_processes,
         shard=shard,
         place=on,
         num_cpus=cpus_per_run,
         num_gpus=gpus_per_run,
-        is_trusted=trust,
+        is_trusted=given["trust"],
         metrics=metric or [],
     )
     if dry_run:

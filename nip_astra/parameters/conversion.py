@@ -208,11 +208,6 @@ def register_conversion(from_version: str, function: Conversion) -> Conversion:
     return function
 
 
-def forget_conversion(from_version: str) -> None:
-    """Remove a registered conversion, if there is one."""
-    _CONVERSIONS.pop(release_of(from_version) or (-1, -1), None)
-
-
 def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """Convert values to the format of the installed version.
 

@@ -18,7 +18,7 @@ from nip_astra.errors import (
     RunDirectoryError,
     UntrustedRunError,
 )
-from nip_astra.parameters.conversion import forget_conversion, register_conversion
+from nip_astra.parameters import conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.trainers import BaseRunParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -174,7 +174,9 @@ def test_what_a_run_recorded_needs_its_base_run_no_more(
     assert resume_experiment(tmp_path / "cut", progress=False).results == {"last": 5.0}
 
 
-def test_an_old_run_is_converted(counted: Path, tmp_path: Path) -> None:
+def test_an_old_run_is_converted(
+    counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = yaml.safe_load((counted / "hyper_parameters.yaml").read_text())
     values |= {"package_version": "0.0.1", "random_seed": values.pop("seed")}
     (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(values))
@@ -182,11 +184,8 @@ def test_an_old_run_is_converted(counted: Path, tmp_path: Path) -> None:
     def rename(values: dict[str, Any]) -> dict[str, Any]:
         return {"seed" if name == "random_seed" else name: v for name, v in values.items()}
 
-    register_conversion("0.0", rename)
-    try:
-        found = build_on(tmp_path, PARAMETERS).hyper_params
-    finally:
-        forget_conversion("0.0")
+    monkeypatch.setattr(conversion, "_CONVERSIONS", {(0, 0): rename})
+    found = build_on(tmp_path, PARAMETERS).hyper_params
     assert (found.seed, found.package_version) == (7, __version__)
 
 
