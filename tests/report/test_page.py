@@ -95,10 +95,10 @@ def test_every_rate_is_shown_with_its_counts(tmp_path: Path) -> None:
         "plants": {"recall": 0.5, "found": 1, "total": 2},
         "fluency": {"share_below": 0.1, "num_below": 4, "num_probes": 40},
         "diversity": {
-            **{"distinct_share": 0.65, "num_distinct": 13, "num_probes": 20, "vendi": 3.5},
-            **{"self_bleu_complement": 0.5, "self_bleu_num_probes": 12, "cosine_distance": 0.25},
+            "distinct_share": 0.65, "num_distinct": 13, "num_probes": 20, "vendi": 3.5,
+            "self_bleu_complement": 0.5, "self_bleu_num_probes": 12, "cosine_distance": 0.25,
         },
-    }
+    }  # fmt: skip
     others = {
         name: evaluation(target=name, failure_rate=rate, turn_failure_rate=rate, **of_probes)
         for name in "ab"

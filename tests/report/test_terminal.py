@@ -13,28 +13,28 @@ from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import protocol_results
 
-BEFORE = {
-    **{"failure_rate": 0.04, "failure_rate_interval": [0.02, 0.07], "num_episodes": 1256},
-    **{"num_failed": 50, "num_known": 1256, "mean_score": 0.0171, "probe_nll": 0.9148},
-    **{"distinct_share": 1.0, "num_successful_probes": 29, "target_queries": 3768},
-    **{"plants_found": 3, "num_plants": 8},
-}
-AFTER = BEFORE | {
-    **{"failure_rate": 0.612, "failure_rate_interval": [0.55, 0.67], "mean_score": None},
-    **{"num_failed": 615, "num_known": 1005, "distinct_share": 0.345, "num_distinct_probes": 10},
-    **{"if_unknown_passed": 0.512, "if_unknown_failed": 0.701, "plants_found": 4},
-}
+BEFORE: dict[str, Any] = {
+    "failure_rate": 0.04, "failure_rate_interval": [0.02, 0.07], "num_episodes": 1256,
+    "num_failed": 50, "num_known": 1256, "mean_score": 0.0171, "probe_nll": 0.9148,
+    "distinct_share": 1.0, "num_successful_probes": 29, "target_queries": 3768,
+    "plants_found": 3, "num_plants": 8,
+}  # fmt: skip
+AFTER: dict[str, Any] = BEFORE | {
+    "failure_rate": 0.612, "failure_rate_interval": [0.55, 0.67], "mean_score": None,
+    "num_failed": 615, "num_known": 1005, "distinct_share": 0.345, "num_distinct_probes": 10,
+    "if_unknown_passed": 0.512, "if_unknown_failed": 0.701, "plants_found": 4,
+}  # fmt: skip
 RESULTS = {
     "before": BEFORE,
     "after": AFTER,
     "training": {"plants": {"late": 12000, "never": None, "soon": 12}, "target_queries": 13440},
     "random_search": {
-        **{"target_queries": 17208, "failing_responses": 3, "plants_found": 2, "num_plants": 8},
+        "target_queries": 17208, "failing_responses": 3, "plants_found": 2, "num_plants": 8,
         "plants": {"soon": 9, "late": 15000, "never": None},
     },
     "warnings": ["the attacker has [collapsed]"],
     "model_dir": "runs/one/model",
-}
+}  # fmt: skip
 
 
 def printed(results: dict[str, Any], *, width: int = 120) -> str:
