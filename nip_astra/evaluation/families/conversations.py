@@ -105,7 +105,7 @@ class Conversations(EvaluationFamily):
 
         settings = service_settings(settings, place_of(run))
         attacker = load_attacker(str(run), settings, request)
-        own = attacker.sampler
+        own = attacker.instance.sampler
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings, request)
             described = None if target.agent is None else target.description

@@ -210,17 +210,12 @@ def code_of(scorer: Scorer) -> str | None:
 
 def weights_of(scorer: Scorer) -> str | None:
     """Return a digest of the weights named by a scorer and those nested in it, or None."""
-    own = weights_digest(scorer.parameters, scorer.scenario_dir)
+    reference = _scorer_reference(scorer.parameters)
+    folder = None if reference is None else _folder(reference, scorer.scenario_dir)
+    own = None if folder is None else _weights(folder)[1]
     digests = (own, *map(weights_of, scorer.nested_scorers))
     known = [digest for digest in digests if digest is not None]
     return text_hash(known) if known else None
-
-
-def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
-    """Return a digest of the weights named by a scorer; None if their files are unknown."""
-    reference = _scorer_reference(parameters)
-    folder = None if reference is None else _folder(reference, scenario_dir)
-    return None if folder is None else _weights(folder)[1]
 
 
 def _describe(name: str) -> list[str]:
