@@ -131,28 +131,30 @@ def thin_line(
     """
     if len(line.points) <= max(max_points, num_stretches) or line.has_steps:
         return line, [], 1
-    size = math.ceil(len(line.points) / num_stretches)
     means: list[Point] = []
     ranges = []
-    for start in range(0, len(line.points), size):
-        stretch = line.points[start : start + size]
+    stretches = _stretches(line.points, num_stretches)
+    for stretch in stretches:
         known = [y for _, y in stretch if y is not None]
         x = (stretch[0][0] + stretch[-1][0]) / 2
         means.append((x, sum(known) / len(known) if known else None))
         if known:
             ranges.append((x, min(known), max(known)))
-    return replace(line, points=means), ranges, size
+    return replace(line, points=means), ranges, len(stretches[0])
+
+
+def _stretches(points: Sequence[Any], num: int) -> list[Sequence[Any]]:
+    """Divide points into at most `num` segments, all but the last of the same size."""
+    size = math.ceil(len(points) / num)
+    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _thin_band(band: Band) -> Band:
     """Reduce a band with too many points to the minimum and maximum of each segment."""
     if len(band.points) <= MAX_POINTS:
         return band
-    size = math.ceil(len(band.points) / NUM_STRETCHES)
-    points = []
-    for start in range(0, len(band.points), size):
-        xs, lows, highs = zip(*band.points[start : start + size], strict=True)
-        points.append(((xs[0] + xs[-1]) / 2, min(lows), max(highs)))
+    parts = (zip(*one, strict=True) for one in _stretches(band.points, NUM_STRETCHES))
+    points = [((xs[0] + xs[-1]) / 2, min(lows), max(highs)) for xs, lows, highs in parts]
     return replace(band, points=points)
 
 
