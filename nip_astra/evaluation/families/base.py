@@ -223,7 +223,7 @@ class Subject:
 
 OnPart = Callable[[int], None]
 """Called with the number of units that were played."""
-OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
+OpenProgress = Callable[[str, int], AbstractContextManager[Any]]
 """Opens a progress bar with a label and a total."""
 
 
