@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -284,13 +284,17 @@ def _tables_of(run: RunRecord) -> dict[str, list[Entry]]:
     stored: Mapping[str, Sequence[Any]] = run.tables
     if run.kind == PROTOCOL:
         stored = run.episodes | run.outcomes
+    entries_of: dict[str, Callable[[RunRecord, Sequence[Any]], Iterator[Entry]]] = {
+        PROTOCOL: _episodes,
+        TASK: _problems,
+        CONVERSATION: _conversations,
+    }
     found: dict[str, list[Entry]] = {}
     for name, step, rows in by_step(stored):
         if run.kind == TASK and name == "train":
             found.setdefault(name, []).extend(_problems(run, rows, f"iteration {step:,}"))
         elif name != "train" and name not in found:
-            entries = {PROTOCOL: _episodes, TASK: _problems, CONVERSATION: _conversations}[run.kind]
-            found[name] = list(entries(run, rows))
+            found[name] = list(entries_of[run.kind](run, rows))
     return found
 
 

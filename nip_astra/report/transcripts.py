@@ -168,12 +168,10 @@ def reward_scale(run: RunRecord) -> Scale:
     return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
 
 
-def tables_of(
-    run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
-) -> list[Table]:
+def tables_of(run: RunRecord, *, num_runs: int = 1, prefix: str = "conversations") -> list[Table]:
     """Return a run's conversations by table and iteration, a sample if there are too many.
 
-    `prefix` begins the ids of conversations on the page.
+    The page has `num_runs` runs; `prefix` begins the ids of its conversations.
     """
     scale = reward_scale(run)
     taken: set[str] = set()
@@ -188,8 +186,8 @@ def tables_of(
         tables.append(table)
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
     limits = [
-        _shares([table.num_nodes for table in tables], max_nodes),
-        _shares(sizes, max_characters),
+        _shares([table.num_nodes for table in tables], MAX_NODES // num_runs),
+        _shares(sizes, MAX_CHARACTERS // num_runs),
     ]
     for table, num_nodes, num_characters in zip(tables, *limits, strict=True):
         _choose(table, num_nodes, num_characters)

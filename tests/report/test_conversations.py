@@ -26,7 +26,7 @@ def run_of(**rows: list[dict[str, Any]]) -> RunRecord:
 
 
 def tables(**rows: list[dict[str, Any]]) -> list[Table]:
-    return tables_of(run_of(**rows), max_nodes=MAX_NODES, max_characters=MAX_CHARACTERS)
+    return tables_of(run_of(**rows))
 
 
 def shape(turn: Turn) -> tuple[str, list[Any]]:

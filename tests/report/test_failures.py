@@ -93,7 +93,7 @@ def test_ids_of_conversations_are_stable_and_unique() -> None:
     for _ in range(2):
         shown = [
             one.anchor
-            for table in tables_of(run, max_nodes=9, max_characters=9999, prefix="c")
+            for table in tables_of(run, prefix="c")
             for one in sorted(table.episodes, key=lambda one: one.prompt)
         ]
         assert shown == ["c-a-b-4-0", "c-train-4-0", "c-train-4-0-again-2"]

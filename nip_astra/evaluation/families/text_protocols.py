@@ -41,6 +41,7 @@ from nip_astra.evaluation.families.protocols import (
     bounds_of_undecided,
 )
 from nip_astra.evaluation.outcomes import reaches
+from nip_astra.evaluation.run_results import results_of
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
@@ -158,7 +159,7 @@ class TextProtocols(EpisodeFamily):
         return list(rollout_rows(rollouts, evaluation.figures["agents"]))
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
-        results = _results(RunDirectory(run))
+        results = results_of(RunDirectory(run))
         known = results.get("after") or results.get("before")
         if not known:
             return {}
@@ -245,7 +246,7 @@ class TextProtocols(EpisodeFamily):
         else:
             found = [(one.split, one.iteration, one.path) for one in stored_samplings(directory)]
             samplings = [*sorted(found, key=lambda one: (one[1], one[0] == "test"))]
-            figures = _results(directory).get("after") or {}
+            figures = results_of(directory).get("after") or {}
             source = path / HYPER_PARAMETERS
         rows = [
             {"run": directory.run_id, "split": split, "iteration": iteration, **row}
@@ -450,11 +451,6 @@ def score_figures(
 
 
 # ---- files
-
-
-def _results(directory: RunDirectory) -> dict[str, Any]:
-    has_ended = (directory.path / RESULTS).is_file()
-    return dict(directory.read_json(RESULTS)) if has_ended else {}
 
 
 def _rollouts_file(evaluation: Evaluation) -> Path:
