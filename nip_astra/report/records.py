@@ -41,6 +41,10 @@ _KNOWN = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
 _REWARD_PREFIX = "reward/"
 
 
+Key = tuple[int, int, str]
+"""Identity of a conversation within its table: step, episode, opening."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One row of a table of conversations: a probe and its response."""
@@ -77,10 +81,10 @@ class Node:
         return [("attacker", self.probe), ("target", self.response)]
 
     @property
-    def conversation(self) -> tuple[int, str]:
-        """Identity of the conversation within its table and step."""
+    def conversation(self) -> Key:
+        """Identity of the conversation within its table."""
         # Some older tables count episodes from 0 again in each part.
-        return self.episode, self.prompt
+        return self.step, self.episode, self.prompt
 
     @property
     def logprob(self) -> float | None:
