@@ -27,8 +27,8 @@ from nip_astra.language_models.services.http_training import ROUTE, TrainingConn
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.serve import training
 from nip_astra.serve.local_service import LocalService
+from tests.kit.experiments import task_trainer
 from tests.serve.training.running import POLICY, Server, training_server
-from tests.trainers.test_service_trainers import trainer_of
 
 pytest.importorskip("fastapi")
 SHORT = ("training.num_episodes_per_experience=4", "training.lr=1e-3")
@@ -45,7 +45,7 @@ def distant(server: Server, *overrides: str, name: str = "remote_api_grpo") -> A
     section = f"{name}.train_service"
     options = [f"{section}.backend=http", f"{section}.base_url={server.url}"]
     options += [f"{section}.model=policy", f"{section}.patience_seconds=0.3"]
-    return trainer_of(name, *SHORT, *options, *overrides)
+    return task_trainer(name, *SHORT, *options, *overrides)
 
 
 def iterate(trainer: Any, num_iterations: int = 2) -> list[float]:
@@ -76,12 +76,12 @@ def test_a_service_elsewhere_gives_the_losses_and_weights_of_one_here(
     server: Server, options: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    here = trainer_of(name, *SHORT, *options)
+    here = task_trainer(name, *SHORT, *options)
     torch.manual_seed(0)
     there = distant(server, *options, name=name)
     assert iterate(here) == pytest.approx(iterate(there), abs=1e-6)
     mine, theirs = weights(here, tmp_path / "here"), weights(there, tmp_path / "there")
-    before = weights(trainer_of(name, *SHORT), tmp_path / "before")
+    before = weights(task_trainer(name, *SHORT), tmp_path / "before")
     assert any(not torch.equal(mine[key], before[key]) for key in mine)
     for key, tensor in mine.items():
         torch.testing.assert_close(theirs[key], tensor, atol=1e-6, rtol=0)
@@ -94,7 +94,7 @@ def test_a_saved_state_goes_on_to_the_bit_and_is_that_of_a_local_service(
     iterate(first, 1)
     first.service.save_state(tmp_path / "state")
     expected = iterate(first, 1)
-    again, here = distant(server), trainer_of("remote_api_grpo", *SHORT)
+    again, here = distant(server), task_trainer("remote_api_grpo", *SHORT)
     for other in (again, here):
         other.service.load_state(tmp_path / "state")
         other.state.iteration = 1
@@ -267,7 +267,7 @@ def test_a_token_is_asked_for_and_an_address_needed(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConfigurationError, match="NOT_THERE"):
             distant(server, f"{section}.token_variable=NOT_THERE")
     with pytest.raises(ConfigurationError, match="needs base_url"):
-        trainer_of("remote_api_grpo", f"{section}.backend=http")
+        task_trainer("remote_api_grpo", f"{section}.backend=http")
 
 
 @pytest.mark.slow

@@ -38,9 +38,9 @@ from nip_astra.serve.tinker.bodies import (
     SaveForSamplerBody,
     TtlBody,
 )
+from tests.kit.experiments import task_trainer
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
-from tests.trainers.test_service_trainers import trainer_of
 
 ADAPTED = (
     *SHORT,
@@ -62,7 +62,7 @@ def trainer_at(server: Server | Refusing, backend: str, *overrides: str) -> Any:
     if backend != "local":
         options += [f"{section}.base_url={server.url}", f"{section}.model=policy"]
         options += [f"{section}.patience_seconds=0.5"]
-    return trainer_of("remote_api_grpo", *ADAPTED, *options, *overrides)
+    return task_trainer("remote_api_grpo", *ADAPTED, *options, *overrides)
 
 
 def learn(trainer: Any, samples: list[Any]) -> list[float]:
