@@ -28,8 +28,12 @@ from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.trainers import guess_replacement_proportion
-from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler, rollouts_of
+from nip_astra.samplers.text_rollouts import (
+    AnswerJournal,
+    TextNode,
+    TextRolloutSampler,
+    rollouts_of,
+)
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.models import GROUPS, JobPlan, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance

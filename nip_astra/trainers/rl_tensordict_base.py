@@ -258,18 +258,14 @@ class TensorDictRlTrainer(AgentTrainer):
         self._set_seed()
         self._rewind_records()
         with self._open_progress_bar():
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._prepare_in_all()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self.run_on_leader(self._run_before_loop)
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._shard_agents()
                 self._run_train_loop()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self.run_on_leader(self._run_test_loop)
         if self.team.is_leader:
             self._publish_models(partial(save_agents, self.saved_agents), role="agents")
@@ -382,8 +378,7 @@ class TensorDictRlTrainer(AgentTrainer):
     def testing(self) -> Iterator[None]:
         """Enter the configuration of tests, for evaluations apart from training."""
         self._set_seed()
-        with ExitStack() as stack:
-            self._build_test_context(stack)
+        with self.test_context():
             yield
 
     # ---- one iteration
@@ -520,8 +515,7 @@ class TensorDictRlTrainer(AgentTrainer):
             _, num_steps = self.learner.learn(batches[0], 0)
             return None, self.frames_per_iteration
 
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             step = measure_smallest_step(play, learn)
         rl, num_environments = self.rl, self.train_environment.num_environments
         agents = {name: self.agents[name] for name in self.agents.names}

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -375,11 +374,9 @@ class SoloAgentTrainer(AgentTrainer):
         self._set_seed()
         self._rewind_records()
         with self._open_progress_bar():
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._run_train_loop()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self._run_test_loop()
         self._publish_models(partial(save_agents, self.agents), role="agents")
         self._write_results()
@@ -409,8 +406,7 @@ class SoloAgentTrainer(AgentTrainer):
             losses = [float(one.run_epoch(0).loss) for one in self.trainings.values()]
             return sum(losses) / len(losses), size
 
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             step = measure_smallest_step(lambda: ((), 0.0), learn)
         return {
             "num_iterations": self.parameters.num_epochs,
