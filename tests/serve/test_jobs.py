@@ -29,7 +29,6 @@ from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
-    fine_tune,
 )
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
@@ -48,6 +47,7 @@ from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import is_running
+from tests.language_models.test_fine_tuning import fine_tune
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
