@@ -42,19 +42,33 @@ def request_of(number: int, **changes: Any) -> dict[str, Any]:
     return options | {"temperature": 0.0 if number % 2 else 1.0, "num_top": 0} | changes
 
 
-def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
-    found: dict[int, Progress] = {}
+def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Progress]]:
+    """The last progress of each answer to requests that run together."""
+    found: dict[tuple[int, int], Progress] = {}
     done = threading.Event()
+    given = [GenerationRequest(**request) for request in requests]
+    count = sum(one.num_samples for one in given)
 
-    def listen(told: Sequence[Progress]) -> None:
-        found.update({one.request.seed: one for one in told if one.finish_reason})
-        if len(found) == len(requests):
+    def listen(progress: Sequence[Progress]) -> None:
+        found.update(
+            {(one.request.number, one.index): one for one in progress if one.finish_reason}
+        )
+        if len(found) == count:
             done.set()
 
-    for request in requests:
-        engine.submit(GenerationRequest(listener=listen, **request))
+    for one in given:
+        one.listener = listen
+        engine.submit(one)
     assert done.wait(60)
-    return [found[request["seed"]] for request in requests]
+    return [[found[one.number, index] for index in range(one.num_samples)] for one in given]
+
+
+def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
+    return [one for (one,) in answers(engine, requests)]
+
+
+def answer(engine: Engine, **request: Any) -> list[Progress]:
+    return answers(engine, [request])[0]
 
 
 def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
@@ -69,7 +83,7 @@ def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
 
 def test_an_answer_does_not_depend_on_what_else_runs(engine: Engine) -> None:
     requests = [request_of(number) for number in range(40)]
-    lone = [engine.answer(**request)[0] for request in requests]
+    lone = [answer(engine, **request)[0] for request in requests]
     for one, other in zip(answer_together(engine, requests), lone, strict=True):
         assert_same(one, other)
     assert len({one.text for one in lone}) > 20
@@ -85,7 +99,7 @@ def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir:
     request = request_of(1, max_tokens=12)
     options = SamplingOptions(max_new_tokens=12, temperature=0.0)
     expected = backend.generate([request["prompt"]], 1, torch.zeros(1, 12), options)
-    said = engine.answer(**request)[0].tokens
+    said = answer(engine, **request)[0].tokens
     ids = expected.ids_BT[0][expected.mask_BT[0]].tolist()
     assert [record.token for record in said] == [i for i in ids if i not in engine.end_ids]
     logprobs = torch.tensor([record.logprob for record in said])
@@ -94,10 +108,10 @@ def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir:
 
 def test_sample_i_of_n_is_drawn_alike_whatever_n(engine: Engine) -> None:
     request = request_of(0, max_tokens=20)
-    four = engine.answer(**request, num_samples=4)
+    four = answer(engine, **request, num_samples=4)
     assert len({one.text for one in four}) > 1
-    assert_same(engine.answer(**request)[0], four[0])
-    assert_same(engine.answer(**request, num_samples=2)[1], four[1])
+    assert_same(answer(engine, **request)[0], four[0])
+    assert_same(answer(engine, **request, num_samples=2)[1], four[1])
 
 
 def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
@@ -107,7 +121,7 @@ def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path)
     whole = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     try:
         for one, request in zip(answer_together(slow, requests), requests, strict=True):
-            assert_same(one, whole.answer(**request)[0])
+            assert_same(one, answer(whole, **request)[0])
     finally:
         slow.close()
         whole.close()
@@ -126,10 +140,10 @@ def test_a_cancelled_request_frees_its_place_and_is_told_no_more(engine: Engine)
     engine.submit(request)
     assert begun.wait(30)
     engine.cancel(request)
-    engine.answer(**request_of(3))
+    answer(engine, **request_of(3))
     number = len(told)
-    assert engine.num_rows == 0
-    engine.answer(**request_of(4))
+    assert len(engine._batch.rows) == 0
+    answer(engine, **request_of(4))
     assert len(told) == number
 
 
@@ -137,19 +151,19 @@ def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     engine.close()
     engine.close()
-    found = engine.answer(**request_of(1), num_samples=2)
+    found = answer(engine, **request_of(1), num_samples=2)
     assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
     assert found[0].error == "the service is shutting down"
 
 
 def test_a_stop_text_ends_an_answer_before_it(engine: Engine) -> None:
-    whole = engine.answer(**request_of(1, max_tokens=20))[0].text
+    whole = answer(engine, **request_of(1, max_tokens=20))[0].text
     words = whole.split()
     stop = words[4]
-    cut = engine.answer(**request_of(1, max_tokens=20, stop=(stop,)))[0]
+    cut = answer(engine, **request_of(1, max_tokens=20, stop=(stop,)))[0]
     assert cut.text == whole[: whole.find(stop)]
     assert cut.finish_reason == "stop"
-    streamed = engine.answer(**request_of(1, max_tokens=20, stop=("not said",)))[0]
+    streamed = answer(engine, **request_of(1, max_tokens=20, stop=("not said",)))[0]
     assert streamed.text == whole
 
 
@@ -196,7 +210,7 @@ def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: P
         alone = load_engine(str(path), device=CPU, limits=EngineLimits())
         for number in range(index, 12, 3):
             # Merging rounds once more.
-            assert_same(together[number], alone.answer(**request_of(number))[0], atol=2e-4)
+            assert_same(together[number], answer(alone, **request_of(number))[0], atol=2e-4)
         alone.close()
 
 

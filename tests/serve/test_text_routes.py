@@ -256,8 +256,8 @@ def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     step = engine._batch.step
 
     def slowly() -> list[Progress]:
-        steps.append(engine.num_rows)
-        time.sleep(0.02 if engine.num_rows else 0)
+        steps.append(len(engine._batch.rows))
+        time.sleep(0.02 if len(engine._batch.rows) else 0)
         return step()
 
     monkeypatch.setattr(engine._batch, "step", slowly)
@@ -291,9 +291,9 @@ def test_a_client_that_leaves_frees_its_places(
 
     asyncio.run(leave())
     deadline = time.monotonic() + 30
-    while engine.num_rows and time.monotonic() < deadline:
+    while len(engine._batch.rows) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert engine.num_rows == 0
+    assert len(engine._batch.rows) == 0
     assert sum(number == 7 for number in steps) < 70
 
 
