@@ -106,14 +106,6 @@ def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir:
     torch.testing.assert_close(logprobs, expected.logprobs_BT[0][: len(said)], atol=2e-5, rtol=0)
 
 
-def test_sample_i_of_n_is_drawn_alike_whatever_n(engine: Engine) -> None:
-    request = request_of(0, max_tokens=20)
-    four = answer(engine, **request, num_samples=4)
-    assert len({one.text for one in four}) > 1
-    assert_same(answer(engine, **request)[0], four[0])
-    assert_same(answer(engine, **request, num_samples=2)[1], four[1])
-
-
 def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
     requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
@@ -127,26 +119,6 @@ def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path)
         whole.close()
 
 
-def test_a_cancelled_request_frees_its_place_and_is_told_no_more(engine: Engine) -> None:
-    told: list[Progress] = []
-    begun = threading.Event()
-
-    def listen(progress: Sequence[Progress]) -> None:
-        told.extend(progress)
-        begun.set()
-
-    options = request_of(2, max_tokens=60, is_streamed=True, num_samples=8)
-    request = GenerationRequest(listener=listen, **options)
-    engine.submit(request)
-    assert begun.wait(30)
-    engine.cancel(request)
-    answer(engine, **request_of(3))
-    number = len(told)
-    assert len(engine._batch.rows) == 0
-    answer(engine, **request_of(4))
-    assert len(told) == number
-
-
 def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     engine.close()
@@ -154,17 +126,6 @@ def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     found = answer(engine, **request_of(1), num_samples=2)
     assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
     assert found[0].error == "the service is shutting down"
-
-
-def test_a_stop_text_ends_an_answer_before_it(engine: Engine) -> None:
-    whole = answer(engine, **request_of(1, max_tokens=20))[0].text
-    words = whole.split()
-    stop = words[4]
-    cut = answer(engine, **request_of(1, max_tokens=20, stop=(stop,)))[0]
-    assert cut.text == whole[: whole.find(stop)]
-    assert cut.finish_reason == "stop"
-    streamed = answer(engine, **request_of(1, max_tokens=20, stop=("not said",)))[0]
-    assert streamed.text == whole
 
 
 class Bytes:
@@ -227,6 +188,21 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
         load_engine(str(tmp_path), device=CPU, limits=EngineLimits())
 
 
+def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options: Any) -> list[Any]:
+    """Draw from each row of logits, with a seed of its own."""
+    rows = [
+        RunningSequence(
+            GenerationRequest(**request_of(0, seed=seed, **options)),
+            0,
+            engine.tokenizer,
+            frozenset(),
+            device=CPU,
+        )
+        for seed in range(len(logits))
+    ]
+    return list(draw_tokens(logits.clone(), rows, torch.tensor(banned, dtype=torch.long)))
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75)])
 def test_tokens_are_drawn_as_often_as_they_are_likely(
     engine: Engine, temperature: float, top_p: float
@@ -238,44 +214,18 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
         expected[2 if expected[:2].sum() >= top_p else 3] = 0.0
         expected /= expected.sum()
     count = 4000
-    options = request_of(0, temperature=temperature, top_p=top_p)
-    rows = [
-        RunningSequence(
-            GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
-            0,
-            engine.tokenizer,
-            frozenset(),
-            device=CPU,
-        )
-        for seed in range(count)
-    ]
-    drawn = draw_tokens(logits.repeat(count, 1), rows, torch.tensor([5]))
-    counted = torch.bincount(torch.tensor([one.token for one in drawn]), minlength=6) / count
+    found = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
+    counted = torch.bincount(torch.tensor([one.token for one in found]), minlength=6) / count
     assert counted[5] == 0  # banned
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((counted[:5] - expected).abs() <= 4 * deviation + 1e-9).all()
     raw = logits.log_softmax(dim=0)
-    assert drawn[0].logprob == pytest.approx(float(raw[drawn[0].token]))
+    assert found[0].logprob == pytest.approx(float(raw[found[0].token]))
 
 
-def test_draws_do_not_hang_on_the_last_digits_of_logits(engine: Engine) -> None:
+def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(200, 20_000, generator=generator)
     noisy = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
-
-    def draw(logits: torch.Tensor) -> list[int]:
-        options = request_of(0)
-        rows = [
-            RunningSequence(
-                GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
-                0,
-                engine.tokenizer,
-                frozenset(),
-                device=CPU,
-            )
-            for seed in range(len(logits))
-        ]
-        found = draw_tokens(logits.clone(), rows, torch.tensor([], dtype=torch.long))
-        return [one.token for one in found]
-
-    assert draw(logits) == draw(noisy)
+    first, second = ([one.token for one in drawn(engine, given, [])] for given in (logits, noisy))
+    assert first == second

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -98,12 +98,6 @@ def preferences() -> bytes:
         for a, b in PAIRS
     ]
     return "\n".join(map(json.dumps, rows)).encode()
-
-
-@pytest.fixture(scope="module")
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
-        yield client
 
 
 def upload(client: openai.OpenAI, content: bytes) -> str:

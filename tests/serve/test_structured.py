@@ -80,12 +80,6 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield service
 
 
-@pytest.fixture(scope="module")
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, **changes: Any) -> Any:
     given: dict[str, Any] = {"model": "bytes", "messages": HELLO, "seed": 1, "max_tokens": 400}
     return client.chat.completions.create(**(given | changes))
