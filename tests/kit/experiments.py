@@ -16,6 +16,7 @@ from nip_astra.run import prepare_experiment, run_experiment
 
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
 """What keeps runs of AST trainers short."""
+SHORT = (*FAST, "training.num_iterations=3")
 
 
 def trainer_of(name: str, *overrides: str, scenario: Path | str | None = None) -> Any:
@@ -23,6 +24,13 @@ def trainer_of(name: str, *overrides: str, scenario: Path | str | None = None) -
     place = None if scenario is None else str(scenario)
     resolved = resolve_experiment(trainer=name, scenario=place, overrides=overrides)
     return prepare_experiment(resolved, progress=False).trainer
+
+
+def ast_trainer(name: str, scenario: Path | str, *overrides: str) -> Any:
+    """A trainer of an attacker, by default of three short iterations."""
+    # Models of random weights score low.
+    kept = ("ast_sft.min_score=0.0",) if name == "ast_sft" else ()
+    return trainer_of(name, *SHORT, *kept, *overrides, scenario=scenario)
 
 
 def run_in(folder: Path, resolved: ResolvedExperiment, name: str = "run", **settings: Any) -> Path:
