@@ -127,7 +127,7 @@ def test_foreign_runs_are_compared_without_their_code(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
     shutil.copytree(foreign, foreign.parent / "two")
-    assert cli("compare", "runs/one", "runs/two").code == 0
+    cli.ok("compare", "runs/one", "runs/two")
     assert not marker.exists()
 
 
@@ -142,7 +142,7 @@ def test_a_target_that_is_a_foreign_run_loads_no_code(
 def test_the_report_of_a_foreign_run_needs_no_code(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
-    assert cli("report", "runs/one").code == 0
+    cli.ok("report", "runs/one")
     assert not marker.exists()
 
 
@@ -150,7 +150,7 @@ def test_the_report_of_a_foreign_run_needs_no_code(
 def test_trust_loads_the_code_of_a_run(
     cli: CommandLine, foreign: Path, marker: Path, command: str
 ) -> None:
-    assert cli(*OPENERS[command], "--trust").code == 0
+    cli.ok(*OPENERS[command], "--trust")
     assert marker.exists()
 
 
@@ -159,8 +159,7 @@ def test_a_copy_that_the_user_gave_stands_in_for_a_runs_plugin(
     cli: CommandLine, foreign: Path, marker: Path, command: str
 ) -> None:
     cli.write("evil.py", "READ = True\n")
-    said = cli(*OPENERS[command], "--plugin", "evil.py")
-    assert said.code == 0, said.err
+    cli.ok(*OPENERS[command], "--plugin", "evil.py")
     assert not marker.exists()
 
 
@@ -168,8 +167,7 @@ def test_a_copy_stands_in_for_a_plugin_of_ones_own_run_that_is_still_there(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
     cli.write("evil.py", "READ = True\n")
-    said = cli(*OPENERS["show"], "--plugin", "evil.py", "--trust")
-    assert said.code == 0, said.err
+    cli.ok(*OPENERS["show"], "--plugin", "evil.py", "--trust")
     assert not marker.exists()
 
 
@@ -180,8 +178,7 @@ def test_of_two_plugins_of_one_name_neither_stands_in_for_the_other(
     first = tmp_path / "also" / "evil.py"
     first.write_text("READ = True\n")
     change(foreign, plugins=[str(first), str(tmp_path / "theirs" / "evil.py")])
-    said = cli(*OPENERS["show"], "--plugin", str(first), "--trust")
-    assert said.code == 0, said.err
+    cli.ok(*OPENERS["show"], "--plugin", str(first), "--trust")
     assert marker.exists()
 
 
@@ -208,7 +205,7 @@ def test_the_scenario_of_a_foreign_run_runs_no_plugin(
     change(run, scenario=str(folder))
     assert str(folder / "plugin.py") in refused(cli(*OPENERS["show"]))
     assert not marker.exists()
-    assert cli(*OPENERS["show"], "--trust").code == 0
+    cli.ok(*OPENERS["show"], "--trust")
     assert marker.exists()
 
 
@@ -245,8 +242,7 @@ def test_a_scorer_that_the_user_names_rates_a_foreign_run(cli: CommandLine, run:
     change(run, seed=7)
     path = cli.write("rate.py", "def f(completions):\n    return [0.25 for _ in completions]\n")
     file = cli.write("mine.yaml", f"_type: python\nfunction: {path}:f\n")
-    said = cli("score", "runs/one", "--scorer", file)
-    assert said.code == 0, said.err
+    cli.ok("score", "runs/one", "--scorer", file)
 
 
 @pytest.mark.parametrize("name", ["MY_KEY", "TINKER_API_KEY"])
