@@ -232,8 +232,8 @@ if TYPE_CHECKING:
     from nip_astra.scenarios.images.data import (
         ImageDatasetParameters as ImageDatasetParameters,
     )
-    from nip_astra.scenarios.images.pretrained.base import PretrainedModel as PretrainedModel
-    from nip_astra.scenarios.images.pretrained.base import (
+    from nip_astra.scenarios.images.pretrained import PretrainedModel as PretrainedModel
+    from nip_astra.scenarios.images.pretrained import (
         register_pretrained_model as register_pretrained_model,
     )
     from nip_astra.scenarios.pure_text_base import PureTextScenario as PureTextScenario

@@ -348,7 +348,8 @@ def prompts_of(**experiment: Any) -> str:
     """
     from nip_astra.protocols.registry import build_protocol_handler
     from nip_astra.resolving.resolution import resolve_experiment
-    from nip_astra.scenarios.pure_text_base import PureTextScenario, row_of
+    from nip_astra.scenario_base.text.game import row_of
+    from nip_astra.scenarios.pure_text_base import PureTextScenario
     from nip_astra.scenarios.registry import SCENARIOS
 
     resolved = resolve_experiment(**experiment)

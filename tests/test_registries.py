@@ -38,7 +38,7 @@ from nip_astra.scenario_base.text.analysers import (
     RolloutAnalyser,
     register_rollout_analyser,
 )
-from nip_astra.scenarios.images.pretrained.base import (
+from nip_astra.scenarios.images.pretrained import (
     PRETRAINED_MODELS,
     PretrainedModel,
     register_pretrained_model,

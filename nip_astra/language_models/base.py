@@ -28,8 +28,10 @@ from nip_astra.language_models.sequences import (
 )
 from nip_astra.language_models.structured import Grammars
 from nip_astra.language_models.tokens import Counted as Counted
+from nip_astra.language_models.tokens import DrawnRows as DrawnRows
 from nip_astra.language_models.tokens import Generation as Generation
 from nip_astra.language_models.tokens import TokenCount as TokenCount
+from nip_astra.language_models.tokens import TokenRows as TokenRows
 from nip_astra.language_models.tokens import TokenScores as TokenScores
 from nip_astra.language_models.tokens import Turns as Turns
 from nip_astra.language_models.tokens import pad_left as pad_left
@@ -232,17 +234,14 @@ class _UncachedSession(GenerationSession):
 
     def generate(
         self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
+        *rows: *DrawnRows,
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        generation = self.model.generate(contexts, rows_per_context, uniforms_RT, options)
+        generation = self.model.generate(*rows)
         if spans is None:
             return Turns(generation, None)
+        contexts = rows[0]
         cpu = torch.device("cpu")
         before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
         tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]

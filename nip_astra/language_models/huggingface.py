@@ -10,7 +10,6 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vo
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from nip_astra.language_models.adapters import (
     save_weights,
 )
 from nip_astra.language_models.base import (
+    DrawnRows,
     Generation,
     GenerationSession,
     LanguageModel,
@@ -42,6 +42,7 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     TokenCount,
     TokenModel,
+    TokenRows,
     TokenScores,
     register_language_model,
 )
@@ -79,8 +80,6 @@ from nip_astra.language_models.tree_engine.tree_scores import (
 )
 from nip_astra.language_models.tree_engine.weights import Weights, WeightSnapshot, live_weights
 from nip_astra.parameters.types import LanguageModelType
-
-logger = logging.getLogger(__name__)
 
 SMALLEST_RELEASED = 50_000_000
 """Size, in weights, from which frozen models are kept only in the fastest layout."""
@@ -356,16 +355,10 @@ class HuggingFaceLanguageModel(LanguageModel):
         )
 
     @torch.no_grad()
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def generate(self, *drawn: *DrawnRows) -> Generation:
         if self._decoder is not None:
-            session = self.open_session()
-            return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
+            return self.open_session().generate(*drawn).generation
+        contexts, rows_per_context, uniforms_BT, options = drawn
         rows = [context for context in contexts for _ in range(rows_per_context)]
         autocast = autocast_to(self.module, self.dtype)
         with adapter_state(self.module, is_on=self.use_adapter), autocast():
@@ -383,10 +376,8 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     # ---- scoring
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
+        return self.token_scores(*rows).logprobs_BT
 
     @property
     def hidden_size(self) -> int:
@@ -394,20 +385,16 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def token_scores(
         self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        *,
+        *rows: *TokenRows,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
+        _, _, ids_BT, mask_BT = rows
         if not mask_BT.any() and self._reader is None:
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
-        rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
         if distribution is not None:
             needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
@@ -457,13 +444,14 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def logits_of(self, hidden_NX: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32, of hidden states from `token_scores`; gradients flow."""
-        if self._decoder is None:
-            with adapter_state(self.module, is_on=self.use_adapter):
-                return self._module_head(hidden_NX).float()
-        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
+        return self._head()(hidden_NX.to(self.dtype)).float()
+
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        return self._module_head if self._decoder is None else self._weights_for_scoring().head
 
     def _module_head(self, hidden_NX: Tensor) -> Tensor:
-        with autocast_to(self._causal_lm, self.dtype)():
+        autocast = autocast_to(self._causal_lm, self.dtype)
+        with adapter_state(self.module, is_on=self.use_adapter), autocast():
             head = self._causal_lm.get_output_embeddings()
             logits: Tensor = head(hidden_NX.to(head.weight.dtype))
         return logits
@@ -504,9 +492,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
-        weights = self._weights_for_scoring() if self._decoder is not None else None
         return find_support(
-            weights.head if weights is not None else self._module_head,
+            self._head(),
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
             self.token_sampler.transform(SamplingDistribution(options), mask_BT),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.base import (
+    DrawnRows,
     Generation,
     LanguageModel,
-    SamplingOptions,
     TokenCount,
     TokenModel,
+    TokenRows,
     register_language_model,
 )
 from nip_astra.language_models.sampling import find_end_ids
@@ -73,12 +74,11 @@ class RemoteLanguageModel(LanguageModel):
             generation_config = GenerationConfig.from_pretrained(place)
         except (OSError, ValueError):
             generation_config = None
-        ends = find_end_ids(generation_config, tokenizer)
         return cls(
             tokenizer,
             source=parameters.model,
             context_window=window,
-            end_ids=ends,
+            end_ids=find_end_ids(generation_config, tokenizer),
             lora=parameters.lora,
         )
 
@@ -93,18 +93,10 @@ class RemoteLanguageModel(LanguageModel):
 
     # ---- not possible without weights
 
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def generate(self, *rows: *DrawnRows) -> Generation:
         self._refuse("sample")
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
         self._refuse("score tokens")
 
     def save(self, directory: Path) -> None:

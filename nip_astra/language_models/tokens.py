@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nip_astra.language_models.sampling import SamplingOptions
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -30,6 +32,10 @@ class Generation:
 
 TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
+
+
+DrawnRows: TypeAlias = tuple[Sequence[Sequence[int]], int, Tensor, SamplingOptions]
+"""`contexts`, `rows_per_context`, `uniforms_BT` and `options`, as in `TokenSampler.generate`."""
 
 
 class Turns(NamedTuple):

@@ -23,12 +23,14 @@ from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import save_weights
 from nip_astra.language_models.base import (
+    DrawnRows,
     Generation,
     GenerationSession,
     LanguageModel,
     SamplingDistribution,
     SamplingOptions,
     TokenCount,
+    TokenRows,
     TokenScores,
     Turns,
     pad_left,
@@ -231,15 +233,9 @@ class VllmLanguageModel(LanguageModel):
     def open_session(self) -> GenerationSession:
         return VllmSession(self)
 
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def generate(self, *rows: *DrawnRows) -> Generation:
         session = self.open_session()
-        turns = session.generate(contexts, rows_per_context, uniforms_BT, options)
+        turns = session.generate(*rows)
         return session.settle([turns.generation])[0]
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
@@ -287,10 +283,8 @@ class VllmLanguageModel(LanguageModel):
 
     # ---- scoring
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
+        return self.token_scores(*rows).logprobs_BT
 
     @property
     def hidden_size(self) -> int:
@@ -298,16 +292,11 @@ class VllmLanguageModel(LanguageModel):
 
     def token_scores(
         self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        *,
+        *rows: *TokenRows,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
-        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         if self.scorer is None and distribution is None and not (needs_entropy or needs_hidden):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
@@ -319,12 +308,11 @@ class VllmLanguageModel(LanguageModel):
             *rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, distribution=distribution
         )
 
-    def _scored_by_engine(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
+    def _scored_by_engine(self, *rows: *TokenRows) -> Tensor:
+        context_BC, context_mask_BC, ids_BT, mask_BT = rows
         before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
         after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
-        trie = build_trie(sequences_to_read((context_BC, context_mask_BC, ids_BT, mask_BT)))
+        trie = build_trie(sequences_to_read(rows))
         self.token_count.scored += trie.num_unique
         requests = [
             scoring_request([*a, *b], self.context_window)

@@ -19,7 +19,7 @@ from nip_astra.parameters.parameters_base import SubParameters as OurSubParamete
 from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
-from nip_astra.scenarios.images.pretrained.base import PRETRAINED_MODELS
+from nip_astra.scenarios.images.pretrained import PRETRAINED_MODELS
 from nip_astra.trainers.registry import TRAINERS
 
 logger = logging.getLogger(__name__)

@@ -236,7 +236,7 @@ MESSAGE_REGRESSORS: ComponentRegistry[Any] = ComponentRegistry(
     "message_regressor",
     package="nip_astra.message_regressors",
     members=MessageRegressorType,
-    modules=dict.fromkeys(MessageRegressorType, "library"),
+    modules=dict.fromkeys(MessageRegressorType, "base"),
 )
 """Regressor types; `nip_astra.message_regressors.base` has the decorator."""
 

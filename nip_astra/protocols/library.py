@@ -14,7 +14,6 @@ from nip_astra.protocols.protocol_base import (
     REJECT,
     DeterministicSingleVerifierProtocolHandler,
     MessageRounds,
-    ProtocolHandler,
 )
 from nip_astra.protocols.registry import register_protocol_handler
 
@@ -109,31 +108,31 @@ class TwoProverParameters(MessageRounds):
     """Whether prover0 sends before prover1, if `sequential`."""
 
 
-def _two_prover_activity(
-    handler: ProtocolHandler, agent_name: str, round_index: int, channel_name: str
-) -> bool:
-    """Return whether an agent may send; verifier and provers alternate."""
-    turns: list[tuple[str, ...]] = [("prover0", "prover1")]
-    if handler.parameters.sequential:
-        turns = [("prover0",), ("prover1",)]
-        if not handler.parameters.prover0_first:
-            turns.reverse()
-    turns.insert(0 if handler.common.verifier_first else len(turns), ("verifier",))
-    is_turn = agent_name in turns[round_index % len(turns)]
-    return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
+class TwoProverProtocol(DeterministicSingleVerifierProtocolHandler):
+    """A verifier and two provers, each with its own channel, alternate."""
+
+    agent_names = TWO_PROVER_AGENTS
+    message_channel_names = TWO_PROVER_CHANNELS
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        turns: list[tuple[str, ...]] = [("prover0", "prover1")]
+        if self.parameters.sequential:
+            turns = [("prover0",), ("prover1",)]
+            if not self.parameters.prover0_first:
+                turns.reverse()
+        turns.insert(0 if self.common.verifier_first else len(turns), ("verifier",))
+        is_turn = agent_name in turns[round_index % len(turns)]
+        return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
 
 
 @register_protocol_handler(InteractionProtocolType.DEBATE)
-class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
+class DebateProtocol(TwoProverProtocol):
     """`prover0` argues for 0 and `prover1` for 1; the verifier may decide in its turns.
 
     Each prover sends in its own channel, simultaneously or sequentially; all see both channels.
     """
 
-    agent_names = TWO_PROVER_AGENTS
-    message_channel_names = TWO_PROVER_CHANNELS
     agent_channel_visibility = tuple(product(TWO_PROVER_AGENTS, TWO_PROVER_CHANNELS))
-    is_agent_active = _two_prover_activity
     favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
 
     class Parameters(TwoProverParameters):
@@ -141,21 +140,18 @@ class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
 
 
 @register_protocol_handler(InteractionProtocolType.MNIP)
-class MnipProtocol(DeterministicSingleVerifierProtocolHandler):
+class MnipProtocol(TwoProverProtocol):
     """Both provers argue for 1, each in a channel that the other does not see.
 
     The verifier sees both, can compare the provers' answers, and may decide in its turns.
     """
 
-    agent_names = TWO_PROVER_AGENTS
-    message_channel_names = TWO_PROVER_CHANNELS
     agent_channel_visibility = (
         ("prover0", "prover0_channel"),
         ("prover1", "prover1_channel"),
         ("verifier", "prover0_channel"),
         ("verifier", "prover1_channel"),
     )
-    is_agent_active = _two_prover_activity
 
     class Parameters(TwoProverParameters):
         """Length of conversations and order of the provers."""

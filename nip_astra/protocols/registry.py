@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -19,20 +18,16 @@ PROTOCOL_HANDLERS: Registry[type[ProtocolHandler]] = Registry(
     members=InteractionProtocolType,
     modules=dict.fromkeys(InteractionProtocolType, "library"),
 )
-ProtocolClass = TypeVar("ProtocolClass", bound=type[ProtocolHandler])
 
 
-def register_protocol_handler(name: str) -> Callable[[ProtocolClass], ProtocolClass]:
+def register_protocol_handler(
+    name: str,
+) -> Callable[[type[ProtocolHandler]], type[ProtocolHandler]]:
     """Register a `ProtocolHandler` subclass under its name in `interaction_protocol`.
 
     `name` is an `InteractionProtocolType` member, or any valid section name of a parameter file.
     """
-
-    def decorate(cls: ProtocolClass) -> ProtocolClass:
-        PROTOCOL_HANDLERS.register(str(name))(cls)
-        return cls
-
-    return decorate
+    return PROTOCOL_HANDLERS.register(name)
 
 
 def build_protocol_handler(hyper_params: HyperParameters) -> ProtocolHandler:

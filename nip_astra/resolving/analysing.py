@@ -10,7 +10,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.chat import ChatModel, ChatModelParameters
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType
@@ -22,7 +22,6 @@ from nip_astra.scenario_base.text.analysers import (
     JudgingParameters,
     build_rollout_analysers,
 )
-from nip_astra.scenario_base.text.models import ChatModelParameters
 from nip_astra.scenarios.pure_text_base import PureTextScenario, cast_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory

@@ -154,14 +154,6 @@ def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardT
     return REWARD_TERMS.register(name)
 
 
-def build_reward_term(
-    parameters: Any, *, device: torch.device, scenario_dir: Path | None
-) -> RewardTerm:
-    """Build the reward term that the parameters describe."""
-    cls = REWARD_TERMS.get(parameters.type_name)
-    return cls(parameters, device=device, scenario_dir=scenario_dir)
-
-
 def build_reward_terms(
     parameters: Sequence[Any], *, device: torch.device, scenario_dir: Path | None
 ) -> dict[str, RewardTerm]:
@@ -175,5 +167,6 @@ def build_reward_terms(
         while name in terms:
             number += 1
             name = f"{one.type_name}_{number}"
-        terms[name] = build_reward_term(one, device=device, scenario_dir=scenario_dir)
+        cls = REWARD_TERMS.get(one.type_name)
+        terms[name] = cls(one, device=device, scenario_dir=scenario_dir)
     return terms

@@ -13,11 +13,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm, register_reward_term
+from nip_astra.rl_objectives.rewards import mean_nll
 from nip_astra.rollouts.prompts import columns_of
-from nip_astra.scorers.base import SCORERS, Exchange, Scorer, build_scorer
+from nip_astra.scorers.base import Exchange, ScorerParameters, build_scorer
+
+logger = logging.getLogger(__name__)
 
 
 @register_reward_term(RewardTermType.ENTROPY_BONUS)
@@ -35,7 +37,7 @@ class EntropyBonus(RewardTerm):
         """Reward per nat per token. Larger keeps the attacker more random."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        nll_N = _mean_token_nll(nodes.probe_logprobs_NT, nodes.probe_mask_NT)
+        nll_N = mean_nll(nodes.probe_logprobs_NT, nodes.probe_mask_NT)
         return nll_N.masked_fill(nodes.is_empty, 0.0)
 
 
@@ -55,20 +57,9 @@ class GibberishPenalty(RewardTerm):
         nats above `probe_nll` of a run's `before`."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        nll_N = _mean_token_nll(nodes.reference_logprobs_NT, nodes.probe_mask_NT)
+        nll_N = mean_nll(nodes.reference_logprobs_NT, nodes.probe_mask_NT)
         threshold: float = self.parameters.threshold
         return -(nll_N - threshold).clamp(min=0.0)
-
-
-def _mean_token_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Return the mean negative log-likelihood per token, `[N]` nats; 0 without tokens."""
-    sums_N = logprobs_NT.masked_fill(~mask_NT, 0.0).sum(dim=1)
-    return -sums_N / mask_NT.sum(dim=1).clamp(min=1)
-
-
-logger = logging.getLogger(__name__)
-
-ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
 @register_reward_term(RewardTermType.SCORER_TERM)

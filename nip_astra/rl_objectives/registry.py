@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, nearest_names
+from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.parameters_base import RegisteredName
 from nip_astra.registry import Registry
@@ -81,20 +81,16 @@ def with_options(
     Raises
     ------
     UnknownNameError
-        For an unknown function.
+        For an unknown function or option.
     ConfigurationError
-        For an option that the function lacks or needs, or a value of another type.
+        For a missing option, or a value of another type.
     """
     function = registry.get(name)
     options = options_of(function)
     words = f"the {registry.kind.replace('_', ' ')} {name!r}"
     for option in given:
         if option not in options:
-            near = nearest_names(option, list(options))
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigurationError(
-                f"{words} has no option {option!r}.{hint} Options: {', '.join(options) or 'none'}."
-            )
+            raise UnknownNameError("option", option, options, f"They are those of {words}.")
     try:
         checked = {
             option: _adapter_of(function, option).validate_python(value)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.reductions import masked_mean
 
 
 def mean_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """Return the mean negative log-likelihood per token, `[N]` nats >= 0; 0 without scored tokens.
 
-    Padding of `logprobs_NT`, where the mask is False, may hold anything finite.
+    Padding of `logprobs_NT`, where the mask is False, may hold anything.
     """
-    sums_N = (logprobs_NT * mask_NT).sum(dim=1)
-    return -sums_N / mask_NT.sum(dim=1).clamp(min=1)
+    return -masked_mean(logprobs_NT, mask_NT, dim=1)
 
 
 def ast_reward(

@@ -23,7 +23,7 @@ from nip_astra.language_models.base import (
     as_sampler,
     as_scorer,
 )
-from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel
+from nip_astra.language_models.services.chat import ChatModelParameters
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import decode_all
 from nip_astra.parameters.conditions import where_above, where_given
@@ -42,7 +42,6 @@ from nip_astra.scenario_base.text.models import (
 from nip_astra.utils.devices import resolve_device
 
 LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)
-ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
 class ConversationAgentParameters(SubParameters):

@@ -11,16 +11,15 @@ from pydantic import Field
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Counted, TokenCount
 from nip_astra.language_models.services.chat import (
-    CHAT_MODELS,
     ChatAnswer,
     ChatMessage,
-    ChatModel,
+    ChatModelParameters,
     ChatRequest,
     complete_all,
     estimate_tokens,
 )
 from nip_astra.language_models.services.retrying import RetryingChatModel
-from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 
 SKIPPED = "ended"
 """Failure reason of responses after the first failed one."""
@@ -172,7 +171,7 @@ class FixedProbes(TextAttacker):
 class ChatAttackerParameters(SubParameters):
     """A chat model prompted to attack."""
 
-    chat_model: polymorphic(CHAT_MODELS.get, ChatModel.Parameters)  # type: ignore[valid-type]
+    chat_model: ChatModelParameters  # type: ignore[valid-type]
     """Model that generates the probes."""
     system_prompt: PlainText
     """System prompt of the attacker."""

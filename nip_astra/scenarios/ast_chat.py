@@ -17,7 +17,7 @@ from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.content import SCENARIO_FILE, resolve_reference
 from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.base import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
@@ -35,13 +35,12 @@ from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
-from nip_astra.scorers.base import SCORERS, Scorer, build_scorer, open_services
+from nip_astra.scorers.base import ScorerParameters, build_scorer, open_services
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
 MAX_TURNS = 10_000_000
 """Maximum number of turns of an evaluation, about 10 GiB of records."""
-ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
 class PromptParameters(SubParameters):

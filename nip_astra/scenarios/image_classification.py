@@ -29,7 +29,7 @@ from nip_astra.scenarios.images.agents import (
 )
 from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
 from nip_astra.scenarios.images.drawing import ImageView
-from nip_astra.scenarios.images.pretrained.base import embed_all, embedding_key
+from nip_astra.scenarios.images.pretrained import embed_all, embedding_key
 from nip_astra.scenarios.registry import register_scenario
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 

@@ -164,13 +164,7 @@ class PureTextScenario(Scenario):
         groups = {}
         for name, members in group_agents(list(agents.values())).items():
             open_model, service = open_text_models(
-                members[0].parameters.model,
-                label=name,
-                scenario_dir=scenario_dir,
-                settings=settings,
-                load_from_run=members[0].parameters.load_from_run,
-                checkpoint_version=members[0].parameters.checkpoint_version,
-                agent=members[0].name,
+                members[0], label=name, scenario_dir=scenario_dir, settings=settings
             )
             groups[name] = PureTextSharedModelGroup(
                 name, members, open_model=open_model, service=service, loop=loop
@@ -235,11 +229,3 @@ def _check_data(data: NestedArrayDict, split: str) -> None:
             f"the {split} data has {len(data)} datapoints with the labels "
             f"{sorted(set(labels.tolist()))[:5]}. Give at least one, with labels 0 and 1."
         )
-
-
-def row_of(data: NestedArrayDict, number: int) -> dict[str, Any]:
-    """Return a datapoint as plain values, by column."""
-    return {
-        str(name): array[number].item() if hasattr(array[number], "item") else array[number]
-        for name, array in data.items()
-    }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nip_astra.errors import ConfigurationError, UnknownNameError, nearest_names
+from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -77,17 +77,13 @@ def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str
 
     Raises
     ------
-    ConfigurationError
+    UnknownNameError, ConfigurationError
         If the parameters name an unknown agent, or an agent has none.
     """
     given, names = parameters.agents, protocol.agent_names
     for name in sorted(set(given) - {*names, DEFAULT_AGENT}):
-        near = nearest_names(name, names, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigurationError(
-            f"unknown agent {name!r} in the parameters; the protocol has {', '.join(names)}.{hint} "
-            f"Parameters of all agents belong in agents.{DEFAULT_AGENT}."
-        )
+        advice = f"Parameters of all agents belong in agents.{DEFAULT_AGENT}."
+        raise UnknownNameError("agent", name, names, advice)
     own = {name: given.get(name, given.get(DEFAULT_AGENT)) for name in names}
     for name, value in own.items():
         if value is None:

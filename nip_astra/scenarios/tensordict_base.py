@@ -345,7 +345,7 @@ NUM_FRAMES = 5
 
 @torch.no_grad()
 def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) -> None:
-    """Run every agent on a few first frames, and check the shapes of its outputs.
+    """Run every agent, in evaluation mode, on a few first frames, and check its outputs' shapes.
 
     Agents, environment and generators are unchanged.
 
@@ -357,27 +357,18 @@ def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) 
     rows = torch.arange(NUM_FRAMES) % len(environment.dataset)
     frames = environment.first_frames(rows.to(environment.device))
     for agent in agents.values():
-        was_training = [part for part in agent.modules() if part.training]
-        agent.eval()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                _check_parts(agent, frames)
-        finally:
-            for part in was_training:
-                part.training = True
+        with torch.random.fork_rng(devices=[]):
+            _check_parts(agent, frames)
 
 
 def _check_parts(agent: Agent, frames: Observation) -> None:
     representation = _read(agent, agent.policy_body, frames)
-    policy, solo, value = agent.policy_head, agent.solo_head, agent.value_head
-    if policy is not None:
-        output: Any = _run(
-            agent, "policy head", policy, lambda: policy.logits(representation, frames)
-        )
+    if agent.policy_head is not None:
+        policy, space = _Part(agent, "policy head", agent.policy_head), agent.shape.message_space
+        output = policy.run(agent.policy_head.logits, representation, frames)
         if not isinstance(output, PolicyOutput):
-            raise _wrong(agent, "policy head", policy, _kind(output), "a PolicyOutput")
-        space, num_linear = agent.shape.message_space, agent.shape.message_space.num_linear_symbols
-        places = [agent.shape.num_visible, space.message_size]
+            raise policy.error_of(_kind(output), "a PolicyOutput")
+        places, num_linear = [agent.shape.num_visible, space.message_size], space.num_linear_symbols
         needed: dict[str, list[int] | None] = {
             "message_logits_BVPS": [*places, space.num_symbols],
             "linear_logits_BVPL": [*places, num_linear] if num_linear else None,
@@ -385,71 +376,65 @@ def _check_parts(agent: Agent, frames: Observation) -> None:
         if agent.shape.has_decision or output.decision_logits_B3 is not None:
             needed["decision_logits_B3"] = [3]
         for name, expected in needed.items():
-            _check(agent, "policy head", policy, f"{name}: ", getattr(output, name), expected)
-        _run(agent, "policy head", policy, lambda: policy(representation, frames))
-    if solo is not None:
-        labels = _run(agent, "solo head", solo, lambda: solo(representation, frames))
-        _check(agent, "solo head", solo, "", labels, [2])
-    if value is not None:
+            policy.check(getattr(output, name), expected, f"{name}: ")
+        policy.run(agent.policy_head, representation, frames)
+    if agent.solo_head is not None:
+        solo = _Part(agent, "solo head", agent.solo_head)
+        solo.check(solo.run(agent.solo_head, representation, frames), [2])
+    if agent.value_head is not None:
         seen = _read(agent, agent.value_body, frames)
-        head = value.heads[0] if isinstance(value, LabelledValueHead) else value
-        values = _run(agent, "value head", head, lambda: head(seen, frames))
-        _check(agent, "value head", head, "", values, [])
+        whole = agent.value_head
+        head = whole.heads[0] if isinstance(whole, LabelledValueHead) else whole
+        value = _Part(agent, "value head", head)
+        value.check(value.run(head, seen, frames), [])
 
 
 def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Representation:
     if body is None:
         return {}
-    representation: Any = _run(agent, "body", body, lambda: body(frames))
+    part = _Part(agent, "body", body)
+    representation: Any = part.run(body, frames)
     if not isinstance(representation, Mapping):
-        raise _wrong(agent, "body", body, _kind(representation), "a dictionary of tensors")
+        raise part.error_of(_kind(representation), "a dictionary of tensors")
     for name, value in representation.items():
         if not isinstance(value, Tensor) or not value.ndim or len(value) != NUM_FRAMES:
             expected = f"numbers of shape [{NUM_FRAMES}, ...]"
-            raise _wrong(agent, "body", body, f"{name}: {_kind(value)}", expected)
+            raise part.error_of(f"{name}: {_kind(value)}", expected)
     return representation
 
 
-def _check(
-    agent: Agent, part: str, module: object, name: str, value: Any, expected: list[int] | None
-) -> None:
-    """Check that a value has the expected shape (B omitted), or is None if that is expected."""
-    if expected is None:
-        if value is not None:
-            raise _wrong(agent, part, module, name + _kind(value), "None")
-        return
-    shape = [NUM_FRAMES, *expected]
-    is_right = isinstance(value, Tensor) and list(value.shape) == shape
-    if not is_right or not value.is_floating_point():
-        raise _wrong(agent, part, module, name + _kind(value), f"numbers of shape {shape}")
+class _Part(NamedTuple):
+    """A checked part of an agent."""
 
+    agent: Agent
+    kind: str
+    module: object
 
-def _run(agent: Agent, part: str, module: object, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        raise AgentShapeError(
-            f"the {part} {type(module).__name__} of the agent {agent.name!r} fails on {NUM_FRAMES} "
-            f"frames: {type(error).__name__}: {error}. Give it the sizes of the agent's shape: "
-            f"{_dimensions(agent)}."
-        ) from error
+    def run(self, call: Callable[..., Any], *inputs: Any) -> Any:
+        try:
+            return call(*inputs)
+        except Exception as error:
+            raise self._error(f"fails: {type(error).__name__}: {error}") from error
 
+    def check(self, value: Any, expected: list[int] | None, name: str = "") -> None:
+        """Check that a value has the expected shape (B omitted), or is None if that is expected."""
+        wanted = "None" if expected is None else f"numbers of shape {[NUM_FRAMES, *expected]}"
+        if _kind(value) != wanted:
+            raise self.error_of(name + _kind(value), wanted)
 
-def _wrong(agent: Agent, part: str, module: object, actual: str, expected: str) -> AgentShapeError:
-    return AgentShapeError(
-        f"the {part} {type(module).__name__} of the agent {agent.name!r} returns {actual} for "
-        f"{NUM_FRAMES} frames, expected {expected}; the agent has {_dimensions(agent)}. Fix the "
-        f"scenario's {part}."
-    )
+    def error_of(self, actual: str, expected: str) -> AgentShapeError:
+        return self._error(f"returns {actual}, expected {expected}")
 
-
-def _dimensions(agent: Agent) -> str:
-    shape, space = agent.shape, agent.shape.message_space
-    return (
-        f"num_visible {shape.num_visible}, message_size {space.message_size}, num_symbols "
-        f"{space.num_symbols}, num_linear_symbols {space.num_linear_symbols}, d_representation "
-        f"{shape.d_representation} and {'a' if shape.has_decision else 'no'} decision"
-    )
+    def _error(self, fault: str) -> AgentShapeError:
+        shape, space = self.agent.shape, self.agent.shape.message_space
+        return AgentShapeError(
+            f"the {self.kind} {type(self.module).__name__} of the agent {self.agent.name!r}, on "
+            f"{NUM_FRAMES} frames, {fault}. Give it the sizes of the agent's shape: num_visible "
+            f"{shape.num_visible}, message_size {space.message_size}, num_symbols "
+            f"{space.num_symbols}, num_linear_symbols {space.num_linear_symbols}, "
+            f"d_representation {shape.d_representation} and "
+            f"{'a' if shape.has_decision else 'no'} decision."
+        )
 
 
 def _kind(value: Any) -> str:

@@ -384,13 +384,10 @@ def build_scorer(parameters: Any, *, device: torch.device, scenario_dir: Path | 
     return SCORERS.get(parameters.type_name)(parameters, device=device, scenario_dir=scenario_dir)
 
 
-def _kind(name: str) -> type[Scorer]:
-    return SCORERS.get(name)
-
-
+ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 # Not the registry's own method, which would put every kind into the JSON Schema of a part: this one
 # is among them, and its schema would have no end.
-PartParameters = polymorphic(_kind, Scorer.Parameters)
+PartParameters = polymorphic(lambda name: SCORERS.get(name), Scorer.Parameters)
 
 
 class WeightedPart(SubParameters):

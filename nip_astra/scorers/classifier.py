@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from pydantic import Field
 
-from nip_astra.errors import ConfigurationError, NipAstraError, nearest_names
+from nip_astra.errors import NipAstraError, UnknownNameError
 from nip_astra.language_models.sources import load_pretrained, read_limits
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
@@ -109,14 +109,9 @@ class ModelScorer(Scorer):
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
     """Return the index of a label among a classifier's labels."""
-    if label in labels:
-        return list(labels).index(label)
-    near = nearest_names(label, labels)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    plural = "categories" if what == "category" else f"{what}s"
-    raise ConfigurationError(
-        f"{of} has no {what} {label!r}.{hint} Its {plural}: {', '.join(labels)}."
-    )
+    if label not in labels:
+        raise UnknownNameError(what, label, labels, f"They are those of {of}.")
+    return list(labels).index(label)
 
 
 ADVICE = (

@@ -63,7 +63,7 @@ def short_experiment(
     else:
         values["rl"] = values["rl"] | {"num_iterations": num_iterations}
     (folder / "parameters.yaml").write_text(json.dumps(values))
-    return resolve_experiment(parameter_file=folder / "parameters.yaml")
+    return resolve_experiment(parameter_file=folder / "parameters.yaml", overrides=more)
 
 
 def copy_as_killed_after(run: Path, checkpoint: Path, copy: Path) -> None:

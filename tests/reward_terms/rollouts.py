@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_term
+from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_terms
 
 
 def rollout(
@@ -43,4 +43,6 @@ def rollout(
 def term_of(name: str, *, scenario_dir: Path | None = None, **options: Any) -> RewardTerm:
     """A reward term as a parameter file would."""
     parameters = REWARD_TERMS.get(name).Parameters.from_dict(options)
-    return build_reward_term(parameters, device=torch.device("cpu"), scenario_dir=scenario_dir)
+    device = torch.device("cpu")
+    (term,) = build_reward_terms([parameters], device=device, scenario_dir=scenario_dir).values()
+    return term

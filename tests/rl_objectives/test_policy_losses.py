@@ -488,7 +488,7 @@ def test_options_without_a_meaning_are_refused(
 def test_an_unknown_loss_or_option_names_the_nearest_one() -> None:
     with pytest.raises(UnknownNameError, match="cispo"):
         PolicyLoss.of("cipso")
-    with pytest.raises(ConfigurationError, match=r"'dual_clip'.*clip_low, clip_high"):
+    with pytest.raises(ConfigurationError, match=r"'dual_clip'.*clip_high, clip_low"):
         PolicyLoss.of("ppo", {"dual_clp": 3.0})
     with pytest.raises(ConfigurationError, match="'much'"):
         PolicyLoss.of("ppo", {"dual_clip": "much"})

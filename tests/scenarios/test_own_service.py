@@ -22,7 +22,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.scenario_base.text.models import open_text_models
+from nip_astra.scenario_base.text.models import TextAgent, TextAgentParameters, open_text_models
 from tests.kit.tiny import write_scenario
 from tests.language_models.services.requests import saying
 
@@ -151,13 +151,10 @@ def test_conditions_are_told_where_both_or_neither_are_given(tmp_path: Path) -> 
 
 
 def test_agents_that_are_trained_by_jobs_need_a_service_that_stays(tiny_model_dir: Path) -> None:
+    model = OpenAIChatModel.Parameters(**local(tiny_model_dir))
+    agent = TextAgent("prover", 0, is_verifier=False, parameters=TextAgentParameters(model=model))
     with pytest.raises(ConfigurationError, match=r"players has service: local"):
-        open_text_models(
-            OpenAIChatModel.Parameters(**local(tiny_model_dir)),
-            label="players",
-            scenario_dir=None,
-            settings=ExperimentSettings(),
-        )
+        open_text_models(agent, label="players", scenario_dir=None, settings=ExperimentSettings())
 
 
 def test_a_card_names_the_weights_that_are_served(tiny_model_dir: Path) -> None:

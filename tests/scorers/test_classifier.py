@@ -210,7 +210,7 @@ def test_a_category_that_there_is_not_is_told_with_all() -> None:
     assert find_label("b", ["a", "b"], of="it") == 1
     with pytest.raises(ConfigurationError) as caught:
         find_label("insul", ["toxicity", "insult"], of="the model 'x'", what="category")
-    assert says(caught.value, "category 'insul'", "'x'", "'insult'?", "toxicity, insult")
+    assert says(caught.value, "category 'insul'", "'x'", "'insult'?", "insult, toxicity")
 
 
 class ModelOnActors(ModelScorer):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import copy
-import itertools
 import json
 import math
 import random
 import re
 import urllib.parse
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from string import Template
 from typing import Any
 
 import httpx
 import torch
+import yaml
 from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
@@ -132,15 +135,7 @@ def as_json(body: Any, chance: random.Random) -> bytes:
 
 
 class Fuzzed:
-    """A service, and what a right request to each of its routes looks like.
-
-    Attributes
-    ----------
-    bodies : Mapping
-        By path of a route, what makes a right body.
-    places : Mapping
-        Right values of the parameters of paths.
-    """
+    """A service, and right requests to its routes; `places` and `bodies` follow its state."""
 
     def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         self.url, self.client = url, client
@@ -151,168 +146,191 @@ class Fuzzed:
             # One handler refuses several methods.
             warnings.simplefilter("ignore", UserWarning)
             paths = mount.app.openapi()["paths"]
-        self.routes = [
-            (method.upper(), path) for path, methods in paths.items() for method in methods
-        ]
+        self.routes = [(name.upper(), path) for path, names in paths.items() for name in names]
         for route in direct:
             assert isinstance(route, Route)
             self.routes += [(one, route.path) for one in sorted(route.methods or ["GET"])]
         assert len(self.routes) > 5
-        self.statuses: dict[int, int] = {}
-        self.bodies: Mapping[str, Callable[[], Any]] = {}
+        self.create()
+
+    def create(self) -> None:
+        """Create the things that right requests name."""
+
+    def bodies(self) -> Mapping[str, Sequence[Any]]:
+        """Right bodies by path of the route."""
+        return {}
 
     def places(self) -> Mapping[str, Sequence[str]]:
         """Right values of the parameters of paths."""
         return {}
 
-    def headers(self) -> dict[str, str | bytes]:
-        """What every right request brings."""
+    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
         return {"Content-Type": "application/json"}
 
     def encoded(self, path: str, chance: random.Random) -> bytes:
-        """A body for a route that is wrong in some way."""
-        make = self.bodies.get(path)
-        return as_json({} if make is None else make(), chance)
+        """Return a body for a route that is wrong in some way."""
+        return as_json(chance.choice(self.bodies().get(path, [{}])), chance)
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
-        """Look at an answer, and replace what the request took away."""
+        """Replace what the request took away."""
 
-    def request(self, chance: random.Random) -> tuple[str, str, str, bytes, dict[str, Any]]:
-        """Method, path of the route, path, body and headers of a request."""
-        # Most often those that read much.
-        weights = [
-            6 if path in self.bodies and method == "POST" else 1 for method, path in self.routes
-        ]
-        ((method, path),) = chance.choices(self.routes, weights)
-        if chance.random() < 0.05:
-            method = chance.choice(METHODS)
-        places = self.places()
+    def check(self) -> None:
+        """Make right requests."""
 
-        def filled(found: re.Match[str]) -> str:
-            right = places.get(found[1], ())
-            if right and chance.random() < 0.8:
-                return urllib.parse.quote(chance.choice(right), safe=":")
-            return chance.choice(PARTS)
-
-        full = re.sub(r"\{(\w+)\}", filled, path)
-        if chance.random() < (0.5 if method == "GET" else 0.1):
-            full += "?" + chance.choice(QUERIES)
-        headers = self.headers()
-        if chance.random() < 0.1:
-            headers |= chance.choice(HEADERS)
-        body = b"" if method == "GET" else self.encoded(path, chance)
-        return method, path, full, body, headers
-
-    def ask(self, method: str, path: str, full: str, body: bytes, headers: Any) -> httpx.Response:
-        """Send a request, and check what comes."""
-        about = (method, full[:300], body[:600], headers)
+    def send(self, method: str, path: str, full: str, body: bytes = b"", headers: Any = ()) -> int:
+        """Send a request, check the response, and return its status."""
+        about: tuple[Any, ...] = (method, full[:300], body[:600], headers)
         try:
             reply = self.client.request(method, self.url + full, content=body, headers=headers)
         except httpx.TimeoutException as error:
             raise AssertionError(("hangs", *about)) from error
         about = (*about, reply.status_code, reply.text[:600])
-        self.statuses[reply.status_code] = self.statuses.get(reply.status_code, 0) + 1
         assert reply.status_code < 500, about
         if reply.status_code >= 400 and reply.status_code != 408:
             error = reply.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}, about
             assert error["message"], about
         self.after(method, path, reply)
-        return reply
+        return reply.status_code
+
+    def send_malformed(self, chance: random.Random) -> None:
+        bodies, places = self.bodies(), self.places()
+        # Most often to the routes that read much.
+        weights = [6 if path in bodies and method == "POST" else 1 for method, path in self.routes]
+        ((method, path),) = chance.choices(self.routes, weights)
+        if chance.random() < 0.05:
+            method = chance.choice(METHODS)
+
+        def chosen(found: re.Match[str]) -> str:
+            right = places.get(found[1], ())
+            if right and chance.random() < 0.8:
+                return urllib.parse.quote(chance.choice(right), safe=":")
+            return chance.choice(PARTS)
+
+        full = re.sub(r"\{(\w+)\}", chosen, path)
+        if chance.random() < (0.5 if method == "GET" else 0.1):
+            full += "?" + chance.choice(QUERIES)
+        headers = self.headers(path, chance)
+        if chance.random() < 0.1:
+            headers |= chance.choice(HEADERS)
+        self.send(
+            method, path, full, b"" if method == "GET" else self.encoded(path, chance), headers
+        )
 
     def fuzz(self, count: int, seed: int) -> None:
-        """Send many malformed requests; each ends in an answer that is no fault of the service."""
+        """Send many malformed requests; none ends in a fault of the service."""
         chance = random.Random(seed)
         for _ in range(count):
-            self.ask(*self.request(chance))
-        # Nothing that was sent keeps right requests from being answered.
+            self.send_malformed(chance)
+        # Right requests are still answered.
         for method, path in self.routes:
             if method == "GET" and "{" not in path:
-                assert self.ask("GET", path, path, b"", {}).status_code in (200, 400)
+                assert self.send("GET", path, path) in (200, 400)
         self.check()
 
-    def check(self) -> None:
-        """Make right requests."""
+
+CHATS: dict[str, Any] = yaml.safe_load("""
+schema: &schema {type: object, properties: {a: {enum: [1, x]}}, required: [a]}
+plain: &plain
+  {model: tiny, messages: [{role: user, content: hello you}], max_tokens: 2, logprobs: true,
+   top_logprobs: 2, n: 1, temperature: 1.0, stop: [x], seed: 1, metadata: {a: b},
+   return_token_ids: true}
+formed:
+  model: bytes
+  messages: [{role: user, content: hello you}]
+  max_tokens: 9
+  response_format:
+    {type: json_schema, json_schema: {name: a, schema: *schema, strict: true}}
+calling:
+  model: bytes
+  messages:
+    - {role: user, content: hello you}
+    - role: assistant
+      content: null
+      tool_calls: [{id: c, type: function, function: {name: f, arguments: "{}"}}]
+    - {role: tool, content: x, tool_call_id: c}
+  max_tokens: 9
+  tools: [{type: function, function: {name: f, parameters: *schema}}]
+  tool_choice: {type: function, function: {name: f}}
+  parallel_tool_calls: false
+""")
+TEXTS = """
+/v1/completions:
+  {model: tiny, prompt: [hello, good day], max_tokens: 0, echo: true, logprobs: 2}
+/inference/v1/generate:
+  model: tiny
+  token_ids: [1, 2, 3]
+  sampling_params: {max_tokens: 2, n: 1, seed: 3, stop_token_ids: [2]}
+/v1/fine_tuning/jobs:
+  {model: tiny, training_file: $file, suffix: a, seed: 1, metadata: {a: b},
+   method: {type: dpo, dpo: {hyperparameters: {n_epochs: 1, beta: 0.1}}}}
+"""
+TINKER = """
+create_session: {tags: [a], user_metadata: {a: b}}
+session_heartbeat: {session_id: $session}
+create_model:
+  {session_id: $session, model_seq_id: 0, base_model: policy, lora_config: {rank: 2, seed: 1},
+   user_metadata: {a: b}}
+get_info: {model_id: "$model"}
+forward_backward: {}
+optim_step:
+  model_id: "$model"
+  seq_id: $number
+  adam_params:
+    {learning_rate: 0.0001, beta1: 0.9, beta2: 0.95, eps: 1.0e-12, weight_decay: 0.0,
+     grad_clip_norm: 1.0}
+save_weights:
+  {model_id: "$model", seq_id: $number, path: a, overwrite: true, ttl_seconds: 900,
+   user_metadata: {a: b}}
+load_weights:
+  {model_id: "$model", seq_id: $number, optimizer: true, path: "tinker://$model/weights/a"}
+save_weights_for_sampler: {model_id: "$model", seq_id: $number, path: b, ttl_seconds: 900}
+create_sampling_session: {session_id: $session, base_model: policy, sampling_session_seq_id: 0}
+join_sampling_session: {sampling_session_id: "$sampler"}
+asample:
+  prompt: {chunks: [{type: encoded_text, tokens: [1, 2, 3]}]}
+  num_samples: 2
+  base_model: policy
+  sampling_params: {max_tokens: 2, seed: 1, temperature: 1.0, stop: [1]}
+  prompt_logprobs: true
+  topk_prompt_logprobs: 2
+  prompt_alt_tokens_k: 1
+  target_prompt_logprobs: {data: [1, 2], dtype: int64, shape: [2, 1]}
+  topk_sample_logprobs: 1
+  sampling_session_id: "$sampler"
+  seq_id: 1
+retrieve_future: {request_id: "$promised"}
+weights_info: {tinker_path: "tinker://$model/weights/a"}
+training_runs/{run_id}/checkpoints/{kind}/{name}/ttl: {ttl_seconds: 100}
+"""
 
 
-MESSAGES = [{"role": "user", "content": "hello you"}]
-PLAIN = {
-    "model": "tiny",
-    "messages": MESSAGES,
-    "max_tokens": 2,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "n": 1,
-    "temperature": 1.0,
-    "stop": ["x"],
-    "seed": 1,
-    "metadata": {"a": "b"},
-    "return_token_ids": True,
-}
-FORM_SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-FORMED = {
-    "model": "bytes",
-    "messages": MESSAGES,
-    "max_tokens": 9,
-    "response_format": {
-        "type": "json_schema",
-        "json_schema": {"name": "a", "schema": FORM_SCHEMA, "strict": True},
-    },
-}
-CALLING = {
-    "model": "bytes",
-    "messages": [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "x", "tool_call_id": "c"},
-    ],
-    "max_tokens": 9,
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": FORM_SCHEMA}}],
-    "tool_choice": {"type": "function", "function": {"name": "f"}},
-    "parallel_tool_calls": False,
-}
+def filled(text: str, **values: str) -> dict[str, list[Any]]:
+    """Return right bodies by name, each as the only one."""
+    rights = yaml.safe_load(Template(text).substitute(values))
+    return {name: [body] for name, body in rights.items()}
 
 
 class FuzzedTexts(Fuzzed):
     """`nip-astra serve`."""
 
-    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
-        super().__init__(url, app, client)
-        chats = itertools.cycle([PLAIN, FORMED, PLAIN, CALLING])
-        self.bodies = {
-            "/v1/chat/completions": lambda: next(chats),
-            "/v1/completions": lambda: {
-                "model": "tiny",
-                "prompt": ["hello", "good day"],
-                "max_tokens": 0,
-                "echo": True,
-                "logprobs": 2,
-            },
-            "/inference/v1/generate": lambda: {
-                "model": "tiny",
-                "token_ids": [1, 2, 3],
-                "sampling_params": {"max_tokens": 2, "n": 1, "seed": 3, "stop_token_ids": [2]},
-            },
-            "/v1/fine_tuning/jobs": lambda: {
-                "model": "tiny",
-                "training_file": self.file,
-                "suffix": "a",
-                "seed": 1,
-                "method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1, "beta": 0.1}}},
-                "metadata": {"a": "b"},
-            },
-        }
-        self.upload()
-
-    def upload(self) -> None:
+    def create(self) -> None:
         # Preferences without an answer: a job that takes the file is refused at once.
         form = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
         reply = self.client.post(self.url + "/v1/files", **form)  # type: ignore[arg-type]
         self.file = reply.json()["id"]
 
+    def bodies(self) -> Mapping[str, Sequence[Any]]:
+        chats = [CHATS[name] for name in ("plain", "formed", "plain", "calling")]
+        return {**filled(TEXTS, file=self.file), "/v1/chat/completions": chats}
+
     def places(self) -> Mapping[str, Sequence[str]]:
         return {"identity": [self.file], "name": ["tiny"]}
+
+    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
+        if path == "/v1/files" and chance.random() < 0.9:
+            return {"Content-Type": "multipart/form-data; boundary=x"}
+        return super().headers(path, chance)
 
     def encoded(self, path: str, chance: random.Random) -> bytes:
         if path != "/v1/files":
@@ -322,18 +340,12 @@ class FuzzedTexts(Fuzzed):
         end = '\r\n--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x--'
         return damaged((part + end).encode(), chance)
 
-    def request(self, chance: random.Random) -> tuple[str, str, str, bytes, dict[str, Any]]:
-        method, path, full, body, headers = super().request(chance)
-        if path == "/v1/files" and method == "POST" and chance.random() < 0.9:
-            headers["Content-Type"] = "multipart/form-data; boundary=x"
-        return method, path, full, body, headers
-
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
         if method == "DELETE" and reply.status_code == 200:
-            self.upload()
+            self.create()
 
     def check(self) -> None:
-        reply = self.client.post(self.url + "/v1/chat/completions", json=PLAIN)
+        reply = self.client.post(self.url + "/v1/chat/completions", json=CHATS["plain"])
         assert reply.status_code == 200, reply.text
 
 
@@ -341,41 +353,32 @@ class FuzzedTraining(Fuzzed):
     """`nip-astra serve --train`."""
 
     ROOT = "/training/v1/models"
-
-    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
-        super().__init__(url, app, client)
-        operation = self.ROOT + "/{name}/operations/{number}"
-        self.bodies = {self.ROOT: self.model, operation: lambda: self.operations()[0]}
-        self.create()
-
-    def model(self) -> dict[str, Any]:
-        lora = {"rank": 2, "alpha": 32.0, "target_modules": "all-linear"}
-        body = {"base_model": "policy", "lora": lora, "seed": 0, "optimizer": "adamw"}
-        return {**body, "weight_decay": 0.1, "role": "policy"}
+    MODEL = {
+        "base_model": "policy",
+        "seed": 0,
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "lora": {"rank": 2, "alpha": 32.0, "target_modules": "all-linear"},
+        "role": "policy",
+    }
 
     def create(self) -> None:
         headers = {KEY_HEADER: f"right {random.random()}"}
         reply = httpx.Response(202)
         while reply.status_code == 202:
-            reply = self.client.post(self.url + self.ROOT, json=self.model(), headers=headers)
+            reply = self.client.post(self.url + self.ROOT, json=self.MODEL, headers=headers)
         assert reply.status_code == 200, reply.text
         self.name, self.number = reply.json()["id"], 1
 
-    def places(self) -> Mapping[str, Sequence[str]]:
-        return {"name": [self.name], "number": [str(self.number)]}
-
-    def headers(self) -> dict[str, str | bytes]:
-        return {"Content-Type": "application/json", KEY_HEADER: f"key {random.random()}"}
-
-    def operations(self) -> list[dict[str, Any]]:
-        """A right message of each kind that takes something."""
+    def bodies(self) -> Mapping[str, Sequence[Any]]:
+        """Also the right messages of operations, of each kind that takes something."""
         context, ids = torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])
         rows = [context, torch.ones_like(context).bool(), ids, torch.ones_like(ids).bool()]
         options = {"max_new_tokens": 2, "min_new_tokens": 0, "temperature": 1.0, "top_k": None}
         options |= {"top_p": 1.0, "end_ids": []}
         piece = {"rows": rows, "gradient": torch.ones(1, 3) * 0.1}
         sample = {"contexts": [[1, 2]], "rows_per_context": 1, "uniforms": torch.rand(1, 2)}
-        return [
+        operations = [
             {"kind": "logprobs", "rows": rows},
             {"kind": "backward", "pieces": [piece]},
             {"kind": "optim_step", "lr": 1e-4, "max_grad_norm": 1.0},
@@ -383,6 +386,13 @@ class FuzzedTraining(Fuzzed):
             {"kind": "save_state"},
             {"kind": "load_state", "files": {"a/b": torch.zeros(3, dtype=torch.uint8)}},
         ]
+        return {self.ROOT: [self.MODEL], self.ROOT + "/{name}/operations/{number}": operations}
+
+    def places(self) -> Mapping[str, Sequence[str]]:
+        return {"name": [self.name], "number": [str(self.number)]}
+
+    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
+        return {**super().headers(path, chance), KEY_HEADER: f"key {random.random()}"}
 
     def encoded(self, path: str, chance: random.Random) -> bytes:
         if not path.endswith("{number}"):
@@ -390,136 +400,111 @@ class FuzzedTraining(Fuzzed):
         tensors = [
             *(torch.zeros(0), torch.zeros(2, 2), torch.tensor([[10**12]]), torch.ones(1, 3).bool()),
             *(torch.full((1, 3), math.nan), torch.tensor(1.0), torch.zeros(1, 3, dtype=torch.long)),
-            *(
-                torch.full((1, 2), -5),
-                torch.zeros(1, 2, 3, dtype=torch.uint8),
-                torch.rand(1, 2) + 3,
-            ),
+            *(torch.full((1, 2), -5), torch.rand(1, 2) + 3),
+            torch.zeros(1, 2, 3, dtype=torch.uint8),
         ]
-        message = chance.choice(self.operations())
-        # Some are right, so that steps have gradients to go along.
+        message = chance.choice(self.bodies()[path])
+        # Some are right, so that steps have gradients.
         if chance.random() < 0.8:
             message = changed(message, chance, [*WRONG, *tensors])
         packed = pack_state(message)
         return damaged(packed, chance) if chance.random() < 0.1 else packed
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
-        is_done = DONE_HEADER in reply.headers
-        if path.endswith("{number}") and method == "POST" and is_done:
+        if path.endswith("{number}") and method == "POST" and DONE_HEADER in reply.headers:
             self.number += 1
         if method == "DELETE" and reply.status_code == 200:
             self.create()
 
     def check(self) -> None:
-        message = pack_state(self.operations()[0])
-        path = f"{self.ROOT}/{self.name}/operations/{self.number}"
+        path = self.ROOT + "/{name}/operations/{number}"
         reply = self.client.post(
-            self.url + path, content=message, headers={KEY_HEADER: "right", "Content-Type": "x"}
+            self.url + path.format(name=self.name, number=self.number),
+            content=pack_state(self.bodies()[path][0]),
+            headers={KEY_HEADER: "right", "Content-Type": "x"},
         )
         assert reply.status_code == 200, reply.text
-        # No number that a step took has made the weights useless.
+        # No step has made the weights useless.
         assert bool(unpack_state(reply.content)["logprobs"].isfinite().all())
         self.create()
+
+
+def base64_of(values: Sequence[float], dtype: torch.dtype) -> str:
+    """Return numbers as the JSON of a protocol buffer has bytes."""
+    return base64.b64encode(torch.tensor(values, dtype=dtype).numpy().tobytes()).decode()
 
 
 class FuzzedTinker(Fuzzed):
     """`nip-astra serve --tinker`."""
 
     ROOT = "/api/v1"
+    GRADIENTS = f"{ROOT}/forward_backward"
+    WRONG: Sequence[Any] = [
+        *(-5, 0, 3, 10**6, 10**12, math.nan, math.inf, -1.0, 1e308, "DTYPE_INT64", "DTYPE_FLOAT32"),
+        *(
+            "ppo",
+            "dro",
+            "importance_sampling",
+            "",
+            "AAAA",
+            [3, 1],
+            [10**6, 10**6],
+            [-3],
+            [],
+            [2, 2],
+        ),
+        *(base64_of(one, torch.int32) for one in ([1], [-1, 2, 3], [2**31 - 1] * 3)),
+        *(base64_of(one, torch.int64) for one in ([-5, 2, 3], [10**12, 1, 1], [0, 10**9, 3])),
+        *(base64_of(one, torch.float32) for one in ([math.nan, 1, 1], [math.inf, 1, 1])),
+    ]
+    """Values of the types in `gradients`."""
 
-    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
-        super().__init__(url, app, client)
-        ids = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
-        self.sampler = ""
-        rights: dict[str, Callable[[], dict[str, Any]]] = {
-            "create_session": lambda: {"tags": ["a"], "user_metadata": {"a": "b"}},
-            "session_heartbeat": lambda: {"session_id": self.session},
-            "create_model": lambda: {
-                "session_id": self.session,
-                "model_seq_id": 0,
-                "base_model": "policy",
-                "lora_config": {"rank": 2, "seed": 1},
-                "user_metadata": {"a": "b"},
-            },
-            "get_info": lambda: {"model_id": self.model},
-            "optim_step": lambda: {
-                "model_id": self.model,
-                "seq_id": self.number,
-                "adam_params": {
-                    "learning_rate": 1e-4,
-                    "beta1": 0.9,
-                    "beta2": 0.95,
-                    "eps": 1e-12,
-                    "weight_decay": 0.0,
-                    "grad_clip_norm": 1.0,
-                },
-            },
-            "save_weights": lambda: {
-                "model_id": self.model,
-                "seq_id": self.number,
-                "path": "a",
-                "overwrite": True,
-                "ttl_seconds": 900,
-                "user_metadata": {"a": "b"},
-            },
-            "load_weights": lambda: {
-                "model_id": self.model,
-                "seq_id": self.number,
-                "optimizer": True,
-                "path": f"tinker://{self.model}/weights/a",
-            },
-            "save_weights_for_sampler": lambda: {
-                "model_id": self.model,
-                "seq_id": self.number,
-                "path": "b",
-                "ttl_seconds": 900,
-            },
-            "create_sampling_session": lambda: {
-                "session_id": self.session,
-                "base_model": "policy",
-                "sampling_session_seq_id": 0,
-            },
-            "join_sampling_session": lambda: {"sampling_session_id": self.sampler},
-            "asample": lambda: {
-                "prompt": {"chunks": ids},
-                "num_samples": 2,
-                "base_model": "policy",
-                "sampling_params": {"max_tokens": 2, "seed": 1, "temperature": 1.0, "stop": [1]},
-                "prompt_logprobs": True,
-                "topk_prompt_logprobs": 2,
-                "prompt_alt_tokens_k": 1,
-                "target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]},
-                "topk_sample_logprobs": 1,
-                "sampling_session_id": self.sampler,
-                "seq_id": 1,
-            },
-            "retrieve_future": lambda: {"request_id": self.promised},
-            "weights_info": lambda: {"tinker_path": f"tinker://{self.model}/weights/a"},
+    def bodies(self) -> Mapping[str, Sequence[Any]]:
+        rights = filled(TINKER, **{name: str(value) for name, value in vars(self).items()})
+        return {f"{self.ROOT}/{name}": body for name, body in rights.items()}
+
+    def gradients(self) -> dict[str, Any]:
+        """Return a right request for gradients, as the JSON of a protocol buffer."""
+        numbers = {"dtype": "DTYPE_FLOAT32", "dense": base64_of([1, 2, 3], torch.float32)}
+        rows = {
+            "values": base64_of([1, 2, 3], torch.float32),
+            "crow_indices": base64_of([0, 1, 2, 3], torch.int64),
+            "col_indices": base64_of([0, 0, 0], torch.int64),
         }
-        self.bodies = {f"{self.ROOT}/{name}": make for name, make in rights.items()}
-        self.bodies["/api/v1/forward_backward"] = dict
-        ttl = "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl"
-        self.bodies[self.ROOT + ttl] = lambda: {"ttl_seconds": 100}
-        self.promised = ""
-        self.create()
+        inputs = {
+            "target_tokens": {
+                "dtype": "DTYPE_INT64",
+                "shape": [3],
+                "dense": base64_of([2, 3, 4], torch.int64),
+            },
+            "weights": {**numbers, "shape": [3]},
+            "logprobs": {"dtype": "DTYPE_FLOAT32", "sparse_csr": rows, "shape": [3, 1]},
+            "advantages": {**numbers, "shape": [3]},
+        }
+        text = {"encoded_text": {"tokens": base64_of([1, 2, 3], torch.int32)}}
+        datum = {"model_input": [text], "loss_fn_inputs": inputs}
+        config = {"beta": 0.1, "clip_low_threshold": 0.9, "x": 1.0}
+        right = {"model_id": self.model, "seq_id": self.number, "loss_fn": "cross_entropy"}
+        return {**right, "data": [datum], "loss_fn_config": config}
 
     def right(self, name: str, **more: Any) -> Any:
-        body = {**self.bodies[f"{self.ROOT}/{name}"](), **more}
-        reply = self.client.post(f"{self.url}{self.ROOT}/{name}", json=body)
+        path = f"{self.ROOT}/{name}"
+        reply = self.client.post(self.url + path, json={**self.bodies()[path][0], **more})
         assert reply.status_code == 200, reply.text
         return reply.json()
 
     def create(self) -> None:
+        self.session = self.sampler = self.promised = self.model = ""
+        self.number = 1
         self.session = self.right("create_session")["session_id"]
-        promised = self.right("create_model")
-        self.result(promised["request_id"])
-        self.model, self.number = f"{self.session}:train:0", 1
+        self.result(self.right("create_model")["request_id"])
+        self.model = f"{self.session}:train:0"
         self.result(self.right("save_weights")["request_id"])
         self.number = 2
         self.sampler = self.right("create_sampling_session")["sampling_session_id"]
 
     def result(self, promised: str) -> Any:
-        """What became of something that was promised; no fault of the service."""
+        """Return the result of a promise, which is no fault of the service."""
         while True:
             body = {"request_id": promised}
             reply = self.client.post(f"{self.url}{self.ROOT}/retrieve_future", json=body)
@@ -533,52 +518,21 @@ class FuzzedTinker(Fuzzed):
         return found
 
     def places(self) -> Mapping[str, Sequence[str]]:
-        return {
-            "run_id": [self.model],
-            "kind": ["weights", "sampler_weights"],
-            "name": ["a", "b", self.session, self.sampler],
-        }
+        kinds, names = ["weights", "sampler_weights"], ["a", "b", self.session, self.sampler]
+        return {"run_id": [self.model], "kind": kinds, "name": names}
 
     def encoded(self, path: str, chance: random.Random) -> bytes:
-        if not path.endswith("/forward_backward"):
+        if path != self.GRADIENTS:
             return super().encoded(path, chance)
-        from tinker.proto import tinker_public_pb2 as pb
+        from google.protobuf.json_format import ParseDict, ParseError
+        from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
-        message = pb.ForwardBackwardRequest(model_id=self.model, seq_id=self.number)
-        message.loss_fn = chance.choice(["cross_entropy", "ppo", "dro", "importance_sampling", ""])
-        ids = torch.tensor(chance.choice([[1, 2, 3], [1], [], [-1, 2, 3], [2**31 - 1] * 3]))
-        datum = message.data.add()
-        raw = ids.to(torch.int32).numpy().tobytes()
-        cut = chance.choice([None, None, None, -1, 5])
-        datum.model_input.add().encoded_text.tokens = raw[:cut]
-        names = ["target_tokens", "weights", "logprobs", "advantages", "mask"]
-        for name in names[:1] + chance.sample(names[1:], chance.randint(0, 3)):
-            tensor = datum.loss_fn_inputs[name]
-            is_whole = name == "target_tokens"
-            tensor.dtype = pb.DTYPE_INT64 if is_whole else pb.DTYPE_FLOAT32
-            if chance.random() < 0.1:
-                tensor.dtype = chance.choice([0, pb.DTYPE_FLOAT32, pb.DTYPE_INT64])
-            values = [chance.choice([1, 2, 3, 4]) for _ in range(3)]
-            if chance.random() < 0.3:
-                values[0] = chance.choice([-5, 10**12, 0])
-            kind = torch.int64 if is_whole else torch.float32
-            found = torch.tensor(values, dtype=kind)
-            if not is_whole and chance.random() < 0.2:
-                found[0] = chance.choice([math.nan, math.inf, 1e38])
-            tensor.shape.extend(chance.choice([[3], [3, 1], [10**6, 10**6], [-3], [], [2, 2]]))
-            if chance.random() < 0.3:
-                csr = tensor.sparse_csr
-                csr.values = found.numpy().tobytes()
-                rows = chance.choice([[0, 1, 2, 3], [0], [], [3, 0], [0, 10**9, 3]])
-                csr.crow_indices = torch.tensor(rows, dtype=torch.int64).numpy().tobytes()
-                columns = chance.choice([[0, 0, 0], [-1, 0, 0], [10**9, 0, 0], []])
-                csr.col_indices = torch.tensor(columns, dtype=torch.int64).numpy().tobytes()
-            else:
-                tensor.dense = found.numpy().tobytes()[: chance.choice([None, None, None, -3])]
-        if chance.random() < 0.3:
-            value = chance.choice([math.nan, math.inf, -1.0, 1e308])
-            message.loss_fn_config[chance.choice(["beta", "clip_low_threshold", "x"])] = value
-        sent: bytes = message.SerializeToString()
+        sent = None
+        while sent is None:
+            with suppress(ParseError):
+                wrong = changed(self.gradients(), chance, self.WRONG)
+                wrong.pop(chance.choice(NAMES), None)
+                sent = ParseDict(wrong, ForwardBackwardRequest()).SerializeToString()
         return damaged(sent, chance) if chance.random() < 0.1 else sent
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
@@ -592,15 +546,15 @@ class FuzzedTinker(Fuzzed):
             if promised == f"{self.model}:{self.number}":
                 self.number += 1
             if promised.startswith((f"{self.model}:", "sample:", "create:")):
-                place = promised.rpartition(":")[2]
                 # One that came before its turn waits for those between.
+                place = promised.rpartition(":")[2]
                 is_early = promised.startswith(self.model) and int(place) > self.number
                 if not is_early and path.rpartition("/")[2] != "retrieve_future":
                     self.promised = promised
                     self.result(promised)
 
     def check(self) -> None:
-        asked = self.right("asample", sampling_session_id=self.sampler, seq_id=10**6)
+        promised = self.right("asample", sampling_session_id=self.sampler, seq_id=10**6)
         # An error would be JSON.
-        assert isinstance(self.result(asked["request_id"]), bytes)
+        assert isinstance(self.result(promised["request_id"]), bytes)
         self.create()

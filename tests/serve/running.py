@@ -1,4 +1,4 @@
-"""A text service within the test's process, on a port of its own."""
+"""Services within the test's process, each on its own port."""
 
 from __future__ import annotations
 
@@ -9,51 +9,55 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import uvicorn
+from starlette.types import ASGIApp
 
 from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.parameters.content import content_root
 from nip_astra.serve import job_runner
-from nip_astra.serve.app import Service, http_config, open_service
+from nip_astra.serve.app import Service, http_config, open_service, open_training
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.server import open_socket
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
-POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
+POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
+POLICY = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
 
 
-class Running:
-    """A service that runs.
+@contextmanager
+def answering(app: ASGIApp, listening: Any) -> Iterator[None]:
+    """Answer requests in a thread within the block."""
+    config = http_config(app)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
-    Attributes
-    ----------
-    base_url : str
-        What a client is given.
-    served_models : ServedModels
-        Its models.
-    store : JobStore
-        Its files and jobs.
-    completions : CompletionStore
-        The log of what it answered.
-    app : FastAPI
-        Its routes.
-    runner : JobRunner
-        Runs its jobs.
-    """
 
-    def __init__(self, base_url: str, served_models: ServedModels, service: Service) -> None:
-        self.base_url, self.served_models, self.store = base_url, served_models, service.store
-        self.completions, self.app = service.completions, service.app
-        self.runner = service.runner
+@dataclass
+class Running(Service):
+    """A text service that answers, with its models and their address."""
+
+    root: str
+    served_models: ServedModels
 
     @property
-    def root(self) -> str:
-        return self.base_url.removesuffix("/v1")
+    def base_url(self) -> str:
+        return f"{self.root}/v1"
 
 
 @contextmanager
@@ -63,26 +67,56 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
     port = listening.getsockname()[1]
     with tempfile.TemporaryDirectory() as state:
         given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
-        served_models = ServedModels(
-            device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows)
-        )
+        limits = EngineLimits(max_rows=given.max_rows)
+        served_models = ServedModels(device=torch.device("cpu"), limits=limits)
         served_models.add_all(models)
-        with open_service(served_models, given) as service:
-            server = uvicorn.Server(http_config(service.app))
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-            thread.start()
-            while not server.started:
-                time.sleep(0.01)
-            try:
-                url = f"http://127.0.0.1:{port}/v1"
-                yield Running(url, served_models, service)
-            finally:
-                server.should_exit = True
-                thread.join()
+        with open_service(served_models, given) as service, answering(service.app, listening):
+            yield Running(**vars(service), root=given.root_url, served_models=served_models)
+
+
+class TrainingServer:
+    """A training service that can be stopped, and started again at the same address."""
+
+    def __init__(
+        self, models: dict[str, str], protocols: Sequence[TrainingProtocol], settings: Any
+    ) -> None:
+        self.models, self.protocols, self.settings = models, protocols, settings
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        listening = open_socket(ServiceSettings(port=self.port))
+        self.port = listening.getsockname()[1]
+        settings = ServiceSettings(port=self.port, **self.settings)
+        self._open = ExitStack()
+        opened = open_training(self.models, settings, self.protocols)
+        self.app = self._open.enter_context(opened)
+        self._open.enter_context(answering(self.app, listening))
+
+    def stop(self) -> None:
+        self._open.close()
+
+
+@contextmanager
+def training_server(
+    protocols: Sequence[TrainingProtocol], models: dict[str, str] | None = None, **settings: object
+) -> Iterator[TrainingServer]:
+    """Train models for clients within the block."""
+    with tempfile.TemporaryDirectory() as state:
+        given = {"state_dir": state, **settings}
+        server = TrainingServer(models or {"policy": str(POLICY)}, protocols, given)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 class _Finished:
-    """A job's process that has ended: its work was done in this process."""
+    """The process of a job whose work was done in this one."""
 
     pid = os.getpid()
 

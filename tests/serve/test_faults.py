@@ -13,14 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError
-from nip_astra.language_models.services.chat import (
-    ChatAnswer,
-    ChatFailure,
-    FailureReason,
-    FinishReason,
-    LimitParameters,
-)
+from nip_astra.language_models.services.chat import ChatAnswer, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.resolving.resolution import resolve_experiment
@@ -32,8 +25,6 @@ from tests.serve.running import Running
 
 NEVER = threading.Event()
 KEY = "key-that-nobody-writes"
-LATE = {"attempt_timeout": 0.25}
-"""A limit for the fault that answers never."""
 Fault = Callable[[str], Reply]
 """What becomes of the service's right answer on its way."""
 
@@ -41,14 +32,6 @@ Fault = Callable[[str], Reply]
 def changed(**values: Any) -> Fault:
     """The right answer with other fields."""
     return lambda body: Reply(body=json.dumps(json.loads(body) | values))
-
-
-def filtered(body: str) -> Reply:
-    """The right answer, whose end the service withholds."""
-    found = json.loads(body)
-    found["choices"][0] |= {"finish_reason": "content_filter"}
-    found["choices"][0]["message"]["content"] = None
-    return Reply(body=json.dumps(found))
 
 
 PASSING: dict[str, tuple[Fault, str]] = {
@@ -83,14 +66,8 @@ def proxy(service: Running, fault_of: Callable[[int], Fault | None]) -> Iterator
             yield stub
 
 
-def client(stub: ChatStub, memory: Path | None = None, **limits: Any) -> RetryingChatModel:
-    parameters = OpenAIChatModel.Parameters(base_url=stub.base_url, model="tiny")
-    values = {"num_retries": 3, "backoff": 0.0} | limits
-    return RetryingChatModel(
-        OpenAIChatModel(parameters),
-        LimitParameters(**values),
-        cache=None if memory is None else ResponseCache(memory),
-    )
+def model_at(base_url: str) -> OpenAIChatModel:
+    return OpenAIChatModel(OpenAIChatModel.Parameters(base_url=base_url, model="tiny"))
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -99,85 +76,18 @@ def test_a_fault_that_passes_is_survived_and_the_answer_is_the_undisturbed_one(
 ) -> None:
     fault, counted = PASSING[name]
     request = saying("hello you", seed=4, max_tokens=6)
-    with proxy(service, lambda _: None) as stub:
-        (undisturbed,) = ask(client(stub), request)
+    (undisturbed,) = ask(model_at(service.base_url), request)
+    assert isinstance(undisturbed.samples[0], ChatAnswer)
     with proxy(service, lambda number: fault if number == 0 else None) as stub:
-        limits = LATE if counted == "timeout" else {}
-        model = client(stub, tmp_path / "answers.sqlite", **limits)
-        (outcome,) = ask(model, request)
-        assert outcome.samples == undisturbed.samples
-        assert isinstance(outcome.samples[0], ChatAnswer)
+        late = 0.25 if counted == "timeout" else 60.0
+        limits = LimitParameters(num_retries=3, backoff=0.0, attempt_timeout=late)
+        cache = ResponseCache(tmp_path / "answers.sqlite")
+        model = RetryingChatModel(model_at(stub.base_url), limits, cache=cache)
+        found = [ask(model, request)[0] for _ in range(2)]
+        assert [one.samples for one in found] == [undisturbed.samples] * 2
+        assert [one.is_cached for one in found] == [False, True]
         assert model.use.failures == {counted: 1}
         assert len(stub.requests) == 2
-        (again,) = ask(model, request)
-        assert again.is_cached
-        assert again.samples == outcome.samples
-        assert len(stub.requests) == 2, "what is remembered is not asked for"
-
-
-@pytest.mark.parametrize("name", PASSING)
-def test_a_fault_that_stays_is_data_of_its_kind_and_is_not_remembered(
-    service: Running, tmp_path: Path, name: str
-) -> None:
-    fault, counted = PASSING[name]
-    with proxy(service, lambda _: fault) as stub:
-        limits = LATE if counted == "timeout" else {}
-        model = client(stub, tmp_path / "answers.sqlite", num_retries=1, **limits)
-        (outcome,) = ask(model, saying("hello you", seed=4, max_tokens=6))
-        (sample,) = outcome.samples
-        assert isinstance(sample, ChatFailure)
-        assert sample.reason == counted
-        assert sample.message.endswith("(2 attempts)")
-        assert model.use.failures == {counted: 2}
-    with proxy(service, lambda _: None) as stub:
-        healed = client(stub, tmp_path / "answers.sqlite")
-        (outcome,) = ask(healed, saying("hello you", seed=4, max_tokens=6))
-        assert isinstance(outcome.samples[0], ChatAnswer)
-        assert not outcome.is_cached
-
-
-def test_withheld_answers_are_data_at_once(service: Running) -> None:
-    with proxy(service, lambda _: filtered) as stub:
-        model = client(stub)
-        (outcome,) = ask(model, saying("hello you", max_tokens=4))
-        (sample,) = outcome.samples
-        assert isinstance(sample, ChatAnswer)
-        assert sample.finish_reason is FinishReason.CONTENT_FILTER
-        assert (model.use.num_requests, model.use.num_refusals) == (1, 1)
-    refusal = Reply(400, body='{"error": {"message": "no", "code": "content_filter"}}')
-    with proxy(service, lambda _: lambda _: refusal) as stub:
-        model = client(stub)
-        (outcome,) = ask(model, saying("hello you", max_tokens=4))
-        (sample,) = outcome.samples
-        assert isinstance(sample, ChatFailure)
-        assert sample.reason is FailureReason.REFUSED
-        assert (model.use.num_requests, model.use.num_refusals) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    "usage",
-    [None, {}, "many", {"prompt_tokens": -1, "completion_tokens": 1}, {"prompt_tokens": 1}, [1, 2]],
-    ids=str,
-)
-def test_a_wrong_usage_is_guessed_and_said_to_be(service: Running, usage: Any) -> None:
-    with proxy(service, lambda _: changed(usage=usage)) as stub:
-        model = client(stub)
-        (outcome,) = ask(model, saying("hello you", max_tokens=6))
-        assert isinstance(outcome.samples[0], ChatAnswer)
-        assert outcome.is_usage_estimated
-        assert outcome.usage.prompt_tokens > 0
-        assert model.use.num_estimated == 1
-
-
-def test_misconfigurations_end_with_the_right_error(service: Running) -> None:
-    quota = Reply(429, body='{"error": {"message": "pay", "code": "insufficient_quota"}}')
-    wrong_key = Reply(401, body='{"error": {"message": "no such key"}}')
-    for reply, error in ((quota, BudgetExhaustedError), (wrong_key, ConfigurationError)):
-        with (
-            proxy(service, lambda _, reply=reply: lambda _: reply) as stub,  # type: ignore[misc]
-            pytest.raises(error),
-        ):
-            ask(client(stub), saying("hello"))
 
 
 @pytest.mark.slow

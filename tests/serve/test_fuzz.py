@@ -18,17 +18,16 @@ from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.tinker import routes as tinker_routes
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.fuzzing import (
-    MESSAGES,
+    CHATS,
     SECONDS,
     FuzzedTexts,
     FuzzedTinker,
     FuzzedTraining,
     damaged,
 )
-from tests.serve.running import Running, running
-from tests.serve.training.running import training_server
+from tests.serve.running import Running, running, training_server
 
-RIGHT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+RIGHT = {name: CHATS["plain"][name] for name in ("model", "messages", "max_tokens")}
 
 
 @pytest.fixture(scope="module")

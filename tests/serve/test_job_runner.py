@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nip_astra.language_models.adapters import LoraParameters
-from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan
+from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan, LocalFineTuningService
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
@@ -24,7 +24,6 @@ from nip_astra.language_models.services.fine_tuning import (
     jsonl_of,
 )
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
 from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts

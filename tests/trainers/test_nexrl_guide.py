@@ -169,7 +169,7 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
 ) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("tinker")
-    from tests.serve.training.running import training_server
+    from tests.serve.running import training_server
 
     (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
     with training_server(["tinker"]) as server:

@@ -19,8 +19,8 @@ from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine
 from tests.kit.resuming import SERVICE_OVERRIDES
-from tests.serve.training.running import POLICY, Server, training_server
-from tests.serve.training.test_http_training import iterate
+from tests.serve.running import POLICY, TrainingServer, training_server
+from tests.serve.test_training_protocols import iterate
 from tests.trainers.test_service_trainers import trainer_of
 
 MODEL = "task.policy.language_model"
@@ -33,7 +33,7 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server() -> Iterator[TrainingServer]:
     with training_server(["http", "tinker"]) as running:
         yield running
 
@@ -50,7 +50,7 @@ def without_weights(folder: Path) -> tuple[str, ...]:
     return f"{MODEL}._type=remote", f"{MODEL}.model={folder}"
 
 
-def through(server: Server, protocol: TrainingProtocol) -> tuple[str, ...]:
+def through(server: TrainingServer, protocol: TrainingProtocol) -> tuple[str, ...]:
     section = "remote_api_grpo.train_service"
     return (
         f"{section}.backend={protocol}",
@@ -65,7 +65,10 @@ def through(server: Server, protocol: TrainingProtocol) -> tuple[str, ...]:
     ids=["http-full", "http-lora", "tinker"],
 )
 def test_losses_are_those_with_weights_at_hand(
-    server: Server, tokenizer_dir: Path, protocol: TrainingProtocol, adapter: tuple[str, ...]
+    server: TrainingServer,
+    tokenizer_dir: Path,
+    protocol: TrainingProtocol,
+    adapter: tuple[str, ...],
 ) -> None:
     if protocol == "tinker":
         pytest.importorskip("tinker")
@@ -83,7 +86,7 @@ def test_losses_are_those_with_weights_at_hand(
     ("protocol", "adapter"), [("http", ()), ("tinker", ADAPTER)], ids=["http", "tinker"]
 )
 def test_a_run_without_weights_ends_with_the_trained_ones(
-    server: Server,
+    server: TrainingServer,
     tokenizer_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -124,7 +127,7 @@ def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
 
 
 def test_the_model_itself_refuses_to_answer_and_to_score(
-    server: Server, tokenizer_dir: Path
+    server: TrainingServer, tokenizer_dir: Path
 ) -> None:
     given = (*SHORT, *through(server, "http"), *without_weights(tokenizer_dir))
     policy: Any = trainer_of("remote_api_grpo", *given).policy

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,19 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state
-from nip_astra.errors import CheckpointError, StopRequested
+from nip_astra.errors import CheckpointError
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.resume_check import what_was_found
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import resume_experiment
+from nip_astra.scenario_base.protocol.tensordict_agents import Observation
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
-from nip_astra.trainers.language_model_base import LanguageModelState
-from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.experiments import FAST, metrics_of, run_in, stopped_after
 from tests.kit.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
 from tests.kit.tiny import make_classifier
+from tests.kit.toy_protocol_scenario import ToyBody
 
 
 @pytest.fixture
@@ -48,15 +48,22 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ONE_OF_EACH_LOOP = ("ast_dpo", "self_hosted_grpo", "solo_agent", "vanilla_ppo")
+STATEFUL = {
+    "mappo": ("rl.normalize_observations=true",),
+    "reinforce": (
+        *("message_regression.regressor._type=mlp", "message_regression.reset_on_fit=false"),
+    ),
+    "spg": ("rl.anneal_lr=true", "spg.variant=pspg", "spg.ihvp_rank=2"),
+    "vanilla_ppo": ("rl.anneal_lr=true", "ppo.loss_type=kl_penalty"),
+}
+"""Options with which a trainer has more state."""
 
 
 def check_checkpoints(
     resolved: ResolvedExperiment, folder: Path, *, is_last_resumed: bool = True
 ) -> Path:
     """Resume in the middle and at the end, and compare all that was computed."""
-    settings = {"runs_dir": str(folder), "progress": False, "num_checkpoints_kept": 99}
-    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
-    run = whole.run_directory.path
+    run = run_in(folder, resolved, "whole", checkpoint_period=1, num_checkpoints_kept=99)
     checkpoints = sorted(run.glob("checkpoints/step_*"))
     for checkpoint in (checkpoints[1], *checkpoints[-1:][:is_last_resumed]):
         copy = folder / checkpoint.name
@@ -70,23 +77,41 @@ def check_checkpoints(
     return run
 
 
-@pytest.mark.usefixtures("noise")
+@pytest.mark.usefixtures("noise", "no_plugins_left")
 @pytest.mark.parametrize("trainer", SHORT_TRAINERS)
 def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path) -> None:
-    with plugins_forgotten_after():
-        resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
-        is_last_resumed = trainer in ONE_OF_EACH_LOOP
-        run = check_checkpoints(resolved, tmp_path, is_last_resumed=is_last_resumed)
-        found = read_results(run)
+    more = STATEFUL.get(trainer, ())
+    resolved = short_experiment(trainer, tmp_path / "scenario", *more, num_iterations=3)
+    run = check_checkpoints(resolved, tmp_path, is_last_resumed=trainer in ONE_OF_EACH_LOOP)
+    found = read_results(run)
     reported = {one.name for one in found.figures if one.when == "after"}
     reported |= {name for row in found.metrics for name in row if name.startswith("dev/")}
     declared = resolved.trainer_class.figures or ()
     undeclared = {name for name in reported if not any(fnmatchcase(name, one) for one in declared)}
     assert not undeclared, "a sweep would refuse to show them"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name in ("torch", "numpy", "normal", "python", "gauss"):
-        drawn = [line[f"drawn/{name}"] for line in lines]
+        drawn = [line[f"drawn/{name}"] for line in metrics_of(run) if f"drawn/{name}" in line]
         assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize("draws", [False, True])
+def test_episodes_and_networks_in_progress_go_on(
+    draws: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, is_learning = ToyBody.forward, set()
+
+    def with_gaps(body: ToyBody, observation: Observation) -> dict[str, Tensor]:
+        is_learning.add(body.training)
+        read = forward(body, observation)["representation"]
+        return {"representation": torch.dropout(read, 0.3 * draws, body.training)}
+
+    monkeypatch.setattr(ToyBody, "forward", with_gaps)
+    more = ("rl.steps_per_env_per_iteration=2", "rl.use_shared_body=true")
+    check_checkpoints(
+        short_experiment("vanilla_ppo", tmp_path / "x", *more, num_iterations=3), tmp_path
+    )
+    assert is_learning == {True, False}
 
 
 def test_a_run_with_rollouts_played_ahead_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
@@ -94,36 +119,50 @@ def test_a_run_with_rollouts_played_ahead_goes_on_from_any_checkpoint(tmp_path: 
         "remote_api_grpo", tmp_path / "x", "remote_api_grpo.max_staleness=2"
     )
     run = check_checkpoints(resolved, tmp_path)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 2.0, 2.0]
+    assert [line["rollout/staleness"] for line in metrics_of(run)] == [0.0, 1.0, 2.0, 2.0]
 
 
-def test_a_rollout_that_is_half_used_is_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+SMALLEST = ("training.num_episodes_per_experience=2", "training.minibatch_size=1")
+TEMPERED = ("ast_chat.attacker.temperature=0.5", "ast_chat.attacker.top_p=0.9")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "overrides", "places"),
+    [
+        # The first is in the measurement before training, which leaves no checkpoint.
+        ("ast_dpo", SMALLEST, (1, 4, 6, 9)),
+        ("ast_ppo", ("ast_ppo.max_staleness=1", "training.minibatch_size=4"), (7,)),
+        ("ast_grpo", TEMPERED, (4,)),
+        (
+            "ast_reinforce",
+            (
+                *(*TEMPERED, "ast_reinforce.behaviour.logprobs=raw"),
+                "ast_reinforce.behaviour.importance_weights=sequence",
+            ),
+            (4,),
+        ),
+        ("self_hosted_grpo", ("self_hosted_grpo.max_staleness=1",), (8,)),
+    ],
+)
+def test_a_run_stopped_amid_an_iteration_goes_on(
+    trainer: str, overrides: tuple[str, ...], places: tuple[int, ...], tmp_path: Path
 ) -> None:
-    resolved = short_experiment(
-        "self_hosted_grpo", tmp_path / "x", "self_hosted_grpo.max_staleness=1", num_iterations=3
-    )
-    settings: dict[str, Any] = {"runs_dir": str(tmp_path), "progress": False}
-    whole = run_experiment(resolved, run_id="whole", **settings).run_directory.path
-    count_step = LanguageModelState.count_step
-
-    def stopped_after_seven(self: LanguageModelState, metrics: dict[str, float]) -> None:
-        count_step(self, metrics)
-        if self.num_optimizer_steps == 7:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(LanguageModelState, "count_step", stopped_after_seven)
-    with pytest.raises(StopRequested):
-        run_experiment(resolved, run_id="stopped", **settings)
-    monkeypatch.undo()
-    stopped = tmp_path / "stopped"
-    state = load_state(sorted(stopped.glob("checkpoints/step_*"))[-1] / "state")
-    assert state["run"]["samples"] is not None
-    assert 0 < state["run"]["num_steps_done"] < 5
-    assert len(state["parts"]["played_ahead"]) == 1
-    resume_experiment(stopped, progress=False)
-    assert what_was_found(stopped) == what_was_found(whole)
+    resolved = short_experiment(trainer, tmp_path / "x", *overrides, num_iterations=3)
+    whole = run_in(tmp_path, resolved, "whole")
+    for place in places:
+        name = f"stopped-{place}"
+        with stopped_after(place):
+            run_in(tmp_path, resolved, name)
+        checkpoints = sorted((tmp_path / name).glob("checkpoints/step_*"))
+        assert bool(checkpoints) == (place > 1)
+        for checkpoint in checkpoints[-1:]:
+            state = load_state(checkpoint / "state")
+            assert state["run"]["samples"]
+            assert state["run"]["num_steps_done"] > 0
+            is_ahead = "max_staleness" in str(overrides)
+            assert len(state["parts"].get("played_ahead", ())) == is_ahead
+        resume_experiment(tmp_path / name, progress=False)
+        assert what_was_found(tmp_path / name) == what_was_found(whole), name
 
 
 OWN_TRAINERS = '''
@@ -187,23 +226,20 @@ class Walk(TensorDictTrainer):
 '''
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize("trainer", ["noisy_dpo", "walk"])
 def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly(
     trainer: str, tiny_scenario: Path, tmp_path: Path
 ) -> None:
     plugin = tmp_path / "own.py"
     plugin.write_text(OWN_TRAINERS)
-    overrides = ["training.num_iterations=4"]
-    if trainer == "noisy_dpo":
-        overrides += ["ast_chat.evaluation.use_random_search=false"]
-    with plugins_forgotten_after():
-        resolved = resolve_experiment(
-            trainer=trainer,
-            scenario=str(tiny_scenario),
-            plugins=[str(plugin)],
-            overrides=overrides,
-        )
-        check_checkpoints(resolved, tmp_path)
+    resolved = resolve_experiment(
+        trainer=trainer,
+        scenario=str(tiny_scenario),
+        plugins=[str(plugin)],
+        overrides=["training.num_iterations=4", *(FAST if trainer == "noisy_dpo" else ())],
+    )
+    check_checkpoints(resolved, tmp_path)
 
 
 @pytest.fixture
@@ -227,9 +263,8 @@ def test_a_run_that_goes_on_rates_the_texts_that_it_would_have_rated(
     scorer = f"{{_type: classifier, model: '{model}', label: rude}}"
     term = f"ast_chat.reward.terms=[{{_type: scorer_term, scorer: {scorer}}}]"
     resolved = short_experiment("ast_dpo", tmp_path / "scenario", term)
-    settings = {"runs_dir": str(tmp_path), "progress": False, "num_checkpoints_kept": 99}
-    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
-    run, before = whole.run_directory.path, list(asked)
+    run = run_in(tmp_path, resolved, checkpoint_period=1, num_checkpoints_kept=99)
+    before = list(asked)
     for checkpoint in sorted(run.glob("checkpoints/step_*"))[1::2]:
         copy = tmp_path / checkpoint.name
         copy_as_killed_after(run, checkpoint, copy)
@@ -244,9 +279,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with all its checkpoints."""
     folder = tmp_path_factory.mktemp("finished")
     resolved = short_experiment("ast_dpo", folder / "scenario")
-    settings = {"runs_dir": str(folder), "progress": False, "num_checkpoints_kept": 99}
-    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
-    return whole.run_directory.path
+    return run_in(folder, resolved, checkpoint_period=1, num_checkpoints_kept=99)
 
 
 @pytest.mark.parametrize("fault", ["changed", "lost", "pointer lost"])

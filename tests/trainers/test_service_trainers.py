@@ -58,29 +58,6 @@ LEARN = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "generates"),
-    [
-        ("self_hosted_grpo", True),
-        ("self_hosted_opd", True),
-        ("remote_api_grpo", True),
-        ("remote_api_cross_entropy", False),
-    ],
-)
-def test_a_dry_run_plays_a_problem_and_estimates_the_whole(name: str, generates: bool) -> None:
-    trainer = trainer_of(name, "training.num_epochs=3")
-    weights = [p.clone() for p in trainer.policy.parameters()]
-    estimate = trainer.dry_run()
-    assert math.isfinite(estimate["loss"])
-    assert (estimate["generated_tokens"] > 0) == generates
-    assert 0 < estimate["predicted_peak_gib"] < 24
-    alone, *_ = estimate["placement"]
-    rollouts = 2 * 8 * estimate["seconds_per_episode"]
-    assert estimate["estimated_training_hours"] * 3600 > rollouts
-    assert alone.hours > rollouts / 3600
-    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
 def test_rewards_rise(name: str) -> None:
     rewards = rewards_of(trainer_of(name, *LEARN), 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import (
     CheckpointError,
     NonFiniteLossError,
-    StopRequested,
 )
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers import solo_agent
 from nip_astra.trainers.solo_agent import CACHE_DIR
 from tests.kit.toy_protocol_scenario import (
@@ -159,44 +155,6 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     trainer.trainings["prover"].learned_N = torch.arange(32)
     with pytest.raises(NonFiniteLossError, match=r"Lower solo_agent\.lr"):
         trainer.train()
-
-
-def run_in(tmp_path: Path, name: str, *, stop_after: int | None = None) -> tuple[Any, RunDirectory]:
-    directory = RunDirectory.create(tmp_path, name)
-    directory.write_yaml("hyper_parameters.yaml", {})
-    calls = iter(range(1000))
-    settings = ExperimentSettings(progress=False, run_directory=directory)
-    trainer = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
-    if stop_after is not None:
-        trainer.stop_flag = lambda: "SIGINT" if next(calls) >= stop_after else None
-    return trainer, directory
-
-
-def test_a_dry_run_takes_an_epoch_and_estimates_the_whole() -> None:
-    found = toy_trainer("solo_agent", solo_agent=SOLO).dry_run()
-    assert found["num_iterations"] == SOLO["num_epochs"]
-    assert found["seconds_per_minibatch"] > 0
-    assert found["estimated_training_hours"] >= found["seconds_per_minibatch"] / 3600
-
-
-def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:
-    straight, first = run_in(tmp_path, "straight")
-    straight.train()
-    halves, second = run_in(tmp_path, "halves", stop_after=2)
-    with pytest.raises(StopRequested):
-        halves.train()
-    checkpoint, manifest = CheckpointStore(second.checkpoints_dir).open_latest()
-    assert manifest["metadata"]["iteration"] == 3
-    settings = ExperimentSettings(progress=False, run_directory=second)
-    again = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
-    again.go_on_from(checkpoint)
-    again.train()
-    for name in ("prover", "verifier"):
-        files = [one.path / "model" / f"{name}.safetensors" for one in (first, second)]
-        assert files[0].read_bytes() == files[1].read_bytes()
-    results = [json.loads((one.path / "results.json").read_text()) for one in (first, second)]
-    assert results[0]["after"] == results[1]["after"]
-    assert results[0]["training"] == results[1]["training"]
 
 
 # ---- as a start for reinforcement learning

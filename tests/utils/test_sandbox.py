@@ -138,7 +138,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 def told(user: str, host: dict[str, object]) -> dict[str, Told]:
     """What became of each attack that can share a sandbox with others."""
     programs = {
-        name: attack.code.format(**host) for name, attack in ATTACKS.items() if not attack.is_alone
+        name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
     }
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
@@ -154,7 +154,7 @@ def test_an_attack_fails_and_says_why(
     attack = ATTACKS[name]
     one = told.get(name)
     if one is None:
-        result = run_in_sandbox(attack.code.format(**host), limits=LIMITS)
+        result = run_in_sandbox(attack.program(host), limits=LIMITS)
         assert result.outcome == "failed"
         one = Told(result.stdout, result.stderr.strip().splitlines()[-1])
     assert "BREACH" not in one.out

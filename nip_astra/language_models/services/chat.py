@@ -20,6 +20,7 @@ from nip_astra.parameters.parameters_base import (
     ComponentRegistry,
     PolymorphicParameters,
     SubParameters,
+    polymorphic,
 )
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.safe_text import valid_text
@@ -429,6 +430,7 @@ class ChatModel(ABC):
 CHAT_MODELS: ComponentRegistry[type[ChatModel]] = ComponentRegistry(
     "chat_model", package="nip_astra.language_models.services.chat_models", members=ChatModelType
 )
+ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
 def register_chat_model(name: str) -> Callable[[type[ChatModel]], type[ChatModel]]:

@@ -18,7 +18,6 @@ from nip_astra.errors import (
     AnswerTooLargeError,
     BudgetExhaustedError,
     ConfigurationError,
-    ContextLengthError,
     ServiceError,
 )
 from nip_astra.language_models.services.chat import ChatMessage, LimitParameters
@@ -179,20 +178,12 @@ class FineTuningService(ABC):
         return model
 
 
-def check_length(number: int, num_tokens: int, window: int) -> None:
-    """Raise for an example that is longer than the model's window."""
-    if num_tokens > window:
-        raise ContextLengthError(
-            f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
-            "Shorten it, or leave it out."
-        )
-
-
 T = TypeVar("T")
 
 KEY_FIELD = "nip_astra_key"
 """Metadata field with a job's key."""
 LONGEST_KEY = 64
+"""Length limit of metadata, in characters."""
 STATUSES = {
     "validating_files": JobStatus.QUEUED,
     "queued": JobStatus.QUEUED,
@@ -249,7 +240,8 @@ class OpenAIFineTuning(FineTuningService):
         key: str,
     ) -> FineTuningJob:
         content = jsonl_of(examples, options.method)
-        key = _short(key)
+        if len(key) > LONGEST_KEY:
+            key = hashlib.sha256(key.encode()).hexdigest()
 
         async def attempt() -> FineTuningJob:
             # Before each attempt: only the response may have been lost.
@@ -396,9 +388,3 @@ def _job_of(job: Any) -> FineTuningJob:
     return FineTuningJob(
         job.id, status or JobStatus.FAILED, job.fine_tuned_model or None, message or None
     )
-
-
-def _short(key: str) -> str:
-    """Shorten a key to the limit of metadata."""
-    is_short = len(key) <= LONGEST_KEY
-    return key if is_short else hashlib.sha256(key.encode()).hexdigest()

@@ -42,6 +42,7 @@ from nip_astra.language_models.base import (
     LanguageModel,
     SamplingOptions,
     TokenCount,
+    TokenRows,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
@@ -154,16 +155,15 @@ class HttpTrainingService(TrainingService):
             raise self.connection.unreadable("it lacks grad_norm or was_taken")
         return OptimizerFigures(grad_norm, was_taken=was_taken)
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=rows))
-        if logprobs_BT.shape != ids_BT.shape:
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
+        on_cpu = tuple(one.cpu() for one in rows)
+        (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=on_cpu))
+        shape = on_cpu[2].shape
+        if logprobs_BT.shape != shape:
             raise self.connection.unreadable(
-                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
+                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(shape)}"
             )
-        return self._leaves.leaf(rows, logprobs_BT)
+        return self._leaves.leaf(on_cpu, logprobs_BT)
 
     def sample(
         self,

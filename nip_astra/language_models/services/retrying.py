@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,20 +131,15 @@ class Usage(NamedTuple):
 
 _OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
-_TOTALED = (
-    "num_requests",
-    "num_samples",
-    "num_refusals",
-    "num_estimated",
-    "prompt_tokens",
-    "completion_tokens",
-    "cost",
-)
-_TOTALS = (
-    "SELECT COUNT(*), COALESCE(SUM(num_samples), 0), COALESCE(SUM(num_refusals), 0), "
-    "COALESCE(SUM(is_estimated), 0), COALESCE(SUM(prompt_tokens), 0), "
-    "COALESCE(SUM(completion_tokens), 0), SUM(cost) FROM requests WHERE label = ?"
-)
+_TOTALS = {
+    "num_requests": "COUNT(*)",
+    "num_samples": "COALESCE(SUM(num_samples), 0)",
+    "num_refusals": "COALESCE(SUM(num_refusals), 0)",
+    "num_estimated": "COALESCE(SUM(is_estimated), 0)",
+    "prompt_tokens": "COALESCE(SUM(prompt_tokens), 0)",
+    "completion_tokens": "COALESCE(SUM(completion_tokens), 0)",
+    "cost": "SUM(cost)",
+}
 _FAILURES = (
     "SELECT outcome, COUNT(*) FROM requests WHERE label = ? AND outcome != 'answered' "
     "GROUP BY outcome ORDER BY outcome"
@@ -162,7 +157,11 @@ class UsageLog:
         self._total = _TotalFile(path)
         self._database = self._open()
         with self._transaction():
-            kept, found = self._total.read(), self._read_spent()
+            row = self._database.execute(
+                "SELECT COUNT(*), COALESCE(SUM(prompt_tokens + completion_tokens), 0), "
+                "COALESCE(SUM(cost), 0.0) FROM requests"
+            ).fetchone()
+            kept, found = self._total.read(), Usage(*row)
             self._spent = kept.at_least(found)
             if self._spent != kept:
                 self._total.write(self._spent)
@@ -195,12 +194,19 @@ class UsageLog:
         """
         while True:
             with self._lock:
-                too_much = _exceeded(self._spent.plus(self._reserved).plus(most), budget)
-                if too_much is None:
+                exceeded = _exceeded(self._spent.plus(self._reserved).plus(most), budget)
+                if exceeded is None:
                     self._reserved = self._reserved.plus(most)
                     return
                 if not self._reserved.requests:
-                    raise BudgetExhaustedError(_budget_text(too_much, self._spent))
+                    name, limit = exceeded
+                    raise BudgetExhaustedError(
+                        f"the next request could exceed {name}={limit:g}, after "
+                        f"{self._spent.requests} requests, {self._spent.tokens} tokens and a cost "
+                        f"of {self._spent.cost:.4g}. Continue with a larger limit: nip-astra "
+                        f"resume RUN --settings {name}=<more> (or the same command for an "
+                        "evaluation)"
+                    )
                 loop = asyncio.get_running_loop()
                 freed: asyncio.Future[None] = loop.create_future()
                 self._waiting.append((loop, freed))
@@ -214,8 +220,10 @@ class UsageLog:
             took = Usage(1, tokens, record.cost or 0.0)
         with self._lock:
             if record is not None:
+                marks = ", ".join("?" * (len(_COLUMNS) + 1))
+                values = (time.time(), *astuple(record))
                 with self._transaction():
-                    self._write(record)
+                    self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
                     self._total.write(self._total.read().plus(took))
             self._spent = self._spent.plus(took)
             self._reserved = self._reserved.plus(reserved, -1)
@@ -249,7 +257,9 @@ class UsageLog:
     def use(self, label: str, model: str) -> ServiceUse:
         """Return the usage under a label."""
         with self._lock, guarded(self.path):
-            totals = self._database.execute(_TOTALS, (label,)).fetchone()
+            totals = self._database.execute(
+                f"SELECT {', '.join(_TOTALS.values())} FROM requests WHERE label = ?", (label,)
+            ).fetchone()
             failures = self._database.execute(_FAILURES, (label,)).fetchall()
             cached = self._database.execute(
                 "SELECT num_samples FROM remembered WHERE label = ?", (label,)
@@ -260,7 +270,7 @@ class UsageLog:
         seconds = sorted(row[0] for row in rows)
         return ServiceUse(
             model,
-            **dict(zip(_TOTALED, totals, strict=True)),
+            **dict(zip(_TOTALS, totals, strict=True)),
             num_remembered=cached[0] if cached else 0,
             failures=dict(failures),
             median_seconds=statistics.median(seconds) if seconds else None,
@@ -294,20 +304,6 @@ class UsageLog:
                     part.replace(part.with_name(f"{part.name}.damaged"))
             logger.warning("%s is damaged and is kept as %s.damaged", path, path.name)
             return _open_tables(path)
-
-    def _write(self, record: RequestRecord) -> None:
-        marks = ", ".join("?" * (len(_COLUMNS) + 1))
-        values = (time.time(), *(getattr(record, name) for name in _COLUMNS))
-        with guarded(self.path):
-            self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
-
-    def _read_spent(self) -> Usage:
-        with guarded(self.path):
-            row = self._database.execute(
-                "SELECT COUNT(*), COALESCE(SUM(prompt_tokens + completion_tokens), 0), "
-                "COALESCE(SUM(cost), 0.0) FROM requests"
-            ).fetchone()
-        return Usage(*row)
 
 
 class _TotalFile:
@@ -375,26 +371,13 @@ def guarded(path: Path | None) -> Iterator[None]:
         ) from error
 
 
-def _exceeded(planned: Usage, budget: Budget) -> str | None:
-    """Return the first setting that would be exceeded, if any."""
-    bounds: dict[str, tuple[float, float | None]] = {
-        "max_service_requests": (planned.requests, budget.max_requests),
-        "max_service_tokens": (planned.tokens, budget.max_tokens),
-        "max_service_cost": (planned.cost, budget.max_cost),
-    }
-    for name, (value, bound) in bounds.items():
-        if bound is not None and value > bound:
-            return f"{name}={bound:g}"
+def _exceeded(planned: Usage, budget: Budget) -> tuple[str, float] | None:
+    """Return the name and value of the first limit that would be exceeded, if any."""
+    limits = (budget.max_requests, budget.max_tokens, budget.max_cost)
+    for name, value, limit in zip(Usage._fields, planned, limits, strict=True):
+        if limit is not None and value > limit:
+            return f"max_service_{name}", limit
     return None
-
-
-def _budget_text(setting: str, spent: Usage) -> str:
-    name = setting.partition("=")[0]
-    return (
-        f"the next request could exceed {setting}, after {spent.requests} requests, "
-        f"{spent.tokens} tokens and a cost of {spent.cost:.4g}. Continue with a larger limit: "
-        f"nip-astra resume RUN --settings {name}=<more> (or the same command for an evaluation)"
-    )
 
 
 class ResponseCache:
@@ -571,7 +554,8 @@ class RetryingChatModel(ChatModel):
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> RetryingChatModel:
-        model = _load(parameters, scenario_dir, device)
+        kind = CHAT_MODELS.get(parameters.type_name)
+        model = kind.load(parameters, scenario_dir=scenario_dir, device=device)
         return cls(model, parameters.limits, prices=parameters.prices)
 
     @property
@@ -619,7 +603,7 @@ class RetryingChatModel(ChatModel):
         return replace(outcome, samples=tuple(old or new for old, new in samples))
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
-        samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
+        samples: Sequence[ChatAnswer | ChatFailure] = ()
         usage, is_estimated = NOTHING_USED, False
         spent, attempt = 0.0, 0
         while True:
@@ -629,7 +613,7 @@ class RetryingChatModel(ChatModel):
             is_estimated |= outcome.is_usage_estimated
             samples = [
                 old if isinstance(old, ChatAnswer) else new
-                for old, new in zip(samples, outcome.samples, strict=True)
+                for old, new in zip(samples or outcome.samples, outcome.samples, strict=True)
             ]
             failures = [one for one in samples if isinstance(one, ChatFailure)]
             pause = self._pause_before(attempt, failures, spent)
@@ -643,7 +627,6 @@ class RetryingChatModel(ChatModel):
         final = [
             self._with_attempts(one, attempt) if isinstance(one, ChatFailure) else one
             for one in samples
-            if one is not None
         ]
         return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
 
@@ -769,7 +752,9 @@ def open_chat_model(
         Its role in the run: "target", "judge".
     """
     settings = settings or ExperimentSettings()
-    model = _load(parameters, scenario_dir, resolve_device(settings.device))
+    kind = CHAT_MODELS.get(parameters.type_name)
+    device = resolve_device(settings.device)
+    model = kind.load(parameters, scenario_dir=scenario_dir, device=device)
     model.num_threads = settings.num_threads
     return with_retries(model, parameters.limits, parameters.prices, settings, label=label)
 
@@ -783,12 +768,10 @@ def with_retries(
     label: str,
 ) -> RetryingChatModel:
     """Add retries, rate limits, budget and cache to a model; see `open_chat_model`."""
-    run = settings.run_directory
-    shared = settings.service_cache
+    run, shared = settings.run_directory, settings.service_cache
+    cache_path = None if run is None else run.path / CACHE_FILE
     if shared is not None:
-        cache_path: Path | None = Path(shared).expanduser()
-    else:
-        cache_path = None if run is None else run.path / CACHE_FILE
+        cache_path = Path(shared).expanduser()
     return RetryingChatModel(
         model,
         limits,
@@ -811,10 +794,3 @@ def resume_usage(
         model.account = f"{name}, {purpose}" if purpose else name
         if is_new:
             model.usage_log.set_aside(model.account)
-
-
-def _load(
-    parameters: ChatModel.Parameters, scenario_dir: Path | None, device: torch.device
-) -> ChatModel:
-    cls = CHAT_MODELS.get(parameters.type_name)
-    return cls.load(parameters, scenario_dir=scenario_dir, device=device)

@@ -102,11 +102,10 @@ class DataParallelService(LocalTrainingService):
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
         """Compute the gradient of this process's rows, and their share of the step's means."""
-        batches = parts_of(batches, self.team)
+        batches = [batch for batch, num_rows in self._parts_of(batches) if num_rows]
         if not batches:
             return {}
-        mine = sum(len(batch) for batch in batches)
-        share = mine / num_samples
+        share = sum(len(batch) for batch in batches) / num_samples
 
         def scaled(batch: TensorDict) -> Any:
             output = loss(batch)
@@ -114,6 +113,18 @@ class DataParallelService(LocalTrainingService):
 
         figures = super().forward_backward(batches, scaled)
         return {"loss": figures.pop("loss")} | {n: value * share for n, value in figures.items()}
+
+    def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
+        """Yield this process's part of a step's batches, each with its number of counting rows.
+
+        Equally many in each process: one without rows of a batch gets a row that does not count.
+        """
+        num_whole = len(batches) // self.team.size * self.team.size
+        for number in self.team.shard_of(num_whole):
+            yield batches[number], len(batches[number])
+        for batch in batches[num_whole:]:
+            rows = self.team.shard_of(len(batch))
+            yield (batch[rows.start : rows.stop], len(rows)) if rows else (batch[:1], 0)
 
     def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
         """Sum gradients over processes; a weight without any keeps none."""
@@ -124,17 +135,6 @@ class DataParallelService(LocalTrainingService):
                     weight.grad = torch.zeros_like(weight)
                 gradients.append(weight.grad)
         self.team.all_reduce(gradients)
-
-
-def parts_of(batches: Sequence[TensorDict], team: Team) -> list[TensorDict]:
-    """Return a process's part of a step's batches: whole ones, and rows of the last ones."""
-    num_whole = len(batches) // team.size * team.size
-    found: list[TensorDict] = [batches[number] for number in team.shard_of(num_whole)]
-    for batch in batches[num_whole:]:
-        rows = team.shard_of(len(batch))
-        if rows:
-            found.append(batch[rows.start : rows.stop])
-    return found
 
 
 _SAVE = "save_sharded_state"
@@ -197,21 +197,9 @@ class ShardedService(DataParallelService):
     def _part_of_step(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
+        # A pass waits for all processes, so rows that do not count are computed too.
         parts = self._parts_of(batches)
         return accumulate(((batch, rows / num_samples) for batch, rows in parts), loss)
-
-    def _parts_of(self, batches: Sequence[TensorDict]) -> Iterator[tuple[TensorDict, int]]:
-        """Yield this process's part of a step's batches, each with its number of counting rows.
-
-        Equally many in each process, since a pass waits for all; a process without rows computes
-        one that does not count.
-        """
-        num_whole = len(batches) // self.team.size * self.team.size
-        for number in self.team.shard_of(num_whole):
-            yield batches[number], len(batches[number])
-        for batch in batches[num_whole:]:
-            rows = self.team.shard_of(len(batch))
-            yield (batch[rows.start : rows.stop], len(rows)) if rows else (batch[:1], 0)
 
     def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
         # Gradients of the parts are summed in the backward pass of each layer.
@@ -272,7 +260,7 @@ class ShardedService(DataParallelService):
     def _save_parts(self, directory: Path) -> None:
         tensors, _ = split_optimizer(self.optimizer)
         with lost_process_errors(self.team, only_if=LOST):
-            save_shards(directory / self.role / SHARDS, self._named_parts())
+            save_shards(directory / self.role / SHARDS, learned_weights(self._module))
             save_shards(directory / OPTIMIZER_SHARDS, tensors)
 
     def load_state(self, directory: Path) -> None:
@@ -285,7 +273,7 @@ class ShardedService(DataParallelService):
     @torch.no_grad()
     def _load_weights(self, folder: Path) -> None:
         """Load this process's shard of weights saved with or without sharding."""
-        parts = self._named_parts()
+        parts = learned_weights(self._module)
         if (folder / SHARDS).is_dir():
             load_shards(folder / SHARDS, parts)
             return
@@ -297,9 +285,6 @@ class ShardedService(DataParallelService):
                     "parameters that wrote it."
                 )
             local_tensor(part).copy_(local_tensor(shard(saved[name], part)))
-
-    def _named_parts(self) -> dict[str, Tensor]:
-        return learned_weights(self._module)
 
 
 def learner_of(model: object) -> HuggingFaceLanguageModel | None:

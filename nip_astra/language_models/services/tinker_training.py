@@ -32,7 +32,7 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions, TokenRows
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
 from nip_astra.language_models.services.http_client import check_address
@@ -147,19 +147,17 @@ class TinkerTrainingService(TrainingService):
         # Tinker's own service does not report it.
         return OptimizerFigures(metrics.get("grad_norm:mean", float("nan")), was_taken=True)
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        rows = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
+        _, _, ids_BT, mask_BT = on_cpu = tuple(one.cpu() for one in rows)
         logprobs_BT = torch.zeros(ids_BT.shape)
-        if bool(rows[3].any()):
-            data = self._data(rows, torch.zeros(ids_BT.shape))
+        if bool(mask_BT.any()):
+            data = self._data(on_cpu, torch.zeros(ids_BT.shape))
             output = self._await(lambda: self._training.forward(data, "cross_entropy"))
-            places = rows[3].any(dim=1).nonzero().squeeze(1).tolist()
+            places = mask_BT.any(dim=1).nonzero().squeeze(1).tolist()
             for row, one in zip(places, output.loss_fn_outputs, strict=True):
-                length = int(rows[3][row].sum())
+                length = int(mask_BT[row].sum())
                 logprobs_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
-        return self._leaves.leaf(rows, logprobs_BT)
+        return self._leaves.leaf(on_cpu, logprobs_BT)
 
     def _data(self, rows: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
         """Convert rows with tokens to score to the SDK's format."""

@@ -185,7 +185,7 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
     """Return a task's environment of a problem."""
     environment = _called(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
-        raise _wrong(task, "environment", environment, "an Environment with reset and step")
+        raise wrong_result(task, "environment", environment, "an Environment with reset and step")
     return environment
 
 
@@ -215,9 +215,9 @@ def close_environment(environment: Environment) -> None:
 def checked_reaction(owner: object, hook: str, reaction: Any) -> Reaction:
     """Return a reaction with a list of messages and a finite reward, or None."""
     if not isinstance(reaction, Reaction):
-        raise _wrong(owner, hook, reaction, "a Reaction")
+        raise wrong_result(owner, hook, reaction, "a Reaction")
     if not isinstance(reaction.is_over, bool):
-        raise _wrong(owner, hook, reaction.is_over, "True or False as is_over")
+        raise wrong_result(owner, hook, reaction.is_over, "True or False as is_over")
     messages = _messages(owner, hook, reaction.messages)
     return Reaction(messages, _reward(owner, hook, reaction.reward), reaction.is_over)
 
@@ -272,11 +272,11 @@ def _messages(owner: object, hook: str, value: Any) -> list[Message]:
     if not isinstance(value, list | tuple) and (
         isinstance(value, str) or not isinstance(value, Sequence)
     ):
-        raise _wrong(owner, hook, value, expected)
+        raise wrong_result(owner, hook, value, expected)
     for message in value:
         is_message = isinstance(message, Message) and isinstance(message.text, str)
         if not is_message or message.role not in get_args(Role):
-            raise _wrong(owner, hook, message, expected)
+            raise wrong_result(owner, hook, message, expected)
     return list(value)
 
 
@@ -288,11 +288,12 @@ def _reward(owner: object, hook: str, value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         reward = math.nan
     if not math.isfinite(reward):
-        raise _wrong(owner, hook, value, "a finite reward, or None for no verdict")
+        raise wrong_result(owner, hook, value, "a finite reward, or None for no verdict")
     return reward
 
 
-def _wrong(owner: object, hook: str, value: object, expected: str) -> TaskError:
+def wrong_result(owner: object, hook: str, value: object, expected: str) -> TaskError:
+    """Return the error of a hook that returned something else than expected."""
     return TaskError(
         f"{hook} of {type(owner).__name__} returned {str(value)[:80]!r} ({type(value).__name__}). "
         f"Return {expected}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -27,11 +26,10 @@ from nip_astra.scenario_base.tasks.base import (
 )
 from nip_astra.scenario_base.tasks.rewards import (
     RewardParameters,
-    ScorerParameters,
     WeightedRewards,
     is_right,
 )
-from nip_astra.scorers.base import Message, Role, Scorer, build_scorer
+from nip_astra.scorers.base import Message, Role, Scorer, ScorerParameters, build_scorer
 from nip_astra.utils.seeding import derived_generator
 
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 512
@@ -111,42 +109,39 @@ class DatasetTask(Task):
                 parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
             )
             self.scorers = (self.scorer,)
-        self._rows = self._read(parameters, self.seed, self.scenario_dir)
+        self._rows = self._read()
         shared = set(self._rows["train"]) & {*self._rows["test"], *self._rows["dev"]}
         if shared:
             raise DataError(
                 f"training and held-out data share {counted(len(shared), 'problem')}, for instance "
                 f"{_short(min(shared))}. Remove shared ones from one file."
             )
-        self.rewards = self._build_rewards(parameters, self.device, self.scenario_dir)
+        self.rewards = self._build_rewards()
         self._has_answers = self.scorer is None and self.rewards is None
         if self._has_answers:
             for rows in self._rows.values():
                 for row in rows:
                     self._answer(row)
 
-    def _read(
-        self, parameters: Any, seed: int, scenario_dir: Path | None
-    ) -> dict[str, list[Prompt]]:
+    def _read(self) -> dict[str, list[Prompt]]:
         """Read the rows of each split; holds out a part of train if no other rows are given."""
+        names = {split: getattr(self.parameters, split) for split in ("train", "test", "dev")}
+        rows = {
+            split: read_prompts(name, self.scenario_dir, self.parameters.column)
+            for split, name in names.items()
+            if name is not None
+        }
+        if "test" not in rows:
+            fraction = self.parameters.test_fraction
+            rows["train"], rows["test"] = hold_out(rows["train"], fraction, self.seed)
+        rows.setdefault("dev", rows["test"])
+        return rows
 
-        def read(name: str) -> list[Prompt]:
-            return read_prompts(name, scenario_dir, parameters.column)
-
-        train = read(parameters.train)
-        if parameters.test is None:
-            train, test = hold_out(train, parameters.test_fraction, seed)
-        else:
-            test = read(parameters.test)
-        dev = test if parameters.dev is None else read(parameters.dev)
-        return {"train": train, "test": test, "dev": dev}
-
-    def _build_rewards(
-        self, parameters: Any, device: torch.device, scenario_dir: Path | None
-    ) -> WeightedRewards | None:
-        if parameters.reward != "functions":
+    def _build_rewards(self) -> WeightedRewards | None:
+        functions = self.parameters.functions
+        if self.parameters.reward != "functions":
             return None
-        if not parameters.functions:
+        if not functions:
             raise DataError(
                 "task.reward is functions, but task.functions is empty. Set it, for instance to "
                 "{mine: {function: rewards.py:mine}}."
@@ -155,7 +150,7 @@ class DatasetTask(Task):
             name for rows in self._rows.values() for row in rows for name in row.row
         )
         rewards = WeightedRewards(
-            parameters.functions, tuple(names), device=device, scenario_dir=scenario_dir
+            functions, tuple(names), device=self.device, scenario_dir=self.scenario_dir
         )
         self.scorers = tuple(rewards.scorers.values())
         return rewards

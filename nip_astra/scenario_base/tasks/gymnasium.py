@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.errors import ConfigurationError
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
@@ -23,6 +23,7 @@ from nip_astra.scenario_base.tasks.base import (
     SeededTask,
     Split,
     register_task,
+    wrong_result,
 )
 from nip_astra.scorers.base import Message
 from nip_astra.scorers.python import find_function
@@ -42,15 +43,14 @@ class GymnasiumEnvironment(Environment):
         self._return = 0.0
         found = self._environment.reset(seed=self._seed)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise self._wrong("reset", found, "an observation and a dict")
+            raise wrong_result(self._environment, "reset", found, "an observation and a dict")
         return [Message("user", self._text("reset", found[0]))]
 
     def step(self, message: str) -> Reaction:
         found = self._environment.step(message)
         if not isinstance(found, tuple) or len(found) != 5:
-            raise self._wrong(
-                "step", found, "observation, reward, terminated, truncated and a dict"
-            )
+            expected = "observation, reward, terminated, truncated and a dict"
+            raise wrong_result(self._environment, "step", found, expected)
         observation, reward, is_terminated, is_truncated, _ = found
         self._return += float(reward)
         if is_terminated or is_truncated:
@@ -64,12 +64,8 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, hook: str, observation: Any) -> str:
         if not isinstance(observation, str):
-            raise self._wrong(hook, observation, "a text as observation")
+            raise wrong_result(self._environment, hook, observation, "a text as observation")
         return observation
-
-    def _wrong(self, hook: str, value: object, expected: str) -> TaskError:
-        name = type(self._environment).__name__
-        return TaskError(f"{hook} of {name} returned {str(value)[:80]!r}. Return {expected}.")
 
 
 class TextArenaGame:

@@ -19,15 +19,13 @@ import torch
 
 from nip_astra.errors import ConfigurationError, TaskError, counted
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import CheckedName, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import CheckedName, SubParameters
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.tasks.base import Episode, TrainingProgress
 from nip_astra.scenario_base.tasks.tools import tool_figures
-from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
+from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.scorers.python import UserFunction
 from nip_astra.utils.background_loop import BackgroundLoop
-
-ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.ma as ma
@@ -23,6 +23,7 @@ from nip_astra.language_models.services.chat import (
     ChatFailure,
     ChatMessage,
     ChatModel,
+    ChatModelParameters,
     ChatRequest,
     complete_all,
 )
@@ -36,8 +37,7 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_rollouts import active_turns
-from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title
-from nip_astra.scenario_base.text.models import ChatModelParameters
+from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title, row_of
 from nip_astra.utils.nested_array_dict import (
     CompositeSpec,
     IntArraySpec,
@@ -176,7 +176,7 @@ def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
         lines_of_episode = _lines(rollouts, n, cast)
-        row = _row(columns, n)
+        row = {} if columns is None else row_of(columns, n)
         values = {key: value for key, value in row.items() if key not in cast.hidden_columns}
         for a, agent in enumerate(names):
             seen = cast.seen_channels(agent)
@@ -201,17 +201,6 @@ def _lines(rollouts: NestedArrayDict, place: int, cast: Cast) -> list[Line]:
     return found
 
 
-def _row(columns: NestedArrayDict | None, place: int) -> dict[str, Any]:
-    """Return a datapoint as plain values, by column."""
-    found = {}
-    for name, array in () if columns is None else columns.items():
-        value = array[place]
-        found[str(name)] = value.item() if hasattr(value, "item") else value
-    return found
-
-
-Cls = TypeVar("Cls", bound=type[RolloutAnalyser])
-
 ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry(
     "rollout_analyser",
     package="nip_astra.scenario_base.text",
@@ -220,19 +209,21 @@ ROLLOUT_ANALYSERS: ComponentRegistry[type[RolloutAnalyser]] = ComponentRegistry(
 )
 
 
-def register_rollout_analyser(name: str) -> Callable[[Cls], Cls]:
+def register_rollout_analyser(
+    name: str,
+) -> Callable[[type[RolloutAnalyser]], type[RolloutAnalyser]]:
     """Register a `RolloutAnalyser` subclass under the name that selects it."""
-    return ROLLOUT_ANALYSERS.register(name)  # type: ignore[return-value]  # gives back its argument
+    return ROLLOUT_ANALYSERS.register(name)
 
 
 def build_rollout_analysers(chosen: Iterable[str | Any]) -> list[RolloutAnalyser]:
     """Return analysers, given by name or by their parameters."""
-    found = []
-    for one in chosen:
-        name = one if isinstance(one, str) else one.type_name
-        cls = ROLLOUT_ANALYSERS.get(name)
-        found.append(cls(cls.Parameters() if isinstance(one, str) else one))
-    return found
+    return [
+        ROLLOUT_ANALYSERS.get(one)()
+        if isinstance(one, str)
+        else ROLLOUT_ANALYSERS.get(one.type_name)(one)
+        for one in chosen
+    ]
 
 
 TASK = """\
@@ -314,20 +305,6 @@ def masked_verdicts(
     return ma.masked_array(verdict_NAC == Verdict.YES, mask=verdict_NAC > Verdict.YES)
 
 
-def requests_of(
-    analyser: RolloutAnalyser, subjects: Sequence[Subject], how: JudgingParameters
-) -> list[ChatRequest]:
-    """Return one request per subject."""
-    return [
-        ChatRequest(
-            question_messages(analyser, subject),
-            max_tokens=how.max_tokens,
-            temperature=how.temperature,
-        )
-        for subject in subjects
-    ]
-
-
 def question_messages(analyser: RolloutAnalyser, subject: Subject) -> tuple[ChatMessage, ...]:
     """Return the question about a subject, with its datapoint and conversation."""
     conversation = [
@@ -359,25 +336,32 @@ def judge_rollouts(
     verdicts = verdict_spec(cast, len(rollouts)).zero()
     verdicts["verdict"][:] = Verdict.NOT_REQUESTED
     subjects = analyser.subjects(rollouts, cast)
-    missing = list(zip(subjects, requests_of(analyser, subjects, how), strict=True))
     num_requests = 0
     for attempt in range(1 + how.num_retries):
         # Another number is another sample, also for caches.
-        requests = [replace(request, first_sample=attempt) for _, request in missing]
+        requests = [
+            ChatRequest(
+                question_messages(analyser, subject),
+                max_tokens=how.max_tokens,
+                temperature=how.temperature,
+                first_sample=attempt,
+            )
+            for subject in subjects
+        ]
         outcomes = complete_all(model, requests)
         num_requests += len(requests)
         unread = []
-        for (subject, request), outcome in zip(missing, outcomes, strict=True):
-            verdict, reason = read_verdict(_text_of(outcome.samples[0], analyser, model))
+        for subject, outcome in zip(subjects, outcomes, strict=True):
+            (sample,) = outcome.samples
+            verdict, reason = read_verdict(_text_of(sample, analyser, model))
             verdicts["verdict"][subject.place] = verdict
             verdicts["reason"][subject.place] = reason
-            sample = outcome.samples[0]
+            # The model itself has already retried transient failures.
             is_final = isinstance(sample, ChatFailure) and sample.reason.may_pass
             if verdict == Verdict.UNKNOWN and not is_final:
-                # The model itself has already retried transient failures.
-                unread.append((subject, request))
-        missing = unread
-        if not missing:
+                unread.append(subject)
+        subjects = unread
+        if not subjects:
             break
     return Judgements(verdicts, num_requests)
 

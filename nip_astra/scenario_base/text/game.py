@@ -33,6 +33,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.chat import ChatMessage
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves, ProtocolHandler
+from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
 DECISION_WORDS = {REJECT: "reject", ACCEPT: "accept"}
@@ -190,6 +191,12 @@ class ChannelMessage(NamedTuple):
     channel: str
     text: str
     """The message without its heading."""
+
+
+def row_of(data: NestedArrayDict, number: int) -> dict[str, Any]:
+    """Return a datapoint as plain values, by column."""
+    row = {str(name): array[number] for name, array in data.items()}
+    return {name: one.item() if hasattr(one, "item") else one for name, one in row.items()}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from nip_astra.checkpoints.store import LATEST, CheckpointStore
 from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, ConfigurationError, ServiceError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.chat import CHAT_MODELS, ChatMessage, ChatModel
+from nip_astra.language_models.fine_tuning import LocalFineTuningService
+from nip_astra.language_models.services.chat import ChatMessage, ChatModel, ChatModelParameters
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
@@ -28,10 +29,9 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where, where_given
-from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.samplers.text_rollouts import active_turns, read_prompt
 from nip_astra.scenario_base.text.game import decision_text
@@ -41,8 +41,6 @@ from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
-
-ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
 class TextAgentParameters(SubParameters):
@@ -85,14 +83,7 @@ GROUPS = "groups.json"
 
 
 def open_text_models(
-    parameters: Any,
-    *,
-    label: str,
-    scenario_dir: Path | None,
-    settings: ExperimentSettings,
-    load_from_run: str | None = None,
-    checkpoint_version: str = LATEST,
-    agent: str = "",
+    agent: TextAgent, *, label: str, scenario_dir: Path | None, settings: ExperimentSettings
 ) -> tuple[Callable[[str | None], ChatModel], FineTuningService | None]:
     """Return a function that opens a group's models by name, the first for None, and the service
     that trains them.
@@ -102,18 +93,17 @@ def open_text_models(
 
     Parameters
     ----------
-    parameters : ChatModel.Parameters
-        The group's first model.
+    agent : TextAgent
+        A member of the group, whose members agree in the models.
     label : str
-        Its name in messages and counts.
-    load_from_run : str, optional
-        A run whose trained model of `agent` replaces the first model's weights.
+        Name of the first model in messages and counts.
     """
+    parameters: Any = agent.parameters.model
     service: FineTuningService | None = None
 
     def open_model(name: str | None) -> ChatModel:
-        if name is None and load_from_run is not None:
-            trained = _trained_model(load_from_run, checkpoint_version, agent, settings)
+        if name is None and agent.parameters.load_from_run is not None:
+            trained = _trained_model(agent, settings)
             chosen = renamed(parameters, trained if service is None else service.take_up(trained))
         elif name is None:
             chosen = parameters
@@ -219,8 +209,9 @@ def _found(run: Path, group: str, model: str | None) -> str | None:
     return next((str(one) for one in places if one.exists()), model)
 
 
-def _trained_model(run: str, version: str, agent: str, settings: ExperimentSettings) -> str:
-    """Return the model of an agent in another run."""
+def _trained_model(agent: TextAgent, settings: ExperimentSettings) -> str:
+    """Return the model of an agent in the run that it loads."""
+    run, version = str(agent.parameters.load_from_run), agent.parameters.checkpoint_version
     if run.startswith(wandb_runs.SCHEME):
         name = quote(f"{run}@{version}", safe="")
         jobs = _jobs_dir(settings)
@@ -234,16 +225,14 @@ def _trained_model(run: str, version: str, agent: str, settings: ExperimentSetti
         states = models_of_run(folder)
     else:
         states = models_of_run(RunDirectory.find(run, settings.runs_dir).path, version)
-    # Older runs do not name the members of a group.
-    anyone = [agent] if len(states) == 1 else []
-    found = [one for name, one in states.items() if agent in one.get("agents", [name, *anyone])]
-    if not found or found[0]["model"] is None:
+    models = [state["model"] for state in states.values() if agent.name in state["agents"]]
+    if not any(models):
         trained = sorted(name for name, one in states.items() if one["model"] is not None)
         raise CheckpointError(
-            f"the run {run} has no trained model of the agent {agent!r}, only of the groups "
+            f"the run {run} has no trained model of the agent {agent.name!r}, only of the groups "
             f"{', '.join(trained) or '(none)'}. Choose another run, or set load_from_run to null."
         )
-    return str(found[0]["model"])
+    return str(models[0])
 
 
 _SHARED = (

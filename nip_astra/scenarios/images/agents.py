@@ -27,7 +27,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     Representation,
 )
 from nip_astra.scenarios.heads import SummaryPolicyHead
-from nip_astra.scenarios.images.pretrained.base import PretrainedModelParameters, embedding_key
+from nip_astra.scenarios.images.pretrained import PretrainedModelParameters, embedding_key
 from nip_astra.utils.activations import ACTIVATIONS
 
 LATENT, IMAGE = "latent_pixels", "image"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from nip_astra.serve.requests import Body, wrong
+from nip_astra.serve.requests import Body
 from nip_astra.serve.training import MAX_WEIGHT_DECAY
 
 Seconds = Annotated[int, Field(ge=1, le=10 * 365 * 24 * 3600)]
@@ -60,14 +60,7 @@ class OptimizerBody(TinkerBody):
     """The kind of an optimizer."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    type: str = "adamw"
-
-    def check(self) -> None:
-        if self.type != "adamw":
-            raise wrong(
-                f"unknown optimizer {self.type!r}; available: adamw. Leave optimizer out.",
-                "optimizer_config",
-            )
+    type: Literal["adamw"] = "adamw"
 
 
 class CreateModelBody(TinkerBody):
@@ -77,8 +70,15 @@ class CreateModelBody(TinkerBody):
     model_seq_id: Count
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraBody | None = None
+    lora_config: LoraBody = LoraBody(rank=32)
     optimizer_config: OptimizerBody = OptimizerBody()
+
+
+class NumberedBody(TinkerBody):
+    """An operation on a model in training, by its number."""
+
+    model_id: str
+    seq_id: Number
 
 
 class LoadBody(TinkerBody):
@@ -93,16 +93,6 @@ class LoadBody(TinkerBody):
     path: str
     optimizer: bool
     optimizer_config: OptimizerBody | None = None
-    weights_access_token: str | None = None
-
-    def check(self) -> None:
-        """Raise for options of accounts."""
-        if self.weights_access_token is not None:
-            raise wrong(
-                "this service has no accounts: every client may load every checkpoint. Leave "
-                "weights_access_token out.",
-                "weights_access_token",
-            )
 
 
 class AdamBody(TinkerBody):
@@ -117,54 +107,29 @@ class AdamBody(TinkerBody):
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
-class OptimStepBody(TinkerBody):
+class OptimStepBody(NumberedBody):
     """An optimizer step."""
 
-    model_id: str
-    seq_id: Number
-    adam_params: AdamBody | None = None
-    optimizer_params: dict[str, Any] | None = None
-
-    @property
-    def adam(self) -> AdamBody:
-        if self.adam_params is None:
-            kind = (self.optimizer_params or {}).get("type")
-            raise wrong(
-                f"unknown optimizer {kind!r}; available: adamw. Give AdamParams.",
-                "optimizer_params",
-            )
-        return self.adam_params
+    adam_params: AdamBody
 
 
-class SaveBody(TinkerBody):
+class SaveBody(NumberedBody):
     """A state to save."""
 
-    model_id: str
-    seq_id: Number
     path: str | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
-class SaveForSamplerBody(TinkerBody):
-    """Weights to sample from."""
+class SaveForSamplerBody(NumberedBody):
+    """Weights to sample from; they do not change while a client samples."""
 
-    model_id: str
-    seq_id: Number
     path: str | None = None
     sampling_session_seq_id: int | None = None
-    kind: str = "snapshot"
+    kind: Literal["snapshot"] = "snapshot"
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
-
-    def check(self) -> None:
-        """Raise for weights that change while a client samples."""
-        if self.kind != "snapshot":
-            raise wrong(
-                f"unknown kind {self.kind[:50]!r} of weights; available: snapshot. Leave kind out.",
-                "kind",
-            )
 
 
 class SamplingSessionBody(TinkerBody):
@@ -261,7 +226,7 @@ class SampleBody(TinkerBody):
     target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: Top = 0
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
-    record_stability_info: bool | None = None
+    record_stability_info: Literal[False] | None = None
 
 
 class FutureBody(TinkerBody):

@@ -16,7 +16,6 @@ from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     LoadBody,
-    LoraBody,
     SampleBody,
     SaveBody,
     SaveForSamplerBody,
@@ -102,10 +101,8 @@ class TinkerHost:
 
     def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
         """Return the function that creates a new model; refuse an invalid request at once."""
-        body.optimizer_config.check()
         session = self.session(body.session_id)
-        base = self.bases.get(body.base_model)
-        lora = body.lora_config or LoraBody(rank=32)
+        base, lora = self.bases.get(body.base_model), body.lora_config
         shape = LoraShape(lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
         record = _record(session, body.model_seq_id, base.name, shape, body.user_metadata)
         return lambda: self._add(session, record, seed=abs(lora.seed or 0))
@@ -114,8 +111,6 @@ class TinkerHost:
         self, body: LoadBody, session_id: str, number: int
     ) -> Callable[[], TinkerModel]:
         """Return the function that creates a model from a saved state."""
-        if body.optimizer_config is not None:
-            body.optimizer_config.check()
         session = self.session(session_id)
         checkpoint = self.store.find(body.path)
         origin = self.store.run(checkpoint.run_id)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -196,8 +196,7 @@ def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, 
     return encoded
 
 
-@dataclass(frozen=True)
-class Likeliest:
+class Likeliest(NamedTuple):
     """The most likely tokens at each position, in descending order."""
 
     ids_TK: Tensor
@@ -211,68 +210,24 @@ class Likeliest:
             torch.cat([torch.full((num_places, width), NO_LOGPROB), self.logprobs_TK]),
         )
 
-
-@dataclass(frozen=True)
-class SampledAnswer:
-    """One sampled answer."""
-
-    ids: list[int]
-    logprobs: list[float]
-    has_stopped: bool
-    likeliest: Likeliest | None = None
-
-
-@dataclass(frozen=True)
-class SampleAnswer:
-    """The response to a request for samples; log-probabilities are NaN if not scored."""
-
-    sequences: list[SampledAnswer]
-    prompt_logprobs: Tensor | None = None
-    likeliest: Likeliest | None = None
-    targets: Tensor | None = None
-    alternatives: Likeliest | None = None
-
-    def encoded(self) -> bytes:
-        pb = schema()
-        message = pb.SampleResponse()
-        for one in self.sequences:
-            reason = pb.STOP_REASON_STOP if one.has_stopped else pb.STOP_REASON_LENGTH
-            added = message.sequences.add(
-                stop_reason=reason,
-                tokens=np.asarray(one.ids, dtype=np.int32).tobytes(),
-                logprobs=np.asarray(one.logprobs, dtype=np.float32).tobytes(),
-            )
-            if one.likeliest is not None:
-                added.topk_sampled_logprobs.CopyFrom(_likeliest(one.likeliest))
-        if self.prompt_logprobs is not None:
-            message.prompt_logprobs = self.prompt_logprobs.float().numpy().tobytes()
-        if self.likeliest is not None:
-            message.topk_prompt_logprobs.CopyFrom(_likeliest(self.likeliest))
-        if self.targets is not None:
-            message.target_prompt_logprobs.CopyFrom(_tensor(self.targets))
-        if self.alternatives is not None:
-            message.prompt_alt_tokens.tokens.CopyFrom(_tensor(self.alternatives.ids_TK))
-            message.prompt_alt_tokens.logprobs.CopyFrom(_tensor(self.alternatives.logprobs_TK))
-        encoded: bytes = message.SerializeToString()
-        return encoded
+    def encoded(self) -> Any:
+        length, width = self.ids_TK.shape
+        return schema().TopkLogprobs(
+            token_ids=packed(self.ids_TK),
+            logprobs=packed(self.logprobs_TK),
+            k=width,
+            length=length,
+        )
 
 
-def _likeliest(given: Likeliest) -> Any:
-    length, width = given.ids_TK.shape
-    return schema().TopkLogprobs(
-        token_ids=given.ids_TK.numpy().astype(np.int32).tobytes(),
-        logprobs=given.logprobs_TK.float().numpy().tobytes(),
-        k=width,
-        length=length,
-    )
-
-
-def _tensor(given: Tensor) -> Any:
+def tensor_message(given: Tensor) -> Any:
+    """Return a tensor as a message of the SDK."""
     pb = schema()
-    is_float = given.is_floating_point()
-    array = given.float().numpy() if is_float else given.numpy().astype(np.int32)
-    return pb.Tensor(
-        dense=array.tobytes(),
-        dtype=pb.DTYPE_FLOAT32 if is_float else pb.DTYPE_INT32,
-        shape=list(given.shape),
-    )
+    kind = pb.DTYPE_FLOAT32 if given.is_floating_point() else pb.DTYPE_INT32
+    return pb.Tensor(dense=packed(given), dtype=kind, shape=list(given.shape))
+
+
+def packed(given: Tensor) -> bytes:
+    """Return numbers as float32, and whole numbers as int32."""
+    kind = torch.float32 if given.is_floating_point() else torch.int32
+    return given.to(kind).numpy().tobytes()

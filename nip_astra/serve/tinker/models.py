@@ -7,8 +7,9 @@ any datum.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -159,30 +160,25 @@ LOSSES: Mapping[str, LossKind] = MappingProxyType(
 """Losses by their names in the protocol."""
 
 
-class TargetLoss:
-    """The loss of each target; all inputs are `[N]`, bounds may be single numbers."""
-
-    def __init__(self, loss: str, inputs: Mapping[str, Tensor]) -> None:
-        self.loss, self.inputs = loss, inputs
-
-    def __call__(self, logprobs_N: Tensor) -> Tensor:
-        inputs = {name: value.to(logprobs_N.device) for name, value in self.inputs.items()}
-        options = {"beta": inputs["beta"]} if "beta" in inputs else {}
-        if _LOW in inputs:
-            options |= {"clip_low": 1 - inputs[_LOW], "clip_high": inputs[_HIGH] - 1}
-        advantages_N = inputs["advantages" if "advantages" in inputs else "weights"]
-        old_N = inputs.get("logprobs")
-        loss_BN = PolicyLoss(self.loss, options).of_tokens(
-            logprobs_N.unsqueeze(0),
-            None if old_N is None else old_N.unsqueeze(0),
-            advantages_N.expand_as(logprobs_N).unsqueeze(0),
-            torch.ones_like(logprobs_N, dtype=torch.bool).unsqueeze(0),
-        )
-        return loss_BN.squeeze(0)
+def target_losses(loss: str, inputs: Mapping[str, Tensor], logprobs_N: Tensor) -> Tensor:
+    """Return the loss of each target; all inputs are `[N]`, bounds may be single numbers."""
+    inputs = {name: value.to(logprobs_N.device) for name, value in inputs.items()}
+    options = {"beta": inputs["beta"]} if "beta" in inputs else {}
+    if _LOW in inputs:
+        options |= {"clip_low": 1 - inputs[_LOW], "clip_high": inputs[_HIGH] - 1}
+    advantages_N = inputs["advantages" if "advantages" in inputs else "weights"]
+    old_N = inputs.get("logprobs")
+    loss_BN = PolicyLoss(loss, options).of_tokens(
+        logprobs_N.unsqueeze(0),
+        None if old_N is None else old_N.unsqueeze(0),
+        advantages_N.expand_as(logprobs_N).unsqueeze(0),
+        torch.ones_like(logprobs_N, dtype=torch.bool).unsqueeze(0),
+    )
+    return loss_BN.squeeze(0)
 
 
-def loss_of(request: ForwardBackward) -> TargetLoss:
-    """Return the loss of a request, with the inputs of all data in order.
+def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
+    """Return the `target_losses` of a request, with the inputs of all data in order.
 
     Raises `ApiError` 400 for an unknown loss, and for missing or unused inputs.
     """
@@ -226,7 +222,7 @@ def loss_of(request: ForwardBackward) -> TargetLoss:
         if not values.is_floating_point() or not bool(values.isfinite().all()):
             raise wrong(f"{key} of some datum is not finite in float32.", "loss_fn_inputs")
         inputs[key] = values
-    return TargetLoss(kind.loss, inputs)
+    return partial(target_losses, kind.loss, inputs)
 
 
 # ---- log-probabilities

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from nip_astra.serve.tinker.bodies import (
     JoinBody,
     LoadBody,
     ModelIdBody,
+    NumberedBody,
     OptimStepBody,
     SampleBody,
     SamplingSessionBody,
@@ -46,6 +47,7 @@ MAX_KEPT = 50_000
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
 Reply = dict[str, Any]
+Numbered = TypeVar("Numbered", bound=NumberedBody)
 NOT_OFFERED = {
     "/save_weights_external": "use save_weights_for_sampler of nip_astra's training services, or "
     "the adapter in the service's state folder",
@@ -158,26 +160,23 @@ class _TinkerRoutes:
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
 
     async def load_weights(self, request: Request) -> Response:
-        raw = await request.body()
-        with self._number_used(raw):
+        with self._number_used(await request.body()):
             body = await read_body(request, LoadBody)
-            body.check()
             checkpoint = self.host.store.find(body.path)
+        answer = {"path": body.path, "type": "load_weights"}
         if body.model_id is not None and body.seq_id is not None:
-            model = self.host.model(body.model_id)
-            with_optimizer = body.optimizer
-            answer = {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
-            return self._ordered(
+            model, with_optimizer = self.host.model(body.model_id), body.optimizer
+            return await self._ordered(
+                request,
                 (body.model_id, body.seq_id),
-                raw,
                 lambda: model.load(checkpoint, with_optimizer=with_optimizer),
-                lambda _: answer,
+                lambda _: {**answer, "model_id": body.model_id},
             )
         if body.session_id is None or body.model_seq_id is None:
             raise wrong("give model_id and seq_id, or session_id and model_seq_id.")
         model_id = model_id_of(body.session_id, body.model_seq_id)
-        answer = {"path": body.path, "model_id": model_id, "type": "load_weights"}
         build = self.host.create_from(body, body.session_id, body.model_seq_id)
+        answer["model_id"] = model_id
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
 
     async def get_info(self, request: Request) -> Response:
@@ -202,42 +201,34 @@ class _TinkerRoutes:
         raw = await request.body()
         if request.headers.get("content-encoding"):
             raise wrong("this service reads no compressed requests. Send it uncompressed.")
-        model_id, seq_id = read_head(raw)
-        model = self.host.model(model_id)
-        return self._ordered(
-            (model_id, seq_id), raw, lambda: model.forward_backward(read_forward_backward(raw))
+        number = read_head(raw)
+        model = self.host.model(number[0])
+        return await self._ordered(
+            request, number, lambda: model.forward_backward(read_forward_backward(raw))
         )
 
     async def optim_step(self, request: Request) -> Response:
-        raw = await request.body()
-        with self._number_used(raw):
-            body = await read_body(request, OptimStepBody)
-            adam = body.adam
+        body = await self._read_numbered(request, OptimStepBody)
         model = self.host.model(body.model_id)
-        return self._ordered(
+        return await self._ordered(
+            request,
             (body.model_id, body.seq_id),
-            raw,
-            lambda: model.optim_step(adam),
+            lambda: model.optim_step(body.adam_params),
             lambda metrics: {"metrics": metrics},
         )
 
     async def save_weights(self, request: Request) -> Response:
-        raw = await request.body()
-        with self._number_used(raw):
-            body = await read_body(request, SaveBody)
+        body = await self._read_numbered(request, SaveBody)
         self.host.model(body.model_id)
-        return self._ordered(
+        return await self._ordered(
+            request,
             (body.model_id, body.seq_id),
-            raw,
             lambda: self.host.save(body),
             lambda saved: {"path": saved.path, "type": "save_weights"},
         )
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
-        raw = await request.body()
-        with self._number_used(raw):
-            body = await read_body(request, SaveForSamplerBody)
-            body.check()
+        body = await self._read_numbered(request, SaveForSamplerBody)
         self.host.model(body.model_id)
 
         def reply(saved: tuple[Checkpoint, str | None]) -> Reply:
@@ -249,7 +240,7 @@ class _TinkerRoutes:
             }
 
         number = (body.model_id, body.seq_id)
-        return self._ordered(number, raw, lambda: self.host.save_for_sampler(body), reply)
+        return await self._ordered(request, number, lambda: self.host.save_for_sampler(body), reply)
 
     # ---- sampling
 
@@ -310,16 +301,20 @@ class _TinkerRoutes:
                     self.host.work.submit_ordered(name, number, nothing, may_be_early=True)
             raise
 
-    def _ordered(
+    async def _read_numbered(self, request: Request, kind: type[Numbered]) -> Numbered:
+        with self._number_used(await request.body()):
+            return await read_body(request, kind)
+
+    async def _ordered(
         self,
+        request: Request,
         number: tuple[str, int],
-        raw: bytes,
         run: Callable[[], Any],
         reply: Callable[[Any], Reply] | None = None,
     ) -> Response:
         """Queue an operation by model and number; a request of equal bytes is a repeated one."""
         model_id, seq_id = number
-        operation = Operation(run, _digest(raw))
+        operation = Operation(run, _digest(await request.body()))
         try:
             known = self.host.work.submit_ordered(model_id, seq_id, operation, may_be_early=True)
         except ApiError as error:

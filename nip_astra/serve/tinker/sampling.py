@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.requests import wrong
 from nip_astra.serve.tinker.bodies import SampleBody, TensorBody
-from nip_astra.serve.tinker.messages import Likeliest, SampleAnswer, SampledAnswer
+from nip_astra.serve.tinker.messages import Likeliest, packed, schema, tensor_message
 from nip_astra.serve.tinker.models import (
     ROLE,
     hidden_states,
@@ -62,9 +63,6 @@ class SampleRequest:
 def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest:
     """Validate a request; `seed` is the default seed."""
     base, ids = source.base, body.prompt.ids()
-    if body.record_stability_info:
-        name = "record_stability_info"
-        raise wrong(f"{name} is not supported. Leave it out.", name)
     if not ids or min(ids) < 0 or max(ids) >= base.vocab_size:
         raise wrong(
             f"the prompt is empty or holds tokens outside 0 to {base.vocab_size - 1}. Encode it "
@@ -117,7 +115,7 @@ class Samplers:
         policy = self._policy(requests[0].source)
         progress = policy.complete([one.generation for one in requests], max_rows=MAX_ROWS)
         return [
-            self._answer_of(policy, request, answers).encoded()
+            _response(policy, request, answers)
             for request, answers in zip(requests, progress, strict=True)
         ]
 
@@ -134,34 +132,29 @@ class Samplers:
             self._held.popitem(last=False)
         return policy
 
-    def _answer_of(
-        self,
-        policy: HuggingFaceLanguageModel,
-        request: SampleRequest,
-        progress: Sequence[Progress],
-    ) -> SampleAnswer:
-        answers = [_cut(policy, request, one) for one in progress]
-        count = request.body.topk_sample_logprobs
-        if count:
-            prompt = request.generation.prompt
-            answers = [
-                replace(one, likeliest=_likeliest_of(policy, prompt, one.ids, count))
-                for one in answers
-            ]
-        return _with_prompt(policy, request, answers)
 
-
-def _cut(
-    policy: HuggingFaceLanguageModel, request: SampleRequest, progress: Progress
-) -> SampledAnswer:
-    """Truncate an answer after the token that completes a stop text."""
-    ids = [record.token for record in progress.tokens]
-    logprobs = [record.logprob for record in progress.tokens]
-    if request.stops:
-        length = _first_stop(policy, ids, request.stops)
-        if length is not None:
-            return SampledAnswer(ids[:length], logprobs[:length], has_stopped=True)
-    return SampledAnswer(ids, logprobs, progress.finish_reason == "stop")
+def _response(
+    policy: HuggingFaceLanguageModel, request: SampleRequest, progress: Sequence[Progress]
+) -> bytes:
+    pb = schema()
+    message = pb.SampleResponse()
+    for one in progress:
+        ids = [record.token for record in one.tokens]
+        # An answer ends after the token that completes a stop text.
+        length = _first_stop(policy, ids, request.stops) if request.stops else None
+        has_stopped = length is not None or one.finish_reason == "stop"
+        ids = ids[:length]
+        added = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if has_stopped else pb.STOP_REASON_LENGTH,
+            tokens=packed(torch.tensor(ids, dtype=torch.int32)),
+            logprobs=packed(torch.tensor([record.logprob for record in one.tokens[:length]])),
+        )
+        if count := request.body.topk_sample_logprobs:
+            found = _likeliest_of(policy, request.generation.prompt, ids, count)
+            added.topk_sampled_logprobs.CopyFrom(found.encoded())
+    _add_prompt(message, policy, request)
+    encoded: bytes = message.SerializeToString()
+    return encoded
 
 
 def _first_stop(
@@ -192,10 +185,8 @@ def _likeliest_of(
 
 
 @torch.no_grad()
-def _with_prompt(
-    policy: HuggingFaceLanguageModel, request: SampleRequest, answers: list[SampledAnswer]
-) -> SampleAnswer:
-    """Return the answer with the requested log-probabilities of the prompt."""
+def _add_prompt(message: Any, policy: HuggingFaceLanguageModel, request: SampleRequest) -> None:
+    """Add the requested log-probabilities of the prompt; NaN for the first token."""
     body, ids = request.body, request.generation.prompt
     needs_any = (
         body.prompt_logprobs
@@ -204,28 +195,30 @@ def _with_prompt(
         or body.prompt_alt_tokens_k
     )
     if not needs_any:
-        return SampleAnswer(answers)
+        return
     if len(ids) == 1:
-        return SampleAnswer(answers, torch.full((1,), torch.nan) if body.prompt_logprobs else None)
+        if body.prompt_logprobs:
+            message.prompt_logprobs = packed(torch.full((1,), torch.nan))
+        return
     (hidden_TX,) = hidden_states(policy, [ids])
     # Each token is predicted by the position before it; nothing predicts the first.
     parts = logprobs_after(policy, hidden_TX[:-1])
-    next_ids = torch.tensor(ids[1:])
-    logprobs_T = _chosen(parts, next_ids[:, None])[:, 0]
     first = len(ids) - (body.prompt_logprobs_last_n or len(ids) - 1)
-    prompt_logprobs = top = targets = alternatives = None
     if body.prompt_logprobs:
+        logprobs_T = _chosen(parts, torch.tensor(ids[1:])[:, None])[:, 0]
         unknown = torch.full((first,), torch.nan)
-        prompt_logprobs = torch.cat([unknown, logprobs_T[first - 1 :]])
+        message.prompt_logprobs = packed(torch.cat([unknown, logprobs_T[first - 1 :]]))
     if body.topk_prompt_logprobs:
         found = likeliest(parts, body.topk_prompt_logprobs)
         shown = Likeliest(found.ids_TK[first - 1 :], found.logprobs_TK[first - 1 :])
-        top = shown.after(first)
+        message.topk_prompt_logprobs.CopyFrom(shown.after(first).encoded())
     if body.target_prompt_logprobs is not None:
         targets = _named(parts, body.target_prompt_logprobs, len(ids) - 1)
+        message.target_prompt_logprobs.CopyFrom(tensor_message(targets))
     if body.prompt_alt_tokens_k:
-        alternatives = _drawn(parts, body.prompt_alt_tokens_k, request)
-    return SampleAnswer(answers, prompt_logprobs, top, targets, alternatives)
+        drawn = _drawn(parts, body.prompt_alt_tokens_k, request)
+        message.prompt_alt_tokens.tokens.CopyFrom(tensor_message(drawn.ids_TK))
+        message.prompt_alt_tokens.logprobs.CopyFrom(tensor_message(drawn.logprobs_TK))
 
 
 def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:

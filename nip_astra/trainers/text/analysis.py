@@ -23,7 +23,6 @@ from nip_astra.scenario_base.text.analysers import (
     Verdict,
     build_rollout_analysers,
     judge_rollouts,
-    requests_of,
 )
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
@@ -126,10 +125,7 @@ class RolloutAnalyses:
 
     def count_requests(self, rollouts: NestedArrayDict) -> dict[str, int]:
         """Return the minimum number of requests of each analyser."""
-        return {
-            one.name: len(requests_of(one, one.subjects(rollouts, self.cast), self.how))
-            for one in self.analysers
-        }
+        return {one.name: len(one.subjects(rollouts, self.cast)) for one in self.analysers}
 
     def analyse(
         self,

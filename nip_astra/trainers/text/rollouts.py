@@ -13,8 +13,8 @@ import numpy.typing as npt
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_rollouts import active_turns, transcripts
-from nip_astra.scenario_base.text.game import TextEpisode, TextGame
-from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance, row_of
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame, row_of
+from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict

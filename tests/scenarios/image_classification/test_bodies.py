@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nip_astra.scenarios.images.pretrained.base import embedding_key
-from nip_astra.scenarios.images.pretrained.pca import PcaModel
+from nip_astra.scenarios.images.pretrained import PcaModel, embedding_key
 from tests.scenarios.image_classification.frames import (
     make_body,
     make_frames,

@@ -20,8 +20,7 @@ from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.image_classification import ImageClassificationScenario
 from nip_astra.scenarios.images.agents import ImageBody
-from nip_astra.scenarios.images.pretrained.base import embedding_key
-from nip_astra.scenarios.images.pretrained.pca import PcaModel
+from nip_astra.scenarios.images.pretrained import PcaModel, embedding_key
 from tests.kit.messages import says
 
 KIND = "image_classification"

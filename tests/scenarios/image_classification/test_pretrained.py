@@ -21,17 +21,17 @@ from nip_astra.errors import (
     ModelLoadError,
     ParameterError,
 )
+from nip_astra.scenarios.images import pretrained
 from nip_astra.scenarios.images.agents import ImageClassificationAgentParameters
-from nip_astra.scenarios.images.pretrained import huggingface
-from nip_astra.scenarios.images.pretrained.base import (
+from nip_astra.scenarios.images.pretrained import (
     PRETRAINED_MODELS,
+    HuggingFaceImageModel,
+    PcaModel,
     PretrainedModel,
     embed_all,
     embedding_key,
     register_pretrained_model,
 )
-from nip_astra.scenarios.images.pretrained.huggingface import HuggingFaceImageModel
-from nip_astra.scenarios.images.pretrained.pca import PcaModel
 
 
 def images(count: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_images_are_normalised_as_the_model_s_preprocessor_says(vit: Path, tmp_p
 
 def test_models_of_timm_say_in_their_config_how_images_are_normalised(vit: Path) -> None:
     config = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
-    mean, std = huggingface._normalisation(str(vit), config)
+    mean, std = pretrained._normalisation(str(vit), config)
     assert mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
 

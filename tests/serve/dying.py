@@ -18,7 +18,7 @@ from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.serve.app import open_training
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.training import HostedModel
-from tests.serve.training.running import POLICY
+from tests.serve.running import POLICY
 
 
 class _Death:

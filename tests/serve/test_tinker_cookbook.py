@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("tinker")
 
-from tests.serve.training.cookbook_model import cookbook_model
-from tests.serve.training.running import training_server
+from tests.serve.cookbook_model import cookbook_model
+from tests.serve.running import training_server
 
 COOKBOOK = "NIP_ASTRA_TEST_COOKBOOK"
 """Environment variable with a Python interpreter that has tinker-cookbook 0.5.8."""

@@ -24,9 +24,9 @@ from nip_astra.serve.requests import ApiError
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.training import WorkQueue
 from tests.kit.resuming import short_experiment
-from tests.serve.training.dying import DEATHS, dying_server
-from tests.serve.training.running import POLICY, Server, training_server
-from tests.serve.training.test_tinker_training import trainer_at
+from tests.serve.dying import DEATHS, dying_server
+from tests.serve.running import POLICY, TrainingServer, training_server
+from tests.serve.test_training_protocols import trainer_at
 
 SECTION = "remote_api_grpo.train_service"
 PATIENT = f"{SECTION}.patience_seconds=20"
@@ -86,7 +86,7 @@ def test_a_service_killed_at_work_is_told_and_its_run_goes_on_without_loss(
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
         "step_00000005"
     ]
-    server = Server({"policy": str(POLICY)}, [protocol], {"state_dir": state_dir})
+    server = TrainingServer({"policy": str(POLICY)}, [protocol], {"state_dir": state_dir})
     server.port = port
     server.start()
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.serve.training.running import POLICY
+from tests.serve.running import POLICY
 
 RENAMED = {"<user>": "User:", "<assistant>": "Assistant:", "<end>": "\n\n"}
 """Its special tokens as the renderer `role_colon` spells them."""

@@ -1,1 +1,0 @@
-"""Pretrained image embeddings that agents read; registered by name."""
