@@ -26,6 +26,7 @@ from nip_astra.errors import (
     TrackingError,
     UnexpectedExitError,
     WorkerProcessError,
+    reason_of,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.evaluation.tables import Shown
@@ -150,7 +151,7 @@ def _within_memory() -> Iterator[None]:
     except NipAstraError:
         raise
     except (MemoryError, OverflowError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = reason_of(error)
         is_size = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
         if not is_size and not re.search("allocate memory|overflow", reason):
             raise
