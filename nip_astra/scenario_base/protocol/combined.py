@@ -307,6 +307,7 @@ class CombinedAgents(nn.Module):
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
         """Return the logits of an agent's moves, with grad."""
+        output: PolicyOutput
         output, _ = self._divided(lambda part: (self[name].policy(part), None), frames)
         return output
 
@@ -324,6 +325,7 @@ class CombinedAgents(nn.Module):
 
     def values(self, name: str, frames: Observation) -> Tensor:
         """Return an agent's values, [B], with grad."""
+        values_B: Tensor
         _, values_B = self._divided(lambda part: (None, self[name].value(part)), frames)
         return values_B
 
