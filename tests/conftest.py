@@ -101,17 +101,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
     """A trainable backend over the tiny model."""
-    import torch
+    from tests.kit.tiny import load_backend
 
-    from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-    from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
-
-    return HuggingFaceLanguageModel(
-        load_causal_lm(str(tiny_model_dir), None),
-        load_tokenizer(str(tiny_model_dir)),
-        device=torch.device("cpu"),
-        trainable=True,
-    )
+    return load_backend(tiny_model_dir)
 
 
 @pytest.fixture(scope="session")

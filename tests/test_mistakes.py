@@ -29,6 +29,8 @@ FILES = {
 SHOW = "show --trainer ast_dpo --set"
 MISTAKES = {
     # names of everything; each with what the message must contain
+    "--seed 1": "--trainer",
+    "--trainr ast_dpo": "--trainer",
     "--trainer ast_dop": "'ast_dpo'",
     "--trainer ast_dpo --scenario poket_chat": "'pocket_chat'",
     "--trainer ast_dpo --scenario ./nowhere": "./nowhere",
@@ -57,6 +59,10 @@ MISTAKES = {
     f"{SHOW} training.lr=-1": "greater than 0",
     f"{SHOW} training.num_iterations=1.5": "whole",
     f"{SHOW} training.lr": "training.lr",
+    f"{SHOW} =3": "'=3'",
+    f"{SHOW} a..b=3": "'a..b=3'",
+    f"{SHOW} scenario=3": "scenario",
+    f"{SHOW} ast_dpo.min_chosen_score=1.5": "min_chosen_score",
     f"{SHOW} training.optimizer=AdamX": "'adamax'",
     f"{SHOW} ast_chat.tree_width=100000": "tree_width=100000",
     f"{SHOW} ast_chat.scorer._type=detoxfy": "'detoxify'",

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -50,97 +50,79 @@ from nip_astra.sweep.search import PRUNERS, SWEEP_SAMPLERS
 from nip_astra.trainers.registry import TRAINERS, register_trainer
 from nip_astra.trainers.trainer_base import Trainer
 
-ENUMS: dict[str, type[StrEnum]] = {
-    "trainer": types.TrainerType,
-    "scenario": types.ScenarioType,
-    "scorer": types.ScorerType,
-    "language_model": types.LanguageModelType,
-    "chat_model": types.ChatModelType,
-    "reward_term": types.RewardTermType,
-    "protocol_handler": types.InteractionProtocolType,
-    "message_regressor": types.MessageRegressorType,
-    "pretrained_model": types.PretrainedModelType,
-    "task": types.TaskType,
-    "rollout_analyser": types.RolloutAnalyserType,
-    "training_service": types.TrainingServiceType,
-}
-BASES: dict[str, type] = {
-    "trainer": Trainer,
-    "scenario": Scenario,
-    "scorer": Scorer,
-    "language_model": LanguageModel,
-    "chat_model": ChatModel,
-    "reward_term": RewardTerm,
-    "protocol_handler": ProtocolHandler,
-    "message_regressor": MessageRegressor,
-    "pretrained_model": PretrainedModel,
-    "task": Task,
-    "rollout_analyser": RolloutAnalyser,
-    "training_service": TrainingService,
-}
-DECORATORS: dict[str, Any] = {
-    "trainer": register_trainer,
-    "scenario": register_scenario,
-    "scorer": register_scorer,
-    "language_model": register_language_model,
-    "chat_model": register_chat_model,
-    "reward_term": register_reward_term,
-    "protocol_handler": register_protocol_handler,
-    "message_regressor": register_message_regressor,
-    "pretrained_model": register_pretrained_model,
-    "task": register_task,
-    "rollout_analyser": register_rollout_analyser,
-    "training_service": register_training_service,
-}
-REGISTRIES: dict[str, Registry[Any]] = {
-    "trainer": TRAINERS,
-    "scenario": SCENARIOS,
-    "scorer": SCORERS,
-    "language_model": LANGUAGE_MODELS,
-    "chat_model": CHAT_MODELS,
-    "reward_term": REWARD_TERMS,
-    "protocol_handler": PROTOCOL_HANDLERS,
-    "message_regressor": MESSAGE_REGRESSORS,
-    "pretrained_model": PRETRAINED_MODELS,
-    "task": TASKS,
-    "rollout_analyser": ROLLOUT_ANALYSERS,
-    "training_service": TRAINING_SERVICES,
+
+class Kind(NamedTuple):
+    """A kind of component: its registry, names, base class and decorator."""
+
+    registry: Registry[Any]
+    names: type[StrEnum]
+    base: type
+    decorator: Any
+
+
+KINDS = {
+    one.registry.kind: one
+    for one in (
+        Kind(TRAINERS, types.TrainerType, Trainer, register_trainer),
+        Kind(SCENARIOS, types.ScenarioType, Scenario, register_scenario),
+        Kind(SCORERS, types.ScorerType, Scorer, register_scorer),
+        Kind(LANGUAGE_MODELS, types.LanguageModelType, LanguageModel, register_language_model),
+        Kind(CHAT_MODELS, types.ChatModelType, ChatModel, register_chat_model),
+        Kind(REWARD_TERMS, types.RewardTermType, RewardTerm, register_reward_term),
+        Kind(
+            PROTOCOL_HANDLERS,
+            types.InteractionProtocolType,
+            ProtocolHandler,
+            register_protocol_handler,
+        ),
+        Kind(
+            MESSAGE_REGRESSORS,
+            types.MessageRegressorType,
+            MessageRegressor,
+            register_message_regressor,
+        ),
+        Kind(
+            PRETRAINED_MODELS, types.PretrainedModelType, PretrainedModel, register_pretrained_model
+        ),
+        Kind(TASKS, types.TaskType, Task, register_task),
+        Kind(
+            ROLLOUT_ANALYSERS, types.RolloutAnalyserType, RolloutAnalyser, register_rollout_analyser
+        ),
+        Kind(
+            TRAINING_SERVICES, types.TrainingServiceType, TrainingService, register_training_service
+        ),
+    )
 }
 OF_EVALUATIONS = {"evaluation_family", "export_format", "metric"}
 """Have neither parameters nor an enum; see tests/evaluation/test_families.py."""
-KINDS = sorted(REGISTRIES)
 OF_FUNCTIONS = {
-    "policy_loss": POLICY_LOSSES,
-    "advantage": ADVANTAGES,
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "reward": REWARDS,
-    "tool": TOOLS,
-    "sweep_sampler": SWEEP_SAMPLERS,
-    "pruner": PRUNERS,
-    "launcher": LAUNCHERS,
+    one.kind: one
+    for one in (
+        *(POLICY_LOSSES, ADVANTAGES, OPTIMIZERS, SCHEDULES, REWARDS, TOOLS),
+        *(SWEEP_SAMPLERS, PRUNERS, LAUNCHERS),
+    )
 }
 """Registries whose built-ins stand in one module and have no enum."""
-MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
+MEMBERS = [(kind, str(member)) for kind, one in KINDS.items() for member in one.names]
 
 
 @pytest.fixture
 def _restored() -> Iterator[None]:
     for kind, name in MEMBERS:
-        REGISTRIES[kind].get(name)
-    snapshots = {kind: registry.snapshot() for kind, registry in REGISTRIES.items()}
+        KINDS[kind].registry.get(name)
+    snapshots = {kind: registry.snapshot() for kind, (registry, *_) in KINDS.items()}
     yield
-    for kind, registry in REGISTRIES.items():
+    for kind, (registry, *_) in KINDS.items():
         registry.restore(snapshots[kind])
 
 
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
-    assert of_names == set(ENUMS.values())
+    assert of_names == {one.names for one in KINDS.values()}
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
     # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
-    assert shipped - OF_EVALUATIONS == {*REGISTRIES, *OF_FUNCTIONS, "tracker"}
+    assert shipped - OF_EVALUATIONS == {*KINDS, *OF_FUNCTIONS, "tracker"}
 
 
 @pytest.mark.parametrize("kind", OF_FUNCTIONS)
@@ -154,39 +136,35 @@ def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None
 
 
 @pytest.mark.parametrize(("kind", "name"), MEMBERS)
-def test_every_member_resolves_to_a_documented_class(kind: str, name: str) -> None:
-    found = REGISTRIES[kind].get(name)
-    assert issubclass(found, (BASES[kind], Environment))
-    assert not inspect.isabstract(found)
-    assert found.__module__ == REGISTRIES[kind].module_of(name)
-    first = (inspect.getdoc(found) or "").partition("\n")[0]
+def test_every_member_resolves_to_a_documented_class_with_its_parameters(
+    kind: str, name: str
+) -> None:
+    registry, _, base, _ = KINDS[kind]
+    component = registry.get(name)
+    assert issubclass(component, (base, Environment))
+    assert not inspect.isabstract(component)
+    assert component.__module__ == registry.module_of(name)
+    first = (inspect.getdoc(component) or "").partition("\n")[0]
     assert first.endswith("."), "its docstring begins with a sentence, which `list` shows"
-    assert REGISTRIES[kind].origin(name) == "built-in"
+    assert registry.origin(name) == "built-in"
+    if kind == "training_service":
+        return  # Their parameters are one group, `train_service`.
+    assert issubclass(component.Parameters, SubParameters)
+    assert component.Parameters.__doc__
+    if issubclass(component.Parameters, PolymorphicParameters):
+        assert component.Parameters.type_name == name
 
 
-@pytest.mark.parametrize(
-    # Those of training services are one group, `train_service`.
-    ("kind", "name"),
-    [member for member in MEMBERS if member[0] != "training_service"],
-)
-def test_every_member_has_parameters_of_its_own(kind: str, name: str) -> None:
-    parameters = REGISTRIES[kind].get(name).Parameters
-    assert issubclass(parameters, SubParameters)
-    assert parameters.__doc__
-    if issubclass(parameters, PolymorphicParameters):
-        assert parameters.type_name == name
+EACH = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_name_is_listed(kind: str) -> None:
-    assert {str(member) for member in ENUMS[kind]} <= set(REGISTRIES[kind].names())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_name_that_a_file_registers_has_a_member(kind: str) -> None:
-    decorators = [f"register_{kind}(", *(["register_environment("] if kind == "task" else [])]
+@EACH
+def test_every_name_that_a_file_registers_has_a_documented_member(kind: Kind) -> None:
+    name, enum = kind.registry.kind, kind.names
+    assert set(enum) <= set(kind.registry.names())
+    decorators = [f"register_{name}(", *(["register_environment("] if name == "task" else [])]
     registered = []
-    package = importlib.import_module(REGISTRIES[kind].package)
+    package = importlib.import_module(kind.registry.package)
     for path in Path(next(iter(package.__path__))).rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         if not any(f"@{one}" in text for one in decorators):
@@ -196,63 +174,52 @@ def test_every_name_that_a_file_registers_has_a_member(kind: str) -> None:
         registered += [
             call.partition("(")[2] for call in calls if call.startswith(tuple(decorators))
         ]
-    enum = ENUMS[kind]
     assert sorted(registered) == sorted(f"{enum.__name__}.{m.name})" for m in enum)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_member_of_an_enum_is_documented(kind: str) -> None:
-    body = ast.parse(inspect.getsource(ENUMS[kind])).body[0].body  # type: ignore[attr-defined]
-    after = {
-        ast.unparse(node.targets[0]): follower
+    body = ast.parse(inspect.getsource(enum)).body[0].body  # type: ignore[attr-defined]
+    followers = [
+        follower
         for node, follower in zip(body, [*body[1:], None], strict=True)
         if isinstance(node, ast.Assign)
-    }
-    assert len(after) == len(ENUMS[kind])
-    for name, follower in after.items():
-        assert isinstance(follower, ast.Expr), f"{name} needs a docstring under it"
-        assert isinstance(follower.value, ast.Constant)
-        assert isinstance(follower.value.value, str)
+    ]
+    assert len(followers) == len(enum)
+    assert all(isinstance(getattr(one, "value", None), ast.Constant) for one in followers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unknown_name_is_told_with_the_nearest_and_all_names(kind: str) -> None:
-    known = REGISTRIES[kind].names()
-    words = kind.replace("_", " ")
-    wrong = f"{str(next(iter(ENUMS[kind]))).upper().replace('_', '-')}x"
-    with pytest.raises(UnknownNameError) as caught:
-        REGISTRIES[kind].get(wrong)
-    nearest = str(next(iter(ENUMS[kind])))
-    assert str(caught.value).startswith(
-        f"unknown {words} {wrong!r}. Did you mean {nearest!r}? Known {words}s: {', '.join(known)}. "
-    )
-    assert "--plugin path/to/file.py" in str(caught.value)
-    with pytest.raises(UnknownNameError) as caught:
-        REGISTRIES[kind].get("qqqq")
-    assert "Did you mean" not in str(caught.value)
+@EACH
+def test_an_unknown_name_is_refused_with_the_nearest_and_all_names(kind: Kind) -> None:
+    nearest = str(next(iter(kind.names)))
+    for wrong, is_near in ((f"{nearest.upper().replace('_', '-')}x", True), ("qqqq", False)):
+        with pytest.raises(UnknownNameError) as caught:
+            kind.registry.get(wrong)
+        error = caught.value
+        assert (error.kind, error.name, error.known) == (
+            kind.registry.kind,
+            wrong,
+            kind.registry.names(),
+        )
+        assert error.suggestions[:1] == ([nearest] if is_near else [])
+        assert "--plugin" in str(error)
+
+
+def subclass_of(base: type) -> type:
+    return type("Mine", (base,), {"__doc__": "Mine.", "__module__": __name__})
 
 
 @pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_name_of_what_ships_cannot_be_taken(kind: str) -> None:
-    name = REGISTRIES[kind].names()[0]
-    mine = type("Mine", (BASES[kind],), {"__doc__": "Mine.", "__module__": __name__})
+@EACH
+def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) -> None:
+    registry, _, base, decorator = kind
+    name, mine = registry.names()[0], subclass_of(base)
     with pytest.raises(DuplicateNameError) as caught:
-        DECORATORS[kind](name)(mine)
-    assert f"the {kind.replace('_', ' ')} {name!r}" in str(caught.value)
-    assert f"{REGISTRIES[kind].module_of(name).rpartition('.')[2]}.py:" in str(caught.value)
-    assert REGISTRIES[kind].get(name) is not mine
-
-
-@pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
-    mine = type("Mine", (BASES[kind],), {"__doc__": "Mine.", "__module__": __name__})
-    assert DECORATORS[kind]("of_my_own")(mine) is mine
-    assert REGISTRIES[kind].get("of_my_own") is mine
-    assert "of_my_own" in REGISTRIES[kind].names()
+        decorator(name)(mine)
+    assert (caught.value.kind, caught.value.name) == (registry.kind, name)
+    assert f"{registry.module_of(name).rpartition('.')[2]}.py:" in caught.value.first
+    assert registry.get(name) is not mine
+    assert decorator("of_my_own")(mine) is mine
+    assert registry.get("of_my_own") is mine
+    assert "of_my_own" in registry.names()
     with pytest.raises(DuplicateNameError, match="'of_my_own'"):
-        DECORATORS[kind]("of_my_own")(type("Other", (BASES[kind],), {"__doc__": "Other."}))
+        decorator("of_my_own")(subclass_of(base))
 
 
 @pytest.mark.usefixtures("_restored")
@@ -264,7 +231,8 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
     ],
 )
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
-    name = str(next(iter(ENUMS[kind])))
-    parent = REGISTRIES[kind].get(name)
-    mine = DECORATORS[kind]("of_my_own")(type("Mine", (parent,), {"__doc__": "Mine."}))
+    registry, names, _, decorator = KINDS[kind]
+    name = str(next(iter(names)))
+    parent = registry.get(name)
+    mine = decorator("of_my_own")(subclass_of(parent))
     assert (parent.Parameters.type_name, mine.Parameters.type_name) == (name, "of_my_own")

@@ -35,48 +35,20 @@ TRAINER = """
     """
 
 
-def test_a_plugin_that_is_no_python(cli: CommandLine) -> None:
-    before = registered_names()
-    path = cli.write("mine.py", "import os\n\ndef broken(:\n    pass\n")
-    message = refused(cli.run("--plugin", path))
-    assert f"the plug-in {path} failed at line 3: SyntaxError: " in message
-    assert message.endswith("Nothing of it was registered; correct it and try again.")
-    assert registered_names() == before
-
-
-def test_imports_of_what_is_brought_here_are_told(cli: CommandLine) -> None:
-    path = cli.write("mine.py", "from nexrl.trainer import SelfHostedTrainer\n")
-    message = refused(cli.run("--plugin", path))
-    assert "needs other imports here: `from nip_astra import ...`. Nothing of it" in message
-
-
-def test_a_plugin_that_raises_after_it_has_registered_a_name(cli: CommandLine) -> None:
+def test_a_plugin_that_fails_registers_nothing_and_loads_once_it_is_corrected(
+    cli: CommandLine,
+) -> None:
     before = registered_names()
     path = cli.write("mine.py", textwrap.dedent(TRAINER) + "\nprint(1 / 0)\n")
     message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
-    assert "failed at line 9: ZeroDivisionError: division by zero. Nothing of it was" in message
+    assert says(message, path, "line 9", "ZeroDivisionError: division by zero")
     assert registered_names() == before
-    # Mended, it loads in the same process.
     cli.write("mine.py", TRAINER)
     said = cli("list", "trainers", "--plugin", path)
     assert said.code == 0, said.err
     assert "my_trainer" in said.out
-
-
-def test_a_plugin_that_is_missing(cli: CommandLine) -> None:
-    message = refused(cli.run("--plugin", "none.py"))
-    assert "the plug-in 'none.py' (" in message
-    assert "none.py) cannot be read: No such file or directory. Give the path of a" in message
-    message = refused(cli.run("--plugin", "no_such_module"))
-    assert "the plug-in no_such_module failed" in message
-    assert "No module named 'no_such_module'" in message
-
-
-def test_a_plugin_that_takes_a_name_that_ships(cli: CommandLine) -> None:
-    path = cli.write("mine.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
-    message = refused(cli.run("--plugin", path))
-    assert "trainer 'ast_dpo'" in message
-    assert f"{path}:" in message
+    path = cli.write("other.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
+    assert says(refused(cli.run("--plugin", path)), "trainer 'ast_dpo'", f"{path}:")
 
 
 def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
@@ -84,37 +56,27 @@ def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
     return cli.run("--plugin", path, overrides=("ast_chat.scorer={_type: mine}", *overrides))
 
 
-def test_a_scorer_that_raises(cli: CommandLine) -> None:
-    message = refused(scorer_of(cli, "raise ValueError('out of words')"))
-    assert says(message, "'mine'", "ValueError: out of words")
+@pytest.mark.parametrize(
+    ("body", "facts"),
+    [
+        ("raise ValueError('out of words')", ["'mine'", "ValueError: out of words"]),
+        ("return [float('nan') for text in texts]", ["'mine'", "nan"]),
+        ("return [0.5]", ["'mine'", "1 score", "16 texts"]),
+        ("import sys; sys.exit(0)", ["sys.exit(0)"]),
+    ],
+)
+def test_a_scorer_that_fails_ends_the_run_with_an_error(
+    cli: CommandLine, body: str, facts: list[str]
+) -> None:
+    assert says(refused(scorer_of(cli, body)), *facts)
     log = (cli.folder / "runs" / "one" / "log.txt").read_text()
-    assert "ERROR" in log
-    assert "out of words" in log
-
-
-def test_a_scorer_that_gives_nan(cli: CommandLine) -> None:
-    message = refused(scorer_of(cli, "return [float('nan') for text in texts]"))
-    assert says(message, "'mine'", "nan")
-
-
-def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
-    message = refused(scorer_of(cli, "return [0.5]"))
-    assert says(message, "'mine'", "1 score", "16 texts")
-
-
-def test_a_scorer_that_ends_the_program_does_not_end_the_run_in_silence(cli: CommandLine) -> None:
-    message = refused(scorer_of(cli, "import sys; sys.exit(0)"))
-    assert "sys.exit(0)" in message
-    assert "sys.exit(0)" in (cli.folder / "runs" / "one" / "log.txt").read_text()
-    said = cli("resume", "runs/one")
-    assert said.code == 2
-
-
-def test_a_scorer_that_ends_the_program_does_not_end_a_dry_run_in_silence(cli: CommandLine) -> None:
-    path = cli.write("mine.py", SCORER.format(body="raise SystemExit"))
+    assert says(log, "ERROR", *facts)
+    assert cli("resume", "runs/one").code == 2
+    path = cli.write("mine.py", SCORER.format(body=body))
     overrides = ("ast_chat.scorer={_type: mine}",)
-    message = refused(cli.run("--plugin", path, "--dry-run", overrides=overrides))
-    assert "sys.exit(None)" in message
+    SCORERS.forget("mine")
+    plugins._LOADED.clear()
+    refused(cli.run("--plugin", path, "--dry-run", overrides=overrides))
 
 
 def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
@@ -130,7 +92,7 @@ def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
 
 def test_a_scorer_of_ones_own_has_its_parameters_checked(cli: CommandLine) -> None:
     said = scorer_of(cli, "return [0.5 for text in texts]", "ast_chat.scorer.weight=2")
-    assert "ast_chat.scorer.weight: unknown parameter; given 2 (from --set)" in refused(said)
+    assert says(refused(said), "ast_chat.scorer.weight: ", "(from --set)")
 
 
 def test_the_attacker_collapses_and_the_run_says_so(cli: CommandLine) -> None:
@@ -142,27 +104,21 @@ def test_the_attacker_collapses_and_the_run_says_so(cli: CommandLine) -> None:
         "ast_chat.evaluation.num_episodes=12",
     )
     assert said.code == 0, said.err
-    text = " ".join(said.out.split())
-    assert "warning: the attacker has collapsed: only " in text
-    assert "of its successful probes are distinct, most often '" in text
-    assert "Raise training.num_episodes_per_experience or beta, or lower training.lr." in text
+    hints = ("training.num_episodes_per_experience", "training.lr")
+    assert says(" ".join(said.out.split()), "warning: the attacker has collapsed", *hints)
 
 
 @pytest.mark.parametrize("override", ["ast_chat.tree_width=1", "ast_dpo.min_reward_difference=99"])
 def test_a_run_that_has_nothing_to_learn_from_says_so(cli: CommandLine, override: str) -> None:
     said = cli.run(overrides=(override,))
     assert said.code == 0, said.err
-    text = " ".join(said.out.split())
-    assert "warning: nothing was learned: no iteration had a training sample." in text
-    assert "Raise the scenario's tree_width or training.num_episodes_per_experience" in text
+    assert says(" ".join(said.out.split()), "warning: nothing was learned", "tree_width")
 
 
 def test_a_trainer_on_a_scenario_of_another_kind(cli: CommandLine) -> None:
     path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
     said = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
-    assert "'my_trainer'" in said
-    assert f"'{cli.scenario}' of kind 'ast_chat'" in said
-    assert "only on other, third" in said
+    assert says(said, "'my_trainer'", cli.scenario, "'ast_chat'", "other, third")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +133,7 @@ def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on
     cli: CommandLine, trainer: str, scenario: str, shipped: str
 ) -> None:
     said = refused(cli.run("--trainer", trainer, "--scenario", scenario))
-    assert f"{trainer!r} cannot train on the scenario {scenario!r}" in said
-    assert shipped in said
+    assert says(said, repr(trainer), repr(scenario), shipped)
     assert "pocket_chat_api" not in said
 
 
@@ -202,8 +157,7 @@ def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
         overrides=("training.minibatch_size=1", "training.num_episodes_per_experience=2"),
     )
     message = refused(said)
-    assert message.startswith("optimizer step 3 (iteration 1) has loss nan and gradient norm nan")
-    assert "the weights before it are saved. Lower training.lr" in message
+    assert says(message, "step 3", "iteration 1", "loss nan", "norm nan", "training.lr")
     checkpoints = cli.folder / "runs" / "one" / "checkpoints"
     latest = checkpoints / (checkpoints / "latest").read_text().strip()
     weights = load_file(latest / "attacker" / "model.safetensors")

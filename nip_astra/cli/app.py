@@ -24,6 +24,7 @@ from nip_astra.cli import data, measuring, recipes, serving
 from nip_astra.cli.options import (
     EXPERIMENT,
     RUN,
+    collection_suspended,
     complete_runs,
     open_console,
     print_outcome,
@@ -186,7 +187,7 @@ def run(given: Mapping[str, Any]) -> None:
     experiment, settings = _experiment_arguments(given), settings_of(given)
     from nip_astra.progress import showing
 
-    with showing("Loading", enabled=settings.get("progress") is not False):
+    with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.resolving.resolution import resolve_experiment
 
         resolved = resolve_experiment(**experiment)
@@ -214,7 +215,7 @@ def resume(
 
     # Before torch is loaded.
     RunDirectory.find(run, settings.get("runs_dir", ExperimentSettings().runs_dir))
-    with showing("Loading", enabled=settings.get("progress") is not False):
+    with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.run import resume_experiment
     plugins, is_trusted = given["plugin"] or [], given["trust"]
     print_outcome(resume_experiment(run, plugins=plugins, is_trusted=is_trusted, **settings))
@@ -274,6 +275,7 @@ def check_resume(
 
 @app.command(name="list")
 @shared_options("plugin")
+@collection_suspended()
 def list_names(
     given: Mapping[str, Any],
     kind: Annotated[
@@ -299,6 +301,7 @@ def list_names(
 
 @app.command()
 @shared_options(*EXPERIMENT)
+@collection_suspended()
 def show(
     given: Mapping[str, Any],
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
@@ -382,6 +385,7 @@ def time_parts(
 
 @app.command()
 @shared_options("trainer", "scenario", "plugin")
+@collection_suspended()
 def schema(given: Mapping[str, Any]) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
     experiment = _experiment_arguments(given)

@@ -344,8 +344,8 @@ def analyse(
 
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.experiment_settings import ExperimentSettings
-    from nip_astra.report.evaluations import share_text
     from nip_astra.report.page import write_report
+    from nip_astra.report.sections import share_text
     from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
 
     request: dict[str, Any] = {

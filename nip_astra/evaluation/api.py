@@ -27,10 +27,9 @@ from nip_astra.evaluation.families.base import (
     run_of,
     run_of_stored,
 )
-from nip_astra.evaluation.plots import Estimate, estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import frame_of
+from nip_astra.evaluation.run_results import Estimate, estimates_of, frame_of, plot_estimates
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
-from nip_astra.evaluation.tables import Printable, as_text, comparison_tables, matrix_tables
+from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import showing
@@ -222,8 +221,7 @@ def _evaluated(
             with open_bar(subject.label, family.num_units(subject)) as on_part:
                 played = family.play(subject, folder, request, on_part)
             figures = family.figures(subject, folder, played)
-        folder.write(figures, as_text(family.tables(figures)))
-        yield Evaluation.read(folder.path)
+        yield family.store(folder, figures)
 
 
 def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:

@@ -80,8 +80,7 @@ class Metric(NamedTuple):
 
 Measure: TypeAlias = Callable[[Any], float | None]
 METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
-"""Further metrics. Each returns a number for a unit, or None. A unit is a conversation's rows, an
-episode's row, or a problem's means. The range is that of the observed numbers.
+"""Further metrics. Each returns a number for a unit, or None.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
 is taken from those observed.

@@ -512,14 +512,13 @@ def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -
     return len(turns) * len(scorers)
 
 
-def scored_by(name: str) -> Callable[[Row], Row]:
-    """Return a view of a row with the scores of a further scorer."""
-
-    def view(row: Row) -> Row:
-        own = row["scores"][name]
-        return row | {"response_score": own["score"], "is_error": own["is_error"]}
-
-    return view
+def scored_by(name: str, episode: Episode) -> Episode:
+    """Return the rows of an episode with the scores of a further scorer."""
+    own = (row["scores"][name] for row in episode)
+    return [
+        row | {"response_score": one["score"], "is_error": one["is_error"]}
+        for row, one in zip(episode, own, strict=True)
+    ]
 
 
 def _response(row: Row, before: tuple[Message, ...]) -> Exchange:

@@ -40,6 +40,7 @@ from nip_astra.evaluation.outcomes import (
     judge,
     likelihood_figures,
     numbered,
+    outcome_of,
     outcomes_of,
     prompt_numbers,
     score_figures,
@@ -359,8 +360,7 @@ def scorer_figures(
     """
     views = dict.fromkeys(scorers[:1], episodes)
     for name in scorers[1:]:
-        view = scored_by(name)
-        views[name] = [[view(row) for row in episode] for episode in episodes]
+        views[name] = [scored_by(name, episode) for episode in episodes]
         judge(views[name], options.failure_threshold)
     agreements = agreement_matrix(views)
     with_first = {pair["second"]: pair for pair in agreements if pair["first"] in scorers[:1]}
@@ -522,19 +522,11 @@ class FailureTally:
 def outcomes_by_episode(tree: RolloutTree, failure_threshold: float) -> list[list[Outcome]]:
     """Return the outcomes of each episode's nodes, in order."""
     scores_N = tree.nodes["response_score"]
-    is_missing_N = scores_N.isnan()
-    is_error_N = is_missing_N & tree.nodes.get("is_error", torch.zeros_like(is_missing_N))
+    is_error_N = tree.nodes.get("is_error", torch.zeros_like(scores_N, dtype=torch.bool))
+    columns = (one.tolist() for one in (tree.nodes["episode"], scores_N, is_error_N))
     outcomes: list[list[Outcome]] = [[] for _ in range(tree.num_episodes)]
-    for episode, is_failure, is_missing, is_error in zip(
-        tree.nodes["episode"].tolist(),
-        (scores_N >= failure_threshold).tolist(),
-        is_missing_N.tolist(),
-        is_error_N.tolist(),
-        strict=True,
-    ):
-        unknown = Outcome.ERROR if is_error else Outcome.UNDETERMINED
-        known = Outcome.FAILURE if is_failure else Outcome.NONE
-        outcomes[episode].append(unknown if is_missing else known)
+    for episode, score, is_error in zip(*columns, strict=True):
+        outcomes[episode].append(outcome_of(score, is_error, failure_threshold))
     return outcomes
 
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
-from nip_astra.language_models.scoring import chosen_logprobs
-from nip_astra.language_models.tokens import (
+from nip_astra.language_models.base import (
     Generation,
     TokenCount,
     TokenRows,
     TokenScores,
     pad_left,
 )
+from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
+from nip_astra.language_models.scoring import chosen_logprobs
 
 
 class _Draw:
@@ -187,16 +187,20 @@ def score_rows(
     pieces, order, spent = [], [], TokenCount()
     lengths = [width + ids_BT.shape[1] for width in widths]
     limit = len(lengths) * max(lengths) if max_batch_tokens is None else max_batch_tokens
+    # Scored positions are counted row by row.
+    stops = mask_BT.sum(dim=1).cumsum(0).tolist()
+    starts = [0, *stops]
     for part in _parts(lengths, limit):
         # Without columns that are padding in all rows of this part.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
+        positions = [position for row in part for position in range(starts[row], stops[row])]
         pieces.append(
             reader(
                 *(context, mask, ids_BT[part], mask_BT[part]),
                 needs_entropy=needs_entropy,
                 needs_hidden=needs_hidden,
-                transform=None if transform is None else transform.at(_positions_of(part, mask_BT)),
+                transform=None if transform is None else transform.at(positions),
             )
         )
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
@@ -251,14 +255,6 @@ def _score_batch(
         torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs_entropy else None,
         before_NX.float() if needs_hidden else None,
     )
-
-
-def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
-    """Return indices of the scored positions of some rows, counted row by row."""
-    lengths = mask_BT.sum(dim=1)
-    ends = lengths.cumsum(0).tolist()
-    starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]
-    return [position for row in rows for position in range(starts[row], ends[row])]
 
 
 def spread(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nip_astra.lazy import lazy_exports
+from nip_astra.lazy import exports_for_types, lazy_exports
 
 if TYPE_CHECKING:
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
@@ -15,15 +15,8 @@ if TYPE_CHECKING:
     from nip_astra.parameters.parameters_base import polymorphic as polymorphic
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
 
-_HOMES = {
-    "HyperParameters": "nip_astra.parameters.hyper_parameters",
-    "PolymorphicParameters": "nip_astra.parameters.parameters_base",
-    "SubParameters": "nip_astra.parameters.parameters_base",
-    "TrainingConfiguration": "nip_astra.parameters.training",
-    "polymorphic": "nip_astra.parameters.parameters_base",
-}
+_HOMES = exports_for_types(__file__)
 
-__all__ = list(_HOMES)
-
+__all__ = [*_HOMES]
 
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -353,9 +353,6 @@ class _Inside:
 PlainText = Annotated[str, _Inside()]
 """Text that is shown, compared or sent to a model, and names no file, address, variable or code.
 Other text, except of the types below, needs approval in another user's run; see `nip_astra.trust`.
-
-Other text, unless it has one of the types below, needs the user's approval if a run of somebody
-else sets it; see `nip_astra.trust`.
 """
 CheckedName = Annotated[str, _Inside()]
 """A registered name or code, checked when it is looked up or loaded."""

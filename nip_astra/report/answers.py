@@ -23,7 +23,13 @@ from nip_astra.report.records import (
     text,
     words,
 )
-from nip_astra.report.transcripts import DECISIONS, UNDECIDED, by_step, outcome_of
+from nip_astra.report.transcripts import (
+    DECISIONS,
+    UNDECIDED,
+    by_step,
+    conversations_of,
+    outcome_of,
+)
 from nip_astra.safe_text import safe_text
 from nip_astra.utils.formatting import count, decimal
 
@@ -380,12 +386,9 @@ def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
     for name, _, nodes in by_step(run.tables):
         if name == "train" or name in found:
             continue
-        conversations: dict[tuple[int, str], list[Node]] = {}
-        for node in nodes:
-            conversations.setdefault(node.conversation, []).append(node)
         seen: Counter[str] = Counter()
         found[name] = []
-        for (_, prompt), turns in sorted(conversations.items()):
+        for (_, _, prompt), turns in sorted(conversations_of(nodes).items()):
             seen[prompt] += 1
             # A prompt that was played several times is paired time by time.
             side = _attacked(sorted(turns, key=lambda node: node.depth))

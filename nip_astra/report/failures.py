@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.report.evaluations import Cluster, clusters_of
-from nip_astra.report.records import Node, RunRecord, items, mapping, node_of
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
 from nip_astra.report.transcripts import Key, Paths, Table, key_of, label_of, order_of
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.formatting import decimal
@@ -144,19 +143,32 @@ def failures(
     clustered: list[dict[str, Any]] = []
     first = 0
     for name, evaluation in run.evaluations.items():
-        clusters = clusters_of(evaluation)[:MAX_CLUSTERS]
-        if clusters:
-            make = _examples(run, f"evaluations/{name}", links)
-            clustered.append(_clustered(name, evaluation, clusters, make, first))
+        clusters = clusters_of(evaluation)
+        make = _examples(run, f"evaluations/{name}", links)
+        likeliest = mapping(evaluation.get("most_likely_failure"))
+        groups = [
+            vars(cluster)
+            | {"number": number, "medoid": None, "shortest": None}
+            | {kind: make(node, False) for kind, node in cluster.examples.items()}
+            for number, cluster in enumerate(clusters, start=first)
+        ]
+        if groups:
+            clustered.append(
+                {
+                    "title": f"Evaluation {name}",
+                    "groups": groups,
+                    "likeliest": make(node_of(likeliest), False) if likeliest else None,
+                }
+            )
         first += len(clusters)
     if grouped is None and not clustered:
         return None
-    groups = grouped.groups if grouped else []
-    small = groups[MAX_CLUSTERS:]
+    groups_shown = grouped.groups[:MAX_CLUSTERS] if grouped else []
+    small = grouped.groups[MAX_CLUSTERS:] if grouped else []
     make = _examples(run, grouped.table if grouped else "", links)
     return {
         "clustered": clustered,
-        "grouped": grouped if groups else None,
+        "grouped": grouped if groups_shown else None,
         "shown": [
             {
                 "size": group.size,
@@ -165,7 +177,7 @@ def failures(
                 "others": group.members[1 : MAX_MEMBERS + 1],
                 "number": number,
             }
-            for number, group in enumerate(groups[:MAX_CLUSTERS], start=first)
+            for number, group in enumerate(groups_shown, start=first)
         ],
         "anchor": anchor,
         "place": "" if anchor == "conversations" else f"{anchor}-",
@@ -175,32 +187,52 @@ def failures(
     }
 
 
-def _clustered(
-    name: str,
-    evaluation: dict[str, Any],
-    clusters: Sequence[Cluster],
-    make: Callable[[Node, bool], Example],
-    first: int,
-) -> dict[str, Any]:
-    """Return the clusters of an evaluation, numbered from `first`."""
-    likeliest = mapping(evaluation.get("most_likely_failure"))
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of failures of an evaluation.
 
-    def shown(node: Node | None) -> Example | None:
-        return None if node is None else make(node, False)
+    `examples` has the `most_likely` probe, and the `medoid` and the `shortest` where they are
+    others; `turns` the episode and depth of the stored members.
+    """
 
-    return {
-        "title": f"Evaluation {name}",
-        "groups": [
-            vars(cluster)
-            | {
-                name: shown(getattr(cluster, name))
-                for name in ("most_likely", "medoid", "shortest")
-            }
-            | {"number": number}
-            for number, cluster in enumerate(clusters, start=first)
-        ],
-        "likeliest": shown(node_of(likeliest)) if likeliest else None,
-    }
+    size: float
+    share: float | None
+    plants: list[str]
+    examples: dict[str, Node]
+    turns: set[tuple[int, int]]
+
+
+def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
+    """Return the failure clusters of an evaluation, starting with that of the most likely probe."""
+    found = [mapping(one) for one in items(evaluation.get("clusters"))]
+    total = sum(number(one.get("size")) or 0.0 for one in found)
+    clusters = []
+    for one in found:
+        medoid, likely, shortest = (
+            mapping(one.get(kind)) for kind in ("medoid", "most_likely", "shortest")
+        )
+        examples = {"most_likely": node_of(likely or medoid)}
+        if medoid and likely and medoid != likely:
+            examples["medoid"] = node_of(medoid)
+        if shortest and shortest.get("probe") != (likely or medoid).get("probe"):
+            examples["shortest"] = node_of(shortest)
+        size = number(one.get("size")) or 0.0
+        turns = {
+            (int(turn[0]), int(turn[1]))
+            for turn in items(one.get("turns"))
+            if isinstance(turn, list) and [type(part) for part in turn] == [int, int]
+        }
+        plants = [text(plant) for plant in items(one.get("plants"))]
+        clusters.append(Cluster(size, size / total if total else None, plants, examples, turns))
+
+    def unlikeliness(cluster: Cluster) -> float:
+        node = cluster.examples["most_likely"]
+        return (
+            -node.reference_logprob if node.reference_logprob is not None else node.probe_nll or 0.0
+        )
+
+    # Unknown likelihoods leave the order of the file.
+    return sorted(clusters, key=unlikeliness)[:MAX_CLUSTERS]
 
 
 @dataclass(frozen=True)
@@ -215,9 +247,7 @@ class Example:
 
 
 def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool], Example]:
-    """Return a builder of examples of a table's failures; nodes not `is_stored` are looked up
-    there.
-    """
+    """Return a builder of examples of a table; nodes not `is_stored` are looked up there."""
     paths = Paths(run.tables.get(table, ()))
 
     def make(node: Node, is_stored: bool) -> Example:
@@ -252,22 +282,27 @@ class Labels:
     """
 
     def __init__(self, run: RunRecord, grouped: GroupedFailures | None) -> None:
-        self._planted = list(_plants_of(run))
+        self._planted: list[PlantedFailure] = []
+        for group in run.hyper_params.values():
+            for one in map(mapping, items(mapping(group).get("planted_failures"))):
+                # Those that cannot be read are omitted.
+                with suppress(ConfigurationError):
+                    self._planted.append(PlantedFailure.from_dict(one))
         self.plants = [plant.name for plant in self._planted]
         self.clusters: list[ClusterLabel] = []
         self._by_turn: dict[tuple[str, int, int], int] = {}
         self._by_probe: dict[tuple[str, str], int] = {}
         for name, evaluation in run.evaluations.items():
             table = f"evaluations/{name}"
-            found = clusters_of(evaluation)[:MAX_CLUSTERS]
-            for number, cluster in enumerate(found, start=1):
+            for place, cluster in enumerate(clusters_of(evaluation), start=1):
                 self._by_turn |= {(table, *turn): len(self.clusters) for turn in cluster.turns}
-                self.clusters.append(ClusterLabel(table, number, int(cluster.size)))
-        for number, group in enumerate(grouped.groups[:MAX_CLUSTERS] if grouped else (), start=1):
-            assert grouped is not None
-            keys = {(grouped.table, probe_key(one.node.probe)) for one in group.members}
+                self.clusters.append(ClusterLabel(table, place, int(cluster.size)))
+        if grouped is None:
+            return
+        for place, failures in enumerate(grouped.groups[:MAX_CLUSTERS], start=1):
+            keys = {(grouped.table, probe_key(one.node.probe)) for one in failures.members}
             self._by_probe |= dict.fromkeys(keys, len(self.clusters))
-            self.clusters.append(ClusterLabel(grouped.table, number, group.size))
+            self.clusters.append(ClusterLabel(grouped.table, place, failures.size))
 
     def of(self, table: str, nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
         """Return the planted failures and the clusters of the failures among nodes."""
@@ -285,11 +320,3 @@ class Labels:
                 met = (plant.matches(node.probe, previous) for plant in self._planted)
                 plants |= {place for place, is_met in enumerate(met) if is_met}
         return sorted(plants), sorted(clusters)
-
-
-def _plants_of(run: RunRecord) -> Iterable[PlantedFailure]:
-    """Return the planted failures in a run's parameters, omitting unreadable ones."""
-    for group in run.hyper_params.values():
-        for one in map(mapping, items(mapping(group).get("planted_failures"))):
-            with suppress(ConfigurationError):
-                yield PlantedFailure.from_dict(one)

@@ -1,28 +1,53 @@
-"""Rendering of the report of one or several runs as a self-contained HTML file."""
+"""Rendering of the report of runs, or of a folder of runs, as a self-contained HTML file."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import logging
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError, counted
-from nip_astra.report.catalogue import catalogue, facts_of, runs_in
-from nip_astra.report.charts import group_runs, run_label
-from nip_astra.report.records import RunRecord, is_run, read_run, text
+from nip_astra.report import summary
+from nip_astra.report.charts import (
+    CURVES,
+    HELD_OUT,
+    Line,
+    group_runs,
+    points_of,
+    run_label,
+    thin_line,
+)
+from nip_astra.report.records import (
+    CONVERSATION,
+    PROTOCOL,
+    TASK,
+    RunRecord,
+    is_run,
+    mapping,
+    number,
+    read_run,
+    text,
+    words,
+)
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
 from nip_astra.safe_text import safe_text
-from nip_astra.tracking.run_directory import REPORT, write_atomically
+from nip_astra.tracking.run_directory import FAILED, HYPER_PARAMETERS, REPORT, write_atomically
 from nip_astra.utils import formatting
+from nip_astra.utils.formatting import count
 from nip_astra.version import __version__
 
 COMPARISON_FILE = "comparison.html"
@@ -32,6 +57,17 @@ VEILED = 'x" tabindex="0"'
 TOOLS = '<div class="tools"'
 """Start of the search controls for conversations."""
 FILTERS = ("percent", "decimal", "count", "duration")
+
+NUM_POINTS = 60
+"""Number of points of a curve on the page."""
+MAX_DEPTH = 3
+"""Maximum depth of a run below the page's folder, as in a sweep."""
+FIGURES = {
+    CONVERSATION: "failing conversations",
+    TASK: "right answers",
+    PROTOCOL: "right decisions",
+}
+"""The main figure by kind of run."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +120,15 @@ def write_report(
     folder = Path(run_paths[0])
     if len(run_paths) == 1 and not is_run(folder) and runs_in(folder):
         output = folder / REPORT if output is None else output
-        context = catalogue(folder, Path(output))
-        spec = Spec("catalogue", "Runs", lambda: context)
-        name = folder.resolve().name
-        page = render_sections(f"Runs in {name}", facts_of(context["rows"]), [spec], redact=redact)
+        context = _catalogue(folder, Path(output))
+        states = Counter(row["status"] for row in context["rows"])
+        facts = [("runs", states.total()), *states.items()]
+        page = render_sections(
+            f"Runs in {folder.resolve().name}",
+            [(name, count(value)) for name, value in facts],
+            [Spec("catalogue", "Runs", lambda: context)],
+            redact=redact,
+        )
     else:
         runs = [read_run(path) for path in run_paths]
         page = render_report(runs, redact=redact)
@@ -234,3 +275,73 @@ def _source(name: str) -> str:
 def _digest(text: str) -> str:
     """Return the digest of a style or script for the page's content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+# ---- a folder of runs
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run directories in a folder, including those of its sweeps, by name."""
+    depths = range(1, MAX_DEPTH + 1)
+    found = (folder.glob("/".join(["[!.]*"] * depth + [HYPER_PARAMETERS])) for depth in depths)
+    return sorted({file.parent for files in found for file in files})
+
+
+def _catalogue(folder: Path, output: Path) -> dict[str, Any]:
+    """Return the rows of all runs in a folder, with page-relative links, and their curves."""
+    runs, notes = [], []
+    for path in runs_in(folder):
+        try:
+            runs.append(read_run(path, has_tables=False))
+        except RunDirectoryError as error:
+            notes.append(str(error))
+    rows = [_row(run, folder, output) for run in runs]
+    choices = {
+        name: sorted({str(row[name]) for row in rows}) for name in ("trainer", "scenario", "status")
+    }
+    curves = json.dumps([_curves(run) for run in runs], separators=(",", ":"))
+    data = Markup(curves.replace("<", "\\u003c"))
+    return {"rows": rows, "choices": choices, "data": data, "notes": notes}
+
+
+def _row(run: RunRecord, folder: Path, output: Path) -> dict[str, Any]:
+    training, (before, after) = mapping(run.results.get("training")), summary.measured(run)
+    columns = summary.OVERVIEW[run.kind][:2]
+    number_of = number(training.get("num_iterations")) or run.metrics.num_rows
+    status = "finished" if run.results else "unfinished"
+    page = run.path / REPORT
+    link = quote(os.path.relpath(page, output.parent)) if page.is_file() else ""
+    # Parameters are written when a run starts.
+    written = datetime.fromtimestamp((run.path / HYPER_PARAMETERS).stat().st_mtime, UTC)
+    return {
+        "name": run.path.relative_to(folder).as_posix(),
+        "link": link,
+        "trainer": text(run.hyper_params.get("trainer")),
+        "scenario": Path(text(run.hyper_params.get("scenario"))).name,
+        "seed": number(run.hyper_params.get("seed")),
+        "status": "failed" if run.results.get("status") == FAILED else status,
+        "iterations": number_of,
+        "figure": FIGURES[run.kind],
+        "before": columns[0].cell(before),
+        "after": columns[1].cell(after),
+        "values": [number(one.get(summary.main_rate(one) or "")) for one in (after, before)],
+        "started": f"{written:%Y-%m-%d %H:%M}",
+    }
+
+
+def _curves(run: RunRecord) -> dict[str, list[list[float]]]:
+    """Return the points of each chart of the run, by title."""
+    found: dict[str, list[list[float]]] = {}
+    for curve in CURVES:
+        if curve.kinds and run.kind not in curve.kinds:
+            continue
+        for agent in run.agents if "{}" in curve.names[0] else [""]:
+            title = f"{curve.title}, {words(agent)}" if agent else curve.title
+            for name in curve.names:
+                points = points_of(run, name.format(agent))
+                if len(points) > (1 if name.startswith(HELD_OUT) else 0):
+                    line, _, _ = thin_line(Line("", points), NUM_POINTS, NUM_POINTS)
+                    known = [(x, y) for x, y in line.points if y is not None]
+                    found[safe_text(title)] = [[x, float(f"{y:.4g}")] for x, y in known]
+                    break
+    return found

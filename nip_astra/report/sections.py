@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from rich import filesize
 
 from nip_astra.errors import counted
+from nip_astra.evaluation.outcomes import follow_up_of
 from nip_astra.evaluation.tables import (
     AGREEMENT_HEADINGS,
     QUALITY_HEADINGS,
     SERVICE_HEADINGS,
+    TableRow,
     agreement_rows,
+    figure_rows,
+    matrix_rows,
     quality_rows,
     service_rows,
 )
 from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
-from nip_astra.report import answers, evaluations, summary, transcripts
+from nip_astra.report import answers, summary, transcripts
 from nip_astra.report.charts import (
+    NUM_COLORS,
+    Chart,
+    Line,
     RunGroup,
     agent_colors,
     charts_of,
+    line_chart,
     metric_rows,
     parameter_differences,
     run_label,
@@ -35,6 +43,7 @@ from nip_astra.report.records import (
     CONVERSATION,
     PROTOCOL,
     TASK,
+    Node,
     RunRecord,
     items,
     mapping,
@@ -42,9 +51,22 @@ from nip_astra.report.records import (
     text,
     words,
 )
+from nip_astra.report.transcripts import conversations_of, split_and_iteration
 from nip_astra.tracking import run_directory as files
 from nip_astra.trust import SETTINGS_SIGNATURE, SIGNATURE
-from nip_astra.utils.formatting import NOTHING, count, decimal, value_text
+from nip_astra.utils.formatting import (
+    NOTHING,
+    count,
+    counts_text,
+    decimal,
+    format_figure,
+    format_value,
+    interval,
+    one_in,
+    percent,
+    value_text,
+)
+from nip_astra.utils.statistics import kaplan_meier
 
 HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
 ROLES = ("attacker", "target")
@@ -200,6 +222,28 @@ def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 Context = dict[str, Any]
+GROUPS = (
+    ("outcomes", "outcomes, turns"),
+    ("scores", "scores"),
+    ("nll", "likelihood of probes"),
+    ("turns_to_failure", "turns to failure"),
+    ("hit_at", "found within so many conversations"),
+    ("diversity", "diversity"),
+    ("plants", "planted failures"),
+    ("probability_of_failure", "probability of failure under the reference"),
+    ("fluency", "fluency"),
+    ("kinds", "kinds of failure"),
+    ("scorers", "by other scorers"),
+    ("detectors", "scorers on labelled responses"),
+    ("budget", "budget"),
+)
+"""Parts of evaluation.json with separate headings, in the order of the page."""
+_SHOWN_ELSEWHERE = (
+    *("version", "name", "clusters", "warnings", "most_likely_failure"),
+    *("cards", "scorer_agreement", "why_no_fluency"),
+)
+_QUOTED = ("most_common", "settings")
+"""Nested figures that quote a probe, or describe the others."""
 MAX_REPEATED = 8
 """Maximum number of most frequent probes listed."""
 MAX_COMPARED = 12
@@ -238,22 +282,22 @@ def sections_of_run(
     if run.kind == PROTOCOL:
         of_kind = [
             Spec("statistics", "Figures by agent", lambda: _agent_figures(run)),
-            Spec("analyses", "Rollout analyses", lambda: evaluations.analyses(run)),
+            Spec("analyses", "Rollout analyses", lambda: analyses(run)),
             Spec("answers", "Held-out episodes", lambda: _answers(run)),
             Spec("episodes", "Sample episodes", lambda: _episodes(run)),
         ]
     elif run.kind == TASK:
         of_kind = [
             Spec("answers", "Answers", lambda: _answers(run)),
-            Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+            Spec("evaluations", "Evaluations", lambda: evaluations(run)),
         ]
     else:
         of_kind = [
             Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
-            Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+            Spec("evaluations", "Evaluations", lambda: evaluations(run)),
             Spec("answers", "Before and after", lambda: _answers(run)),
-            Spec("turns", "Turns to failure", lambda: _turns(run)),
-            Spec("plants", "Planted failures", lambda: _plants(run)),
+            Spec("turns", "Turns to failure", lambda: turns_to_failure(run)),
+            Spec("plants", "Planted failures", lambda: planted(run)),
             Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
             Spec(
                 *("conversations", "Conversations"),
@@ -363,30 +407,247 @@ def _legend_entry(group: RunGroup, means_only: bool) -> Context:
     return {"label": label, "color": group.color}
 
 
-def _evaluations(run: RunRecord) -> Context | None:
-    if not run.evaluations:
+# ---- evaluations
+
+
+def evaluations(run: RunRecord) -> Context | None:
+    """Return stored evaluations side by side; a column is an evaluation. None without any."""
+    stored = list(run.evaluations.values())
+    if not stored:
         return None
+    main = [
+        {name: text(one.get(name)) for name in ("attacker", "target") if name in one}
+        | dict(figure_rows(one))
+        for one in stored
+    ]
+    targets, attackers = matrix_rows(run.transfer or stored)
     return {
         "names": list(run.evaluations),
-        "main": evaluations.main_figures(run),
-        "groups": evaluations.figures_table(run),
-        "matrix": evaluations.transfer_matrix(run),
-        "kinds": evaluations.kinds_found(run),
+        "main": [row for row in _side_by_side(main) if any(cell != NOTHING for cell in row.cells)],
+        "groups": _all_figures(stored),
+        "matrix": (targets, attackers) if len(targets) > 1 or len(attackers) > 1 else None,
+        "kinds": kinds_found(run),
         "quality_headings": QUALITY_HEADINGS,
-        "quality": evaluations.by_evaluation(run, quality_rows),
+        "quality": _by_evaluation(run, quality_rows),
         "agreement_headings": AGREEMENT_HEADINGS,
-        "agreement": evaluations.by_evaluation(run, agreement_rows),
+        "agreement": _by_evaluation(run, agreement_rows),
     }
 
 
-def _turns(run: RunRecord) -> Context | None:
-    rows, chart = evaluations.turns_to_failure(run)
-    return {"rows": rows, "chart": chart} if rows else None
+def _by_evaluation(
+    run: RunRecord, rows_of: Callable[[Mapping[str, Any]], list[TableRow]]
+) -> list[tuple[str, list[TableRow]]]:
+    """Return the rows of each evaluation that has any."""
+    has_several = len(run.evaluations) > 1
+    groups = [(name * has_several, rows_of(one)) for name, one in run.evaluations.items()]
+    return [(name, rows) for name, rows in groups if rows]
 
 
-def _plants(run: RunRecord) -> Context | None:
-    rows, chart = evaluations.planted(run)
-    return {"rows": rows, "chart": chart, "has_random": len(rows[0].cells) > 3} if rows else None
+def _all_figures(stored: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[summary.Row]]]:
+    """Return every figure of evaluations in groups, those without a group first."""
+    grouped = dict(GROUPS)
+    parts: dict[str, list[Mapping[str, Any]]] = {"": []}
+    for one in stored:
+        hidden = (*grouped, *_SHOWN_ELSEWHERE)
+        parts[""].append({name: value for name, value in one.items() if name not in hidden})
+        for name, heading in GROUPS:
+            part = {heading: one[name]} if name in one else {}
+            parts.setdefault(heading, []).append(mapping(part.get(heading)) or part)
+    tables = [
+        (heading, _side_by_side([dict(figure_labels(column)) for column in columns]))
+        for heading, columns in parts.items()
+    ]
+    return [(heading, rows) for heading, rows in tables if rows]
+
+
+def _side_by_side(columns: Sequence[Mapping[str, str]]) -> list[summary.Row]:
+    """Return a row for each label of any column."""
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return [
+        summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
+    ]
+
+
+def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the leaves of nested figures with their labels; a rate with its interval is one."""
+    found: list[tuple[str, str]] = []
+    for name, value in values.items():
+        if name in _QUOTED:
+            continue
+        label = f"{prefix}{str(name).replace('_', ' ')}"
+        inner = mapping(value)
+        if number(inner.get("value")) is not None and name != "kinds":
+            found.append((label, format_figure(values, name)))
+            others = {key: inner[key] for key in inner if key not in ("value", "low", "high")}
+            found += figure_labels(others, f"{label}, ")
+        elif inner:
+            found += figure_labels(inner, f"{label}, ")
+        elif isinstance(value, list | tuple):
+            found.append((label, _list_text(str(name), value)))
+        elif value is not None:
+            found.append((label, format_value(str(name), value)))
+    return found
+
+
+def _list_text(name: str, values: Sequence[Any]) -> str:
+    if len(values) == 2 and name.endswith("_interval"):
+        return interval(values[0], values[1], name.removesuffix("_interval"))
+    if name == "survival":
+        return ", ".join(percent(value) for value in values)
+    return ", ".join(_item_text(value) for value in values)
+
+
+def _item_text(value: Any) -> str:
+    if number(value) is not None:
+        return decimal(value)
+    if mapping(value):
+        counted = counts_text(mapping(value))
+        return percent(mapping(value).get("value")) + (f" ({counted})" if counted else "")
+    return " / ".join(text(part) for part in items(value)) or text(value)
+
+
+def planted(run: RunRecord) -> Context | None:
+    """Return the planted failures with the query at which training found each, and their curve."""
+    training = mapping(run.results.get("training"))
+    found = mapping(training.get("plants"))
+    random_search = mapping(run.results.get("random_search"))
+    random = mapping(random_search.get("plants"))
+    stored = [mapping(plant) for plant in items(run.results.get("planted_failures"))]
+    known = {text(plant.get("name")): plant for plant in stored}
+    queries = {name: query for name in found if (query := number(found[name])) is not None}
+    rows = []
+    for name in sorted({**found, **known}, key=lambda name: queries.get(name, float("inf"))):
+        plant = known.get(name, {})
+        ordinary = one_in(plant.get("rarity"))
+        cells = [text(plant.get("description")), ordinary, count(found.get(name))]
+        rows.append(summary.Row(name, [*cells, count(random.get(name))] if random else cells))
+    if not rows:
+        return None
+    by_random = _discovered(random, number(random_search.get("target_queries")))
+    lines = [
+        Line("training", _discovered(found, number(training.get("target_queries"))), 1),
+        Line("random search", by_random, 0, is_dashed=True),
+    ]
+    chart = _chart_of_discoveries("Planted failures found", "by target queries spent", lines)
+    return {"rows": rows, "chart": chart, "has_random": bool(random)}
+
+
+def kinds_found(run: RunRecord) -> Chart | None:
+    """Return the number of clusters of failures found by each evaluation, by target queries."""
+    lines = []
+    for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
+        queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
+        total = number(mapping(evaluation.get("budget")).get("target_queries"))
+        found = {str(place): query for place, query in enumerate(queries)}
+        lines.append(Line(name, _discovered(found, total), color % NUM_COLORS))
+    note = "clusters of failing probes, by target queries"
+    return _chart_of_discoveries("Kinds of failure met", note, lines)
+
+
+def _chart_of_discoveries(title: str, note: str, lines: Sequence[Line]) -> Chart | None:
+    shown = [replace(line, has_steps=True) for line in lines if len(line.points) > 1]
+    return line_chart(title, shown, note=note, kind="count", x_label="query")
+
+
+def _discovered(
+    found: Mapping[str, Any], num_queries: float | None
+) -> list[tuple[float, float | None]]:
+    """Return the number of plants found over queries, up to the last query."""
+    queries = sorted(query for value in found.values() if (query := number(value)) is not None)
+    points: list[tuple[float, float | None]] = [(0.0, 0.0)] if found else []
+    points += [(query, float(place)) for place, query in enumerate(queries, start=1)]
+    if num_queries is not None and points and num_queries > points[-1][0]:
+        points.append((num_queries, float(len(queries))))
+    return points
+
+
+def turns_to_failure(run: RunRecord) -> Context | None:
+    """Return the share failing, and the share failure-free so far, by turn of held-out chains."""
+    rows: list[summary.Row] = []
+    lines: list[Line] = []
+    for name, table in (("after", "evaluation"), ("before", "before")):
+        shares = _by_turn(run.tables.get(table, ()))
+        for turn, num_nodes, score, failing, survived in shares:
+            cells = [count(turn), count(num_nodes), decimal(score), percent(failing)]
+            rows.append(summary.Row(name, [*cells, percent(survived)]))
+        points: list[tuple[float, float | None]] = [(0.0, 1.0)] if shares else []
+        points += [(float(turn), survived) for turn, *_, survived in shares]
+        is_before = name == "before"
+        lines.append(Line(name, points, int(not is_before), is_dashed=is_before, has_steps=True))
+    if not rows:
+        return None
+    title, note = "Conversations without a failure so far", "share, by turn"
+    chart = line_chart(title, lines, note=note, kind="percent", x_label="turn")
+    return {"rows": rows, "chart": chart}
+
+
+def _by_turn(
+    nodes: Sequence[Node],
+) -> list[tuple[int, int, float | None, float | None, float | None]]:
+    """Return turn, responses with a verdict, mean score, share failing, share failure-free so far.
+
+    A conversation is censored at its first turn without a verdict.
+    """
+    last = max((node.step for node in nodes), default=0)
+    nodes = sorted((node for node in nodes if node.step == last), key=lambda node: node.depth)
+    if any(node.threshold is None for node in nodes):
+        return []
+    outcomes = [[node.outcome for node in own] for own in conversations_of(nodes).values()]
+    survival = kaplan_meier(follow_up_of(outcomes)).survival
+    rows = []
+    for turn, survived in enumerate(survival, start=1):
+        level = [one for one in nodes if one.depth == turn - 1]
+        scores = [one.response_score for one in level if one.response_score is not None]
+        num_failing = sum(one.is_failure for one in level)
+        mean = sum(scores) / len(scores) if scores else None
+        share = num_failing / len(scores) if scores else None
+        rows.append((turn, len(scores), mean, share, number(survived)))
+    return rows
+
+
+def analyses(run: RunRecord) -> dict[str, Any] | None:
+    """Return the table of all analyses of a run; None without any."""
+    found = [one for one in run.analyses if mapping(one.get("shares"))]
+    if not found:
+        return None
+    places = sorted({split_and_iteration(one) for one in found})
+    names = dict.fromkeys(
+        (text(one.get("analyser")), agent) for one in found for agent in mapping(one["shares"])
+    )
+    rows = []
+    for name, agent in names:
+        by_place = {
+            split_and_iteration(one): mapping(mapping(one["shares"]).get(agent))
+            for one in found
+            if text(one.get("analyser")) == name
+        }
+        rows.append(
+            {
+                "analyser": words(name),
+                "agent": words(agent),
+                "cells": [share_text(by_place.get(place, {})) for place in places],
+            }
+        )
+    meanings = {text(one.get("analyser")): text(one.get("meaning")) for one in found}
+    judges = sorted({text(mapping(one.get("judge")).get("model")) for one in found})
+    return {
+        "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
+        "rows": rows,
+        "meanings": [(words(name), written) for name, written in meanings.items()],
+        "judges": judges,
+    }
+
+
+def share_text(share: Mapping[str, Any]) -> str:
+    """Format how often a judge answered yes, with the interval and counts."""
+    if not share:
+        return NOTHING
+    num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)
+    written = (
+        f"{percent(number(share.get('share')))} {interval(share.get('low'), share.get('high'))}"
+    )
+    unknown = number(share.get("num_unknown")) or 0
+    return f"{written} of {count(num_known)}" + (f", {count(unknown)} unknown" if unknown else "")
 
 
 def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | None:
@@ -400,11 +661,8 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
     columns = [
         {"distinct among successful probes": summary.distinct_text(one)} for one in reports.values()
     ]
-    columns += [dict(evaluations.figure_labels(one)) for one in measured.values()]
-    labels = dict.fromkeys(label for column in columns for label in column)
-    rows = [
-        summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
-    ]
+    columns += [dict(figure_labels(one)) for one in measured.values()]
+    rows = _side_by_side(columns)
     members = [one for group in grouped.groups for one in group.members] if grouped else []
     repeated = sorted(members, key=lambda member: -member.num_occurrences)[:MAX_REPEATED]
     if not rows and not repeated:

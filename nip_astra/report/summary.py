@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,32 +65,17 @@ class Row(NamedTuple):
     whiskers: Sequence[Whisker | None] = ()
 
 
-@dataclass(frozen=True)
-class AgentFigures:
+class AgentFigures(NamedTuple):
     """Figures of all agents together with their intervals, and of each; without `test_`."""
 
-    overall: dict[str, Any] = field(default_factory=dict)
-    by_agent: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of episodes with a correct decision."""
-        return number(self.overall.get(accuracy_name(self.overall)))
-
-    @property
-    def accuracy_text(self) -> str:
-        """The share with its interval and counts."""
-        return format_figure(self.overall, accuracy_name(self.overall))
-
-    @property
-    def num_episodes(self) -> float | None:
-        """Number of episodes measured."""
-        return number(self.overall.get("num_episodes"))
+    overall: dict[str, Any]
+    by_agent: dict[str, dict[str, float]]
 
 
-def accuracy_name(report: Report) -> str:
-    """Return the name of a report's share of correct decisions."""
-    return next((name for name in ACCURACY if number(report.get(name)) is not None), ACCURACY[0])
+def main_rate(report: Report) -> str | None:
+    """Return the name of a report's main rate, if it has one."""
+    names = ("failure_rate", *ACCURACY)
+    return next((name for name in names if number(report.get(name)) is not None), None)
 
 
 def protocol_of(run: RunRecord) -> str:
@@ -103,7 +88,7 @@ def protocol_of(run: RunRecord) -> str:
 
 def agent_figures(report: Report) -> AgentFigures:
     """Group the figures of a report by agent."""
-    found = AgentFigures()
+    found = AgentFigures({}, {})
     for name, value in report.items():
         agent, figure = split_name(name)
         if agent and number(value) is not None:
@@ -269,16 +254,18 @@ def _protocol_verdict(run: RunRecord, before: AgentFigures, after: AgentFigures)
     if alone:
         shares = _joined([f"the {name} in {share}" for name, share in alone])
         return [f"Without a conversation, the right label is given by {shares} of the test data."]
-    if after.accuracy is None:
+    rate = main_rate(after.overall)
+    if rate is None:
         last = ""
         for known in filter(None, map(run.metrics.known, reversed(ACCURACY))):
             last = f", the last with an accuracy of {percent(known[-1])} in training"
         return [game, f"The run {_end(run, 'an accuracy')}{last}."]
+    accuracy, rate_before = format_figure(after.overall, rate), main_rate(before.overall)
     # The accuracy has its counts, as far as they are known.
-    among = "test episodes" if " of " in after.accuracy_text else "of test episodes"
-    sentence = f"The decision is right in {after.accuracy_text} {among}"
-    if before.accuracy is not None:
-        sentence += f"; before training, it was in {before.accuracy_text}"
+    among = "test episodes" if " of " in accuracy else "of test episodes"
+    sentence = f"The decision is right in {accuracy} {among}"
+    if rate_before is not None:
+        sentence += f"; before training, it was in {format_figure(before.overall, rate_before)}"
     sentences = [f"{sentence}.", game]
     undecided = after.overall.get("share_undecided")
     if undecided is not None:
@@ -335,9 +322,9 @@ def _headline_tile(label: str, name: str, before: Report, after: Report) -> Tile
 
 def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[Tile]:
     old, new = agent_figures(before), agent_figures(after)
-    if new.accuracy is not None:
-        name = accuracy_name(new.overall)
-        yield _headline_tile("Right decisions", name, old.overall, new.overall)
+    rate = main_rate(new.overall)
+    if rate is not None:
+        yield _headline_tile("Right decisions", rate, old.overall, new.overall)
     for agent, share in alone_texts(new):
         yield Tile(f"Alone, {agent}", share, "right labels")
     if number(new.overall.get("share_undecided")) is not None:
@@ -383,36 +370,28 @@ def times(run: RunRecord) -> list[tuple[str, float]]:
 # ---- tables
 
 
-class FigureRow(NamedTuple):
-    """A row of the table of measurements: its label and a function of its cells."""
-
-    label: str
-    cell: Callable[[Report], str]
-
-
 def figure(name: str) -> Callable[[Report], str]:
     """Return a formatter of the figure of this name."""
-    return lambda report: format_figure(report, name)
+    return partial(format_figure, name=name)
 
 
-MAIN_ROWS = (
-    FigureRow("episodes with a failure", figure("failure_rate")),
-    FigureRow(
-        "  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING
-    ),
-    FigureRow(
+MAIN_ROWS: tuple[tuple[str, Callable[[Report], str]], ...] = (
+    ("episodes with a failure", figure("failure_rate")),
+    ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
+    (
         "replies: empty / refused",
         lambda one: str(Replies.read(mapping(one.get("replies")))) or NOTHING,
     ),
-    FigureRow("right answers", figure("accuracy")),
-    FigureRow("mean reward", figure("mean_reward")),
-    FigureRow("mean score", figure("mean_score")),
-    FigureRow("probe NLL, nats per token", figure("probe_nll")),
-    FigureRow("distinct successful probes", distinct_text),
-    FigureRow("planted failures found", plants_text),
-    FigureRow("target queries", lambda one: count(one.get("target_queries"))),
-    FigureRow("failing responses", lambda one: count(one.get("failing_responses"))),
+    ("right answers", figure("accuracy")),
+    ("mean reward", figure("mean_reward")),
+    ("mean score", figure("mean_score")),
+    ("probe NLL, nats per token", figure("probe_nll")),
+    ("distinct successful probes", distinct_text),
+    ("planted failures found", plants_text),
+    ("target queries", lambda one: count(one.get("target_queries"))),
+    ("failing responses", lambda one: count(one.get("failing_responses"))),
 )
+"""Rows of the table of measurements: labels and functions of their cells."""
 
 
 def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
@@ -428,17 +407,12 @@ def main_table(run: RunRecord) -> tuple[list[str], list[Row]]:
     names = dict.fromkeys(name for _, report in shown for name in report)
     rows: list[Row] = []
     met = met_in_training(run.results)
-    main: Sequence[FigureRow] = MAIN_ROWS
     if run.kind == PROTOCOL:
-        left = [name for name in names if not name.endswith("_interval")]
-        main = tuple(
-            FigureRow(words(name), figure(name))
-            for name in sorted(left, key=_place)
-            if name != "num_episodes"
-        )
+        left = [n for n in names if not n.endswith("_interval") and n != "num_episodes"]
+        main = [(words(name), figure(name)) for name in sorted(left, key=_place)]
     else:
         named = [name for name in names if re.fullmatch(r"rewards/.+/mean", name)]
-        main = (*main, *(FigureRow(f"  {name[8:-5]}", figure(name)) for name in named))
+        main = [*MAIN_ROWS, *((f"  {name[8:-5]}", figure(name)) for name in named)]
     for label, cell in main:
         cells = [cell(report) for _, report in shown]
         if cell is plants_text and met is not None:
@@ -531,11 +505,11 @@ def reward_texts(run: RunRecord) -> list[str]:
     return [f"{words(agent)} {decimal(one)}" for agent, one in rewards.items() if one is not None]
 
 
-def rate_whisker(report: Report, color: int, name: str = "") -> Whisker | None:
+def rate_whisker(report: Report, color: int, name: str | None = None) -> Whisker | None:
     """Lay out a rate with its interval from 0 to 100 %; by default the report's main rate."""
-    if not name:
-        named = ("failure_rate", *ACCURACY)
-        name = next((one for one in named if number(report.get(one)) is not None), named[0])
+    name = name or main_rate(report)
+    if name is None:
+        return None
     return whisker(number(report.get(name)), *interval_of(report, name), limit=1.0, color=color)
 
 

@@ -14,8 +14,8 @@ from nip_astra.distributed.placement import PLACEMENT, Plan
 from nip_astra.errors import counted
 from nip_astra.evaluation.tables import lined_table, services_table
 from nip_astra.report import summary
-from nip_astra.report.evaluations import planted
 from nip_astra.report.records import PROTOCOL, RunRecord, words
+from nip_astra.report.sections import planted
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
 from nip_astra.tracking.wandb_runs import offline_runs
@@ -36,9 +36,10 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
             # With figures before training, more than two agents do not fit a terminal.
             by_agent = summary.agent_rows(run, has_before=len(run.agents) < 3)
             _print_table("", [words(name) for name in run.agents], by_agent, console)
-        if (results.get("training") or {}).get("plants"):
+        plants = planted(run) if (results.get("training") or {}).get("plants") else None
+        if plants:
             console.print("", "target queries until training met a planted failure", sep="\n")
-            _print_plants(planted(run)[0], console)
+            _print_plants(plants["rows"], console)
     if results.get("services"):
         console.print("", services_table(results["services"]), sep="\n")
     for warning in results.get("warnings") or ():

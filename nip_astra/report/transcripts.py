@@ -179,7 +179,10 @@ def tables_of(
     taken: set[str] = set()
     tables = []
     for name, step, nodes in by_step(run.tables):
-        episodes = _episodes(name, nodes, scale)
+        is_chain = bool(_CHAINS.fullmatch(name))
+        gathered = conversations_of(nodes).values()
+        episodes = [_episode(members, scale, is_chain=is_chain) for members in gathered]
+        episodes.sort(key=lambda episode: episode.rank, reverse=True)
         _name_turns(name, episodes, prefix, taken)
         table = Table(name, title_of(name, "held-out"), step, episodes, len(episodes), len(nodes))
         tables.append(table)
@@ -235,13 +238,12 @@ def by_step(
             yield name, step, found[step]
 
 
-def _episodes(table: str, nodes: Sequence[Node], scale: Scale) -> list[Episode]:
-    gathered: dict[tuple[int, str], list[Node]] = {}
+def conversations_of(nodes: Iterable[Node]) -> dict[Key, list[Node]]:
+    """Group the nodes of a table by conversation, each in the order of the rows."""
+    found: dict[Key, list[Node]] = {}
     for node in nodes:
-        gathered.setdefault(node.conversation, []).append(node)
-    is_chain = bool(_CHAINS.fullmatch(table))
-    episodes = [_episode(members, scale, is_chain=is_chain) for members in gathered.values()]
-    return sorted(episodes, key=lambda episode: episode.rank, reverse=True)
+        found.setdefault(key_of(node), []).append(node)
+    return found
 
 
 def _episode(nodes: list[Node], scale: Scale, *, is_chain: bool) -> Episode:
@@ -262,16 +264,14 @@ def _episode(nodes: list[Node], scale: Scale, *, is_chain: bool) -> Episode:
 def _linked(turns: list[Turn]) -> list[Turn]:
     """Attach each turn to its parent, mark the path to the best reward, and return the roots."""
     by_index = {turn.node.node: turn for turn in turns}
+    nodes = {turn.node.node: turn.node for turn in turns}
     above: dict[int, Turn] = {}
-    roots = []
     for turn in turns:
-        parent = by_index.get(turn.node.parent)
-        # A parent is one turn earlier; anything else is a broken row, and could make a circle.
-        if parent is None or parent.node.depth != turn.node.depth - 1:
-            roots.append(turn)
-        else:
-            parent.children.append(turn)
-            above[id(turn)] = parent
+        parent = _before(turn.node, nodes)
+        if parent is not None:
+            above[id(turn)] = by_index[parent.node]
+            above[id(turn)].children.append(turn)
+    roots = [turn for turn in turns if id(turn) not in above]
     on_path: Turn | None = max(turns, key=_reward)
     while on_path is not None:
         on_path.is_open = True
@@ -351,9 +351,7 @@ class Paths:
     """The turns of one table by conversation."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self._conversations: dict[Key, list[Node]] = {}
-        for node in nodes:
-            self._conversations.setdefault(key_of(node), []).append(node)
+        self._conversations = conversations_of(nodes)
 
     def to(self, node: Node) -> list[Node]:
         """Return the turns from the opening to a node, inclusive.
@@ -362,7 +360,12 @@ class Paths:
         """
         others = self._conversations.get(key_of(node), [node])
         if node.node is not None and node.parent is not None:
-            return _up_to_the_root(node, others)
+            by_index = {other.node: other for other in others}
+            path, parent = [node], _before(node, by_index)
+            while parent is not None:
+                path.append(parent)
+                parent = _before(parent, by_index)
+            return path[::-1]
         earlier = [other for other in others if other.depth < node.depth]
         earlier.sort(key=lambda other: other.depth)
         is_chain = [other.depth for other in earlier] == list(range(node.depth))
@@ -370,23 +373,20 @@ class Paths:
 
     def find(self, like: Node) -> Node | None:
         """Return the turn with the same text at the same position; None without one."""
-        for (_, *conversation), nodes in self._conversations.items():
-            if tuple(conversation) == like.conversation:
-                for node in nodes:
-                    if node.depth == like.depth and node.probe == like.probe:
-                        return node
-        return None
+        found = (
+            node
+            for key, nodes in self._conversations.items()
+            for node in (nodes if key[1:] == like.conversation else ())
+            if (node.depth, node.probe) == (like.depth, like.probe)
+        )
+        return next(found, None)
 
 
-def _up_to_the_root(node: Node, others: Sequence[Node]) -> list[Node]:
-    by_index = {other.node: other for other in others}
-    path = [node]
+def _before(node: Node, by_index: Mapping[int | None, Node]) -> Node | None:
+    """Return the parent of a node, if its rows have it."""
     parent = by_index.get(node.parent)
     # A parent is one turn earlier; anything else is a broken row, and could make a circle.
-    while parent is not None and parent.depth == path[-1].depth - 1:
-        path.append(parent)
-        parent = by_index.get(parent.parent)
-    return path[::-1]
+    return parent if parent is not None and parent.depth == node.depth - 1 else None
 
 
 def label_of(table: str, node: Node) -> str:

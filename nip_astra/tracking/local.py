@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from nip_astra.errors import TrackingError
 from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
-from nip_astra.tracking.tracker import Tracker, grouped, plain_numbers, register_tracker
+from nip_astra.tracking.tracker import Tracker, grouped_figures, plain_numbers, register_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +174,8 @@ class TensorBoardTracker(Tracker):
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
         self._step = step
-        for name, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._writer.add_scalar(grouped(name), value, step)
+        for name, value in grouped_figures(values).items():
+            self._writer.add_scalar(name, value, step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int

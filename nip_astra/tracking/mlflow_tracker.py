@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import TrackingError
 from nip_astra.lazy import import_extra
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
-from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.tracking.tracker import Tracker, grouped_figures, register_tracker
 from nip_astra.trust import read_variable
 
 RUN_FILE = "mlflow.json"
@@ -97,7 +96,13 @@ class MlflowTracker(Tracker):
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
         self._step = step
-        self._log((grouped(name), value) for name, value in values.items())
+        now = int(time.time() * 1000)
+        metrics = [
+            self._entities.Metric(name, float(value), now, step)
+            for name, value in grouped_figures(values).items()
+        ]
+        for start in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH])
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
@@ -117,20 +122,10 @@ class MlflowTracker(Tracker):
         self._client.log_artifacts(self._run_id, str(path), f"{type}/{name}")
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        self._log((grouped(name), value) for name, value in values.items())
+        self.log_metrics(values, step=self._step)
 
     def log_report(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))
 
     def finish(self, *, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
-
-    def _log(self, values: Iterable[tuple[str, float]]) -> None:
-        now = int(time.time() * 1000)
-        metrics = [
-            self._entities.Metric(name, float(value), now, self._step)
-            for name, value in values
-            if value is not None and math.isfinite(value)
-        ]
-        for start in range(0, len(metrics), _BATCH):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH])

@@ -43,11 +43,18 @@ def run_lock(directory: Path) -> Iterator[None]:
                 f"{directory / LOCK} cannot be written: {error.strerror or error}. Change the "
                 "permissions of that folder."
             ) from error
-        _warn(directory, f"its file system gives no lock ({error.strerror or error})")
+        logger.warning(
+            "the run %s is not protected from a second process: its file system gives no lock "
+            "(%s). Resume it once at a time",
+            directory,
+            error.strerror or error,
+        )
         yield
         return
     try:
-        _write_owner(directory)
+        owner = {"pid": os.getpid(), "host": socket.gethostname()}
+        with suppress(OSError):  # a full disk: the lock is valid nevertheless
+            (directory / LOCK).write_text(json.dumps(owner), encoding="utf-8")
         yield
     finally:
         with suppress(OSError):
@@ -70,14 +77,6 @@ def _lock_of(directory: Path) -> FileLock:
     return FileLock(directory / LOCK, timeout=0, fallback_to_soft=False)
 
 
-def _warn(directory: Path, reason: str) -> None:
-    logger.warning(
-        "the run %s is not protected from a second process: %s. Resume it once at a time",
-        directory,
-        reason,
-    )
-
-
 def _refusal(directory: Path) -> str:
     name = f"the run {directory.resolve().name!r}"
     owner = _owner_of(directory)
@@ -97,9 +96,3 @@ def _owner_of(directory: Path) -> tuple[int, str] | None:
         return int(owner["pid"]), str(owner["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write_owner(directory: Path) -> None:
-    owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    with suppress(OSError):  # a full disk: the lock is valid nevertheless
-        (directory / LOCK).write_text(json.dumps(owner), encoding="utf-8")

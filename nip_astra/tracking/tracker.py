@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,6 +195,15 @@ def grouped(name: str) -> str:
         return f"eval/{name}"
     is_rollout = first in _ROLLOUT_GROUPS or figure.startswith(_ROLLOUT_FIGURES)
     return f"{'rollout' if is_rollout else 'train'}/{name}"
+
+
+def grouped_figures(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite values by their grouped names."""
+    return {
+        grouped(name): value
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    }
 
 
 def flat_figures(report: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

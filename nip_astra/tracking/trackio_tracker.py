@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import TrackingError
 from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.tracking.tracker import Tracker, grouped_figures, register_tracker
 from nip_astra.trust import read_variable
 
 DEFAULT_PROJECT = "nip_astra"
@@ -62,12 +60,7 @@ class TrackioTracker(Tracker):
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
         self._step = step
-        finite = {
-            grouped(name): float(value)
-            for name, value in values.items()
-            if value is not None and math.isfinite(value)
-        }
-        self._run.log(finite, step=step)
+        self._run.log(grouped_figures(values), step=step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
@@ -79,9 +72,6 @@ class TrackioTracker(Tracker):
 
     def log_summary(self, values: Mapping[str, float]) -> None:
         self.log_metrics(values, step=self._step)
-
-    def log_report(self, path: Path) -> None:
-        """Do nothing: Trackio shows no pages; the report stays in the run directory."""
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import netrc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from nip_astra.errors import (
-    ConfigurationError,
-    MissingDependencyError,
-    NipAstraError,
-    TrackingError,
-)
+from nip_astra.errors import ConfigurationError, NipAstraError, TrackingError
 from nip_astra.safe_text import safe_text, to_json
 from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
-from nip_astra.tracking.tracker import Tracker, grouped, register_tracker
+from nip_astra.tracking.tracker import Tracker, grouped, grouped_figures, register_tracker
 from nip_astra.trust import SIGNATURE, read_variable
 
 STEP = "iteration"
@@ -57,13 +51,7 @@ class WandbTracker(Tracker):
             )
         root = run_directory.path.resolve()
         self._environment_before = _set_environment(root, mode)
-        try:
-            import wandb
-        except ImportError as error:
-            self._restore_environment()
-            raise MissingDependencyError(
-                f"the package wandb cannot be imported: {error}. Install it with: pip install wandb"
-            ) from error
+        import wandb
 
         self._wandb = wandb
         try:
@@ -99,8 +87,7 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        finite = {grouped(name): value for name, value in values.items() if math.isfinite(value)}
-        self._run.log({**finite, STEP: step})
+        self._run.log({**grouped_figures(values), STEP: step})
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
@@ -269,13 +256,8 @@ def open_api() -> Any:
             "there is no W&B key on this machine. Log in with `wandb login`, set WANDB_API_KEY, or "
             "give a run directory."
         )
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading a run from W&B needs the package wandb: {error}. Install it with: pip "
-            "install wandb"
-        ) from error
+    import wandb
+
     return wandb.Api()
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from nip_astra.errors import MissingDependencyError, UnknownNameError
 from nip_astra.evaluation.api import Comparison
-from nip_astra.evaluation.plots import Estimate, estimates_of, plot_curves
-from nip_astra.evaluation.run_results import read_results
+from nip_astra.evaluation.run_results import Estimate, estimates_of, plot_curves, read_results
 from tests.report.runs import write_run
 
 

@@ -61,6 +61,6 @@ def test_further_scorers_leave_the_first_ones_verdict_alone() -> None:
     episodes = [episode(0, [0.9, 0.1], response=["abc", "?"])]
     assert rate_by_others(episodes, {"lengths": made(Lengths)}) == 2
     assert [row["response_score"] for row in episodes[0]] == [0.9, 0.1]
-    views = [scored_by("lengths")(row) for row in episodes[0]]
+    views = scored_by("lengths", episodes[0])
     assert views[0]["response_score"] == pytest.approx(0.03)
     assert views[1]["response_score"] is None

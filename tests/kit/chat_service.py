@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatModel,
@@ -19,6 +16,7 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.parameters.content import content_root
+from tests.kit.tiny import load_backend
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
 
 
@@ -50,10 +48,4 @@ def behind_an_address(model: ChatModel, *, port: int = 0) -> Iterator[ChatStub]:
 def pocket_target() -> LocalChatModel:
     """The target of pocket_chat in this process."""
     folder = content_root() / "scenarios" / "pocket_chat" / "models" / "target"
-    model = HuggingFaceLanguageModel.load(
-        HuggingFaceLanguageModel.Parameters(model=str(folder)),
-        device=torch.device("cpu"),
-        scenario_dir=None,
-        trainable=False,
-    )
-    return LocalChatModel(model, name="pocket")
+    return LocalChatModel(load_backend(folder, trainable=False), name="pocket")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import yaml
@@ -20,10 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.base import AstTrainer
 
+CPU = torch.device("cpu")
 WORDS = (
     *("hello", "good", "day", "how", "are", "you", "fine", "thanks"),
     *("the", "cat", "sat", "on", "a", "mat", "silly", "stupid", "."),
@@ -136,6 +139,19 @@ def make_language_model(
         return _write(_files_of(_save_language_model, **options), directory)
     _save_language_model(directory, tokenizer=tokenizer, **options)
     return directory
+
+
+def load_backend(
+    folder: Path | str, *, trainable: bool = True, **parameters: Any
+) -> HuggingFaceLanguageModel:
+    """The Hugging Face backend over the model in a folder, on the CPU."""
+    given = HuggingFaceLanguageModel.Parameters(model=str(folder), **parameters)
+    return HuggingFaceLanguageModel.load(given, device=CPU, scenario_dir=None, trainable=trainable)
+
+
+def uniforms_of(num_rows: int, width: int, *, seed: int = 0) -> torch.Tensor:
+    """Uniform numbers for a sampler."""
+    return torch.rand(num_rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def _save_language_model(

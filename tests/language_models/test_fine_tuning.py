@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from nip_astra.errors import ConfigurationError, ContextLengthError, NonFiniteLossError
+from nip_astra.errors import ContextLengthError, NonFiniteLossError
 from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
-    fine_tune,
     token_rows,
 )
 from tests.kit.tiny import make_tokenizer
@@ -54,14 +54,22 @@ def plan(tiny_model_dir: Path) -> FineTuningPlan:
     return make_plan(tiny_model_dir)
 
 
-def losses(plan: FineTuningPlan, texts: list[TrainingText]) -> list[float]:
-    return [report.metrics["loss"] for report in FineTuning(plan, texts).run()]
+def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
+    """Train a model in this process and write the result, as a job does."""
+    tuning = FineTuning(plan, texts)
+    for _ in tuning.run():
+        pass
+    tuning.save(folder)
+
+
+def losses(tuning: FineTuning) -> list[float]:
+    return [report.metrics["loss"] for report in tuning.run()]
 
 
 def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
     tuning = FineTuning(plan, SAID)
     before = tuning.evaluate(SAID)
-    found = [report.metrics["loss"] for report in tuning.run()]
+    found = losses(tuning)
     # Two texts are one batch, so the first loss is that of the untrained model.
     assert found[0] == pytest.approx(before, rel=1e-5)
     assert tuning.evaluate(SAID) < before - 1.0
@@ -84,7 +92,7 @@ def test_the_same_plan_gives_the_same_weights(plan: FineTuningPlan, tmp_path: Pa
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "other")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert losses(replace(plan, seed=4), SAID) != losses(plan, SAID)
+    assert losses(FineTuning(replace(plan, seed=4), SAID)) != losses(FineTuning(plan, SAID))
 
 
 @pytest.mark.parametrize("rank", [8, None])
@@ -95,13 +103,12 @@ def test_going_on_from_a_state_equals_not_stopping(
     plan = replace(plan, method=method, lora_rank=rank, batch_size=1)  # type: ignore[arg-type]
     texts = PREFERRED if method == "dpo" else SAID
     whole = FineTuning(plan, texts)
-    expected = [report.metrics["loss"] for report in whole.run()]
+    expected = losses(whole)
     first = FineTuning(plan, texts)
-    steps = first.run()
-    found = [next(steps).metrics["loss"] for _ in range(5)]
+    found = [report.metrics["loss"] for report in islice(first.run(), 5)]
     second = FineTuning(plan, texts)
     second.load_state({name: value.clone() for name, value in first.state().items()})
-    found += [report.metrics["loss"] for report in second.run()]
+    found += losses(second)
     assert found == expected
     pairs = zip(whole.weights, second.weights, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -132,8 +139,6 @@ def test_answers_are_learnt_with_the_end_that_the_template_writes() -> None:
     assert words == [["fine", "thanks", "<end>"], ["silly", "cat", "<end>"]]
     context = tokenizer.convert_ids_to_tokens(list(rows[0][0].context))
     assert context == ["<bos>", "<user>", "how", "are", "you", "<end>", "<assistant>"]
-    with pytest.raises(ConfigurationError, match=r"example 1 has \d+ tokens.*window holds 5"):
-        token_rows(tokenizer, SAID, (3,), window=5)
 
 
 def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
@@ -178,7 +183,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_loses_its_first_tokens() -> Non
     window = len(whole[0].context) + len(whole[0].answer) - 2
     (cut,) = token_rows(tokenizer, SAID[:1], (3,), window=window, truncate_prompts=True)
     assert cut == [whole[0]._replace(context=whole[0].context[2:])]
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(ContextLengthError, match="example 1 "):
         token_rows(tokenizer, SAID[:1], (3,), window=window)
     with pytest.raises(ContextLengthError):
         token_rows(tokenizer, SAID[:1], (3,), window=3, truncate_prompts=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model_base import distribute
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
-from tests.kit.tiny import make_language_model, make_tokenizer
+from tests.kit.tiny import CPU, load_backend, make_language_model, make_tokenizer
 
-CPU = torch.device("cpu")
 ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU))
 
 
@@ -41,15 +41,8 @@ def write_gpt2(folder: Path) -> Path:
 @pytest.fixture(params=["decoder", "own forward pass"])
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
     write = make_language_model if request.param == "decoder" else write_gpt2
-    folder = str(write(tmp_path / "model"))
-
-    def loaded(**given: Any) -> HuggingFaceLanguageModel:
-        parameters = HuggingFaceLanguageModel.Parameters.from_dict({"model": folder, **given})
-        return HuggingFaceLanguageModel.load(
-            parameters, device=CPU, scenario_dir=None, trainable=True
-        )
-
-    return loaded
+    folder = write(tmp_path / "model")
+    return partial(load_backend, folder)
 
 
 def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]:
@@ -57,17 +50,6 @@ def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]
     assert scores.entropy_BT is not None
     (scores.logprobs_BT.exp().sum() + scores.entropy_BT.sum()).backward()
     return scores.logprobs_BT.detach(), [one.grad for one in model.parameters()]  # type: ignore[misc]
-
-
-class Kept:
-    """Counts the numbers that a forward pass keeps for the backward pass."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        self.count += tensor.numel()
-        return tensor
 
 
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(
@@ -78,10 +60,15 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(
         model = load()
         if recomputes:
             model.recompute_layers()
-        count = Kept()
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        sizes: list[int] = []
+
+        def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.logprobs(*ROWS)
-        kept.append(count.count)
+        kept.append(sum(sizes))
         found.append(gradients_of(model))
     (logprobs, gradients), (again, gradients_again) = found
     assert torch.equal(logprobs, again)
@@ -114,16 +101,14 @@ def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., An
     assert rounded.logits_of(hidden[0]).dtype == torch.float32
 
 
-def test_a_model_that_names_no_layers_is_refused(
-    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_known_layers_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         layers_of(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert says(caught.value, "layers of Sequential", "GradientCheckpointingLayer", "sharding")
 
 
 @pytest.mark.usefixtures("no_plugins_left")
-def test_the_setting_reaches_what_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_reaches_the_policy(tmp_path: Path) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario", num_iterations=1)
     settings = ExperimentSettings(progress=False, gradient_checkpointing=True)
     trainer: Any = prepare_experiment(resolved, settings).trainer

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.base import (
-    LanguageModel,
-    SamplingOptions,
-    pad_left,
-    pad_right,
-)
+from nip_astra.language_models.base import LanguageModel, SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SamplingDistribution as Distribution
 from nip_astra.language_models.sampling import SupportMask, keep_likely, sample_tokens
+from tests.kit.tiny import CPU, load_backend
 
 
 def _frequencies(logits: torch.Tensor, **options: float) -> torch.Tensor:
@@ -44,21 +41,17 @@ def test_draws_follow_the_distribution_of_the_hugging_face_warpers(
     assert torch.equal(found > 0, expected[0] > float("-inf"))
 
 
-def test_zero_temperature_is_greedy() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0]])
-    assert sample_tokens(logits, torch.tensor([0.99]), temperature=0.0).tolist() == [1]
-
-
-def test_a_forbidden_token_is_never_drawn_even_by_the_largest_uniform_number() -> None:
+def test_forbidden_tokens_are_never_drawn_and_temperature_zero_is_greedy() -> None:
     logits = torch.tensor([[1.0, 0.0, float("-inf")]])
     largest = torch.tensor([1.0 - 2.0**-24])
     assert sample_tokens(logits, largest).tolist() == [1]
     assert sample_tokens(logits, torch.tensor([0.0])).tolist() == [0]
+    assert sample_tokens(logits, largest, temperature=0.0).tolist() == [0]
 
 
-CPU = torch.device("cpu")
 CONTEXTS = [[2, 7], [2, 9, 8], [2, 5, 7, 9]]
 PROBES = [[10, 3], [11, 12, 13], [9]]
+ROWS = (*pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU))
 OPTIONS = {
     "tempered": SamplingOptions(max_new_tokens=3, temperature=0.5),
     "hot": SamplingOptions(max_new_tokens=3, temperature=1.7, min_new_tokens=1),
@@ -96,15 +89,11 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
 
 @each_way
 def test_both_paths_give_the_same_scores_entropies_and_gradients(
-    tiny_model_dir: object, options: SamplingOptions
+    tiny_model_dir: Path, options: SamplingOptions
 ) -> None:
-    rows = *pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)
-    found = []
+    rows, found = ROWS, []
     for is_plain in (False, True):
-        parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir))
-        model = HuggingFaceLanguageModel.load(
-            parameters, device=CPU, scenario_dir=None, trainable=True
-        )
+        model = load_backend(tiny_model_dir)
         if is_plain:
             model._decoder = None
         kept = model.support_mask(*rows, options) if options.cuts else None
@@ -123,7 +112,7 @@ def test_both_paths_give_the_same_scores_entropies_and_gradients(
 def test_small_chunks_of_positions_change_nothing(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, options = (*pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)), OPTIONS["both"]
+    rows, options = ROWS, OPTIONS["both"]
     kept = tiny_model.support_mask(*rows, options)
     whole = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
     for module in ("scoring", "tree_engine.tree_scores"):
@@ -162,10 +151,11 @@ def test_kept_tokens_of_positions_come_in_the_order_asked_for() -> None:
     assert found.counts_S.tolist() == [3, 2]
 
 
-def test_a_backend_without_it_says_so(tiny_model: HuggingFaceLanguageModel) -> None:
-    rows = *pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)
+def test_a_backend_without_distributions_is_a_typed_error(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
     options = OPTIONS["both"]
-    with pytest.raises(ModelLoadError, match=r"tempered or cut.*behaviour\.logprobs to raw"):
-        LanguageModel.token_scores(tiny_model, *rows, distribution=Distribution(options))
-    with pytest.raises(ModelLoadError, match=r"top_k or top_p.*behaviour\.logprobs to raw"):
-        LanguageModel.support_mask(tiny_model, *rows, options)
+    with pytest.raises(ModelLoadError, match=r"behaviour\.logprobs"):
+        LanguageModel.token_scores(tiny_model, *ROWS, distribution=Distribution(options))
+    with pytest.raises(ModelLoadError, match=r"behaviour\.logprobs"):
+        LanguageModel.support_mask(tiny_model, *ROWS, options)

@@ -19,15 +19,14 @@ from nip_astra.errors import (
     ModelLoadError,
 )
 from nip_astra.language_models import sources, vllm
-from nip_astra.language_models.base import SamplingOptions, pad_left
+from nip_astra.language_models.base import LanguageModel, SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
-from tests.kit.tiny import make_language_model
+from tests.kit.tiny import CPU, load_backend, make_language_model, uniforms_of
 from tests.language_models import fake_vllm
 
-CPU = torch.device("cpu")
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=6)
 
@@ -49,11 +48,16 @@ def load(model_dir: Path, *, trainable: bool = True, **given: Any) -> VllmLangua
 
 
 def uniforms(rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.rand(rows, 6, generator=torch.Generator().manual_seed(seed))
+    return uniforms_of(rows, 6, seed=seed)
 
 
 def llm() -> fake_vllm.LLM:
     return fake_vllm.LLM.started[-1]
+
+
+def greedy(model: LanguageModel) -> torch.Tensor:
+    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
+    return model.generate(CONTEXTS, 1, uniforms(3), options).ids_BT
 
 
 def change(model: VllmLanguageModel) -> None:
@@ -87,7 +91,7 @@ def test_greedy_turns_are_those_of_the_huggingface_backend(model_dir: Path) -> N
 def test_turns_are_drawn_from_the_same_distribution(model_dir: Path) -> None:
     model = load(model_dir)
     options = SamplingOptions(max_new_tokens=1, temperature=0.7, top_k=5, top_p=0.8)
-    numbers = torch.rand(900, 1, generator=torch.Generator().manual_seed(3))
+    numbers = uniforms_of(900, 1, seed=3)
     assert model.scorer is not None
     counts = [
         torch.bincount(m.generate(CONTEXTS[:1], 900, numbers, options).ids_BT[:, 0], minlength=32)
@@ -97,51 +101,40 @@ def test_turns_are_drawn_from_the_same_distribution(model_dir: Path) -> None:
     assert float((counts[0] - counts[1]).abs().sum()) / 1800 < 0.06
 
 
-def test_options_are_said_in_the_words_of_vllm() -> None:
-    options = SamplingOptions(
-        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_k=None, top_p=0.9, end_ids=(7,)
-    )
-    assert sampling_arguments(options, end_ids=(3,), banned_ids=[0, 1]) == {
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "temperature": 0.5,
-        "top_k": 0,
-        "top_p": 0.9,
-        "stop_token_ids": [3, 7],
-        "ignore_eos": True,
-        "logit_bias": {0: float("-inf"), 1: float("-inf")},
-        "logprobs": 0,
-        "detokenize": False,
-    }
-
-
-@pytest.mark.parametrize("temperature", [0.001, 2.5])
-def test_a_temperature_that_vllm_would_change_is_refused(temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "num_banned", "named"),
+    [(0.001, 0, "0.001"), (2.5, 0, "2.5"), (1.0, 1025, "1025")],
+)
+def test_options_that_vllm_does_not_support_are_refused(
+    temperature: float, num_banned: int, named: str
+) -> None:
     options = SamplingOptions(max_new_tokens=1, temperature=temperature)
-    with pytest.raises(ConfigurationError, match="but vLLM draws at 0 or between"):
-        sampling_arguments(options, end_ids=(), banned_ids=[])
-
-
-def test_more_special_tokens_than_vllm_can_ban_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="1025 special tokens"):
-        sampling_arguments(OPTIONS, end_ids=(), banned_ids=range(1025))
+    with pytest.raises(ConfigurationError, match=named):
+        sampling_arguments(options, end_ids=(), banned_ids=range(num_banned))
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_what_was_learnt_is_sampled_from_the_next_time(model_dir: Path, lora: Any) -> None:
+def test_policies_sample_with_current_weights_and_references_with_initial_ones(
+    model_dir: Path, tmp_path: Path, lora: Any
+) -> None:
     model = load(model_dir, lora=lora)
+    reference = model.frozen_reference()
     assert model.scorer is not None
-    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
-    before = model.generate(CONTEXTS, 1, uniforms(3), options)
-    model.generate(CONTEXTS, 1, uniforms(3), options)
+    before = greedy(model)
+    greedy(model)
     assert llm().calls.count("reset_prefix_cache") == (lora is not None)
     change(model)
-    after = model.generate(CONTEXTS, 1, uniforms(3), options)
-    assert not torch.equal(before.ids_BT, after.ids_BT)
-    assert torch.equal(
-        after.ids_BT, model.scorer.generate(CONTEXTS, 1, uniforms(3), options).ids_BT
-    )
+    after = greedy(model)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, greedy(model.scorer))
+    assert torch.equal(greedy(reference), before)
+    assert list(reference.parameters()) == []
+    assert torch.equal(greedy(model), after)
     assert model.take_metrics()["sampler_gap/largest"] < 1e-4
+    model.save(tmp_path)
+    again = load(model_dir, lora=lora)
+    again.restore(tmp_path)
+    assert torch.equal(greedy(again), after)
 
 
 def test_weights_travel_in_the_precision_of_the_engine(
@@ -180,32 +173,16 @@ def test_adapters_get_new_numbers_and_leave_no_folder_behind(model_dir: Path) ->
     assert llm().given["max_lora_rank"] == 8
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_the_reference_speaks_with_the_weights_of_the_beginning(model_dir: Path, lora: Any) -> None:
-    model = load(model_dir, lora=lora)
-    reference = model.frozen_reference()
-    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
-    before = model.generate(CONTEXTS, 1, uniforms(3), options)
-    change(model)
-    learnt = model.generate(CONTEXTS, 1, uniforms(3), options)
-    assert torch.equal(reference.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, before.ids_BT)
-    assert torch.equal(model.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, learnt.ids_BT)
-    assert list(reference.parameters()) == []
-
-
 def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
     model = load(model_dir, trainable=False)
     assert model.scorer is None
-    reference = HuggingFaceLanguageModel.load(
-        HuggingFaceLanguageModel.Parameters(model=str(model_dir)),
-        device=CPU,
-        scenario_dir=None,
-        trainable=False,
-    )
+    reference = load_backend(model_dir, trainable=False)
     rows = (*pad_left(CONTEXTS, CPU), torch.tensor([[7, 8], [9, 0], [3, 6]]))
     mask = torch.tensor([[True, True], [True, False], [True, True]])
     expected = reference.logprobs(*rows, mask)
-    assert torch.allclose(model.logprobs(*rows, mask), expected, atol=1e-5)
+    with model.counting() as spent:
+        assert torch.allclose(model.logprobs(*rows, mask), expected, atol=1e-5)
+    assert spent.forwarded >= spent.scored > 0
     spans = [(2, 4), (3, 5), (1, 8)]
     found = model.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
     same = reference.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
@@ -226,10 +203,9 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
     assert isinstance(target, VllmLanguageModel)
     assert target.engine is attacker.engine
     change(attacker)
-    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
-    plain = load(model_dir, trainable=False).generate(CONTEXTS, 1, uniforms(3), options)
-    attacker.generate(CONTEXTS, 1, uniforms(3), options)
-    assert torch.equal(target.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, plain.ids_BT)
+    plain = greedy(load(model_dir, trainable=False))
+    greedy(attacker)
+    assert torch.equal(greedy(target), plain)
     assert target.token_count.forwarded > 0
     other = VllmLanguageModel.Parameters(model=str(model_dir), dtype="bfloat16")
     assert attacker.base_for(other) is None
@@ -251,7 +227,7 @@ def test_the_engine_sleeps_while_weights_are_trained(model_dir: Path) -> None:
     assert llm().calls == [*expected, "reset_prefix_cache", "generate"]
 
 
-def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
+def test_log_probabilities_are_the_trainers_and_the_gap_is_logged(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load(model_dir, dtype="float32")
@@ -259,7 +235,11 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
     change(model)
     assert model.weights is not None
     model.engine.note_weights(model.weights.version)
-    found = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+    with model.counting() as spent:
+        found = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+    assert (spent.scored, spent.rescored > 0) == (0, True)
+    empty = model.generate([], 2, torch.zeros(0, 6), OPTIONS)
+    assert empty.ids_BT.shape == empty.mask_BT.shape == empty.logprobs_BT.shape == (0, 6)
     assert model.scorer is not None
     rows = pad_left([c for c in CONTEXTS for _ in range(2)], CPU)
     scored = model.scorer.logprobs(*rows, found.ids_BT, found.mask_BT)
@@ -268,7 +248,7 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
         metrics = model.take_metrics()
     assert metrics["sampler_gap/mean"] > 0.1
     assert metrics["sampler_gap/kl"] > 0
-    assert "does the engine hold the same weights?" in caplog.text
+    assert len(caplog.records) == 1
     assert model.take_metrics() == {}
 
 
@@ -283,7 +263,7 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
     contexts = []
     for turn in range(6):
         width = 2 if turn == 0 else 1
-        numbers = torch.rand(4, 6, generator=torch.Generator().manual_seed(turn))
+        numbers = uniforms(4, seed=turn)
         options = SamplingOptions(max_new_tokens=6 - turn % 2, min_new_tokens=2)
         found = session.generate(rows, width, numbers, options).generation
         rows = [row for row in rows for _ in range(width)]
@@ -307,7 +287,7 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
     assert model.take_metrics()["sampler_gap/largest"] < 1e-4
 
 
-def test_a_context_that_does_not_fit_is_told_before_anything_is_sampled(model_dir: Path) -> None:
+def test_a_context_that_does_not_fit_is_refused_before_sampling(model_dir: Path) -> None:
     model = load(model_dir, max_model_len=12)
     assert model.context_window == 12
     with pytest.raises(ContextLengthError, match="window of 12"):
@@ -315,61 +295,49 @@ def test_a_context_that_does_not_fit_is_told_before_anything_is_sampled(model_di
     assert "generate" not in llm().calls
 
 
-def test_a_missing_vllm_names_the_extra(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[vllm\]'"):
-        load(model_dir)
+class OtherTokens(fake_vllm.LLM):
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.tokenizer.add_tokens(["new"])
 
 
-def test_a_model_that_vllm_cannot_load_is_told(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise ValueError("No available memory for the cache blocks.")
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "error", "named"),
+    [
+        (None, {}, MissingDependencyError, r"nip_astra\[vllm\]"),
+        (out_of_memory, {}, ModelLoadError, "No available memory"),
+        (OtherTokens, {}, ModelLoadError, "tokenizer"),
+        (fake_vllm.LLM, {"lora": {"rank": 513}}, ConfigurationError, "512"),
+        (
+            fake_vllm.LLM,
+            {"trainable": False, "sleep_during_updates": True},
+            ConfigurationError,
+            "sleep_during_updates",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_start_is_a_typed_error(
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Any,
+    given: dict[str, Any],
+    error: type[Exception],
+    named: str,
 ) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError("No available memory for the cache blocks.")
-
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
-    with pytest.raises(ModelLoadError, match="No available memory"):
-        load(model_dir)
-
-
-def test_other_tokens_than_the_trainers_are_refused(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Other(fake_vllm.LLM):
-        def __init__(self, *args: Any, **given: Any) -> None:
-            super().__init__(*args, **given)
-            self.tokenizer.add_tokens(["new"])
-
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", Other)
-    with pytest.raises(ModelLoadError, match="another tokenizer"):
-        load(model_dir)
-
-
-def test_an_engine_of_a_frozen_model_is_not_told_to_sleep(model_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match="which does not learn"):
-        load(model_dir, trainable=False, sleep_during_updates=True)
-
-
-def test_a_rank_beyond_all_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match="takes ranks up to 512"):
-        load(model_dir, lora={"rank": 513})
-
-
-def test_weights_of_a_checkpoint_are_sampled_from(model_dir: Path, tmp_path: Path) -> None:
-    model = load(model_dir)
-    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
-    change(model)
-    model.save(tmp_path)
-    learnt = model.generate(CONTEXTS, 1, uniforms(3), options)
-    again = load(model_dir)
-    again.restore(tmp_path)
-    assert torch.equal(again.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, learnt.ids_BT)
+    if engine is None:
+        monkeypatch.setitem(sys.modules, "vllm", None)
+    else:
+        monkeypatch.setattr(sys.modules["vllm"], "LLM", engine)
+    with pytest.raises(error, match=named):
+        load(model_dir, **given)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_what_an_update_leaves_no_trace_of_in_versions_is_sampled_from(
-    model_dir: Path, lora: Any
-) -> None:
+def test_updates_that_raise_no_version_are_sampled_from(model_dir: Path, lora: Any) -> None:
     model = load(model_dir, lora=lora)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
     rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
@@ -384,30 +352,6 @@ def test_what_an_update_leaves_no_trace_of_in_versions_is_sampled_from(
     assert model.take_metrics()["sampler_gap/largest"] < 1e-4
 
 
-def test_scoring_again_is_counted_apart(model_dir: Path) -> None:
-    model = load(model_dir)
-    with model.counting() as spent:
-        said = model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-    turns = int(said.mask_BT.sum())
-    assert spent.forwarded == sum(map(len, CONTEXTS)) + turns - 3
-    assert spent.scored == 0
-    assert spent.rescored > 0
-
-
-def test_what_vllm_scores_is_counted(model_dir: Path) -> None:
-    model = load(model_dir, trainable=False)
-    mask = torch.ones(2, 1, dtype=torch.bool)
-    with model.counting() as spent:
-        model.logprobs(*pad_left([[2, 6, 7], [2, 6, 8]], CPU), torch.tensor([[7], [8]]), mask)
-    assert spent.scored == 4
-    assert spent.forwarded >= spent.scored
-
-
-def test_no_contexts_give_no_turns(model_dir: Path) -> None:
-    found = load(model_dir).generate([], 2, torch.zeros(0, 6), OPTIONS)
-    assert found.ids_BT.shape == found.mask_BT.shape == found.logprobs_BT.shape == (0, 6)
-
-
 @pytest.mark.parametrize("last", [7, 4])
 def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> None:
     tight, wide = (load(model_dir, trainable=False, max_model_len=n) for n in (8, 20))
@@ -420,7 +364,7 @@ def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> N
     "asked",
     [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}],
 )
-def test_a_target_that_asks_for_another_engine_gets_its_own(
+def test_a_target_with_other_engine_options_gets_its_own(
     model_dir: Path, asked: dict[str, Any]
 ) -> None:
     target = VllmLanguageModel.Parameters(model=str(model_dir), **asked)
@@ -431,7 +375,7 @@ def test_a_target_that_asks_for_another_engine_gets_its_own(
     assert load(model_dir, **{**given, **asked}).base_for(target) is not None
 
 
-def test_a_model_whose_config_tells_no_vocabulary_is_told(
+def test_a_config_without_a_vocabulary_is_refused(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = type("Config", (), {"max_position_embeddings": 8})()
@@ -500,7 +444,7 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
 @pytest.mark.parametrize(
     ("lora", "num_engines"), [(None, 2), ({"rank": 4, "target_modules": ["q_proj"]}, 3)]
 )
-def test_engines_in_actors_say_what_one_here_says_though_one_dies(
+def test_engines_in_actors_sample_as_one_in_this_process_though_one_dies(
     model_dir: Path, ray_here: RayHere, lora: Any, num_engines: int
 ) -> None:
     here = load(model_dir, lora=lora)
@@ -532,7 +476,7 @@ def test_engines_in_actors_with_other_tokens_are_refused(
         load(model_dir, num_engines=2)
 
 
-def test_a_target_on_an_engine_with_an_adapter_does_not_score_what_it_reads(
+def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(
     model_dir: Path,
 ) -> None:
     attacker = load(model_dir, lora={"rank": 4, "target_modules": ["q_proj"]})

@@ -17,18 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Turns, pad_left, pad_right
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
-from tests.kit.tiny import make_language_model, write_scenario
+from tests.kit.tiny import CPU, load_backend, make_language_model, write_scenario
 
-CPU = torch.device("cpu")
 FAST = (
     *("training.num_iterations=2", "training.num_episodes_per_experience=4", "training.lr=0.01"),
     *("training.eval_period=1", "ast_chat.evaluation.use_random_search=false"),
@@ -98,12 +94,7 @@ def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
     """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats per token, is
     from what transformers computes with the weights in a folder.
     """
-    exact = HuggingFaceLanguageModel.load(
-        HuggingFaceLanguageModel.Parameters(model=str(folder), dtype="float32"),
-        device=CPU,
-        scenario_dir=None,
-        trainable=False,
-    )
+    exact = load_backend(folder, trainable=False, dtype="float32")
     generate = VllmSession.generate
 
     def compared(self: Any, contexts: Any, *asked: Any, spans: Any = None, **more: Any) -> Turns:

@@ -1,4 +1,4 @@
-"""Presets, scenarios and referenced files are found in a checkout and in a wheel."""
+"""Presets, scenarios and referenced files, in a checkout and in a wheel."""
 
 from __future__ import annotations
 
@@ -42,130 +42,103 @@ def write(path: Path) -> Path:
     return path
 
 
-def test_a_checkout_s_folders_are_found() -> None:
+def test_a_checkout_s_folders_are_used() -> None:
     assert content_root() == ROOT
     assert DEFAULT_SCENARIO in scenario_names()
     assert find_scenario(DEFAULT_SCENARIO) == ROOT / "scenarios" / DEFAULT_SCENARIO
-
-
-def test_a_wheel_s_folders_inside_the_package_come_first(house: Path) -> None:
-    assert content_root() == house
-    inside = house / "nip_astra" / "_content"
-    write(inside / "scenarios" / "lake" / "scenario.yaml")
-    (inside / "parameters").mkdir()
-    assert content_root() == inside
-    assert scenario_names() == ["lake"]
-
-
-def test_an_installation_without_content_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "_PACKAGE_DIR", tmp_path / "nip_astra")
-    with pytest.raises(ConfigurationError) as caught:
-        content_root()
-    assert says(caught.value, tmp_path / "nip_astra", "parameters/", "scenarios/", "pip install")
-
-
-def test_a_folder_of_one_s_own_is_a_scenario(house: Path) -> None:
-    write(Path("mine/scenario.yaml"))
-    assert find_scenario("mine") == Path("mine").resolve()
-    assert find_scenario(str(Path("mine").resolve())) == Path("mine").resolve()
-
-
-def test_a_name_that_ships_is_that_scenario_whatever_lies_in_the_working_directory(
-    house: Path,
-) -> None:
-    write(Path("pond/scenario.yaml"))
-    assert find_scenario("pond") == house / "scenarios" / "pond"
-    assert find_scenario("./pond") == Path("pond").resolve()
-
-
-@pytest.mark.parametrize("name", ["ponds", "", ".", "pond/scenario.yaml"])
-def test_an_unknown_scenario_is_told_with_near_misses(house: Path, name: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        find_scenario(name)
-    near = "Did you mean 'pond'?" if name == "ponds" else "Known scenarios"
-    assert says(caught.value, f"scenario {name!r}", near, "pond", "scenario.yaml")
-
-
-def test_a_preset_is_found_by_trainer_and_scenario(house: Path) -> None:
-    presets = house / "parameters" / "swim"
-    assert preset_path("swim", None) == presets / "default.yaml"
-    assert preset_path("swim", "pond") == presets / "pond.yaml"
-    assert preset_path("swim", str(house / "scenarios" / "pond")) == presets / "pond.yaml"
-    assert preset_path("swim", "lake") is None
-    assert preset_path("dive", None) is None
-    assert preset_path("../swim", None) is None
-
-
-def test_a_scenario_of_one_s_own_takes_no_preset_of_the_same_name(house: Path) -> None:
-    write(Path("pond/scenario.yaml"))
-    assert preset_path("swim", "./pond") is None
-
-
-def test_every_trainer_with_presets_has_a_default_one() -> None:
     folders = [folder for folder in (ROOT / "parameters").iterdir() if folder.is_dir()]
     assert folders
     for folder in folders:
         assert preset_path(folder.name, None) == folder / "default.yaml"
 
 
-def test_references_into_the_scenario_and_into_packages_are_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_wheel_s_folders_inside_the_package_come_first(
+    house: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "ref_package" / "__init__.py")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
+    assert content_root() == house
+    inside = house / "nip_astra" / "_content"
+    write(inside / "scenarios" / "lake" / "scenario.yaml")
+    (inside / "parameters").mkdir()
+    assert content_root() == inside
+    assert scenario_names() == ["lake"]
+    monkeypatch.setattr(content, "_PACKAGE_DIR", house / "empty" / "nip_astra")
+    with pytest.raises(ConfigurationError) as caught:
+        content_root()
+    assert says(caught.value, house / "empty", "parameters/", "scenarios/", "pip install")
+
+
+def test_a_folder_is_a_scenario_and_a_shipped_name_wins_over_one(house: Path) -> None:
+    for name in ("mine", "pond"):
+        write(Path(name) / "scenario.yaml")
+    assert find_scenario("mine") == find_scenario(str(Path("mine").resolve()))
+    assert find_scenario("mine") == Path("mine").resolve()
+    assert find_scenario("pond") == house / "scenarios" / "pond"
+    assert find_scenario("./pond") == Path("pond").resolve()
+    assert preset_path("swim", "./pond") is None, "no preset was verified on it"
+
+
+@pytest.mark.parametrize("name", ["ponds", "", ".", "pond/scenario.yaml"])
+def test_an_unknown_scenario_is_refused_with_near_misses(house: Path, name: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        find_scenario(name)
+    assert caught.value.name == name
+    assert caught.value.known == ["pond"]
+    assert name != "ponds" or caught.value.suggestions == ["pond"]
+
+
+def test_a_preset_has_the_names_of_trainer_and_scenario(house: Path) -> None:
+    presets = house / "parameters" / "swim"
+    assert preset_path("swim", None) == presets / "default.yaml"
+    assert preset_path("swim", "pond") == presets / "pond.yaml"
+    assert preset_path("swim", str(house / "scenarios" / "pond")) == presets / "pond.yaml"
+    for trainer, scenario in (("swim", "lake"), ("dive", None), ("../swim", None)):
+        assert preset_path(trainer, scenario) is None
+
+
+def test_a_reference_is_in_the_run_s_scenario_or_a_shipped_one(house: Path, tmp_path: Path) -> None:
     assert resolve_reference("scenario://a/b.txt", tmp_path) == tmp_path / "a" / "b.txt"
     assert resolve_reference("scenario://b.txt", tmp_path) == tmp_path / "b.txt"
-    assert resolve_reference("package://ref_package/m.gguf", None) == (
-        tmp_path / "ref_package" / "m.gguf"
-    )
-
-
-def test_a_reference_names_a_shipped_scenario_where_the_run_s_own_has_no_such_file(
-    house: Path, tmp_path: Path
-) -> None:
     shipped = house / "scenarios" / "pond" / "frog.txt"
     for own in (None, tmp_path):
         assert resolve_reference("scenario://pond/frog.txt", own) == shipped
     write(tmp_path / "pond" / "frog.txt")
     assert resolve_reference("scenario://pond/frog.txt", tmp_path) == tmp_path / "pond/frog.txt"
-    with pytest.raises(UnknownNameError, match="pond"):
-        resolve_reference("scenario://ponds/frog.txt")
+    for wrong in ("scenario://ponds/frog.txt", "scenario://x"):
+        with pytest.raises(UnknownNameError, match=r"pond.*scenario://NAME"):
+            resolve_reference(wrong)
 
 
-def test_a_package_in_several_folders_gives_the_one_that_has_the_file(
+def test_a_reference_into_a_package_is_in_the_folder_that_has_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("one", "two"):
         write(tmp_path / name / "ref_space" / f"{name}.txt")
         monkeypatch.syspath_prepend(tmp_path / name)
+    write(tmp_path / "one" / "ref_package" / "__init__.py")
     importlib.invalidate_caches()
-    for name in ("one", "two"):
-        found = resolve_reference(f"package://ref_space/{name}.txt", None)
-        assert found == tmp_path / name / "ref_space" / f"{name}.txt"
+    for package, name, folder in (
+        ("ref_space", "one.txt", "one"),
+        ("ref_space", "two.txt", "two"),
+        ("ref_package", "m.gguf", "one"),
+    ):
+        path = resolve_reference(f"package://{package}/{name}", None)
+        assert path == tmp_path / folder / package / name
+    for package in ("no_such_package_here", "no.such.package", ""):
+        with pytest.raises(MissingDependencyError, match="pip install"):
+            resolve_reference(f"package://{package}/x", None)
 
 
-def test_what_exists_or_looks_like_a_path_is_one_and_all_else_a_hub_id(house: Path) -> None:
+def test_an_existing_file_or_a_name_like_a_path_is_one_and_all_else_a_hub_id(house: Path) -> None:
     write(Path("data/prompts.txt"))
-    assert resolve_reference("data/prompts.txt", None) == Path("data/prompts.txt")
-    assert resolve_reference("./nope", None) == Path("nope")
-    assert resolve_reference("nope.gguf", None) == Path("nope.gguf")
-    assert resolve_reference("/no/where", None) == Path("/no/where")
-    assert resolve_reference("org/model", None) == "org/model"
-    assert resolve_reference("~/x", None) == Path.home() / "x"
-
-
-@pytest.mark.parametrize("package", ["no_such_package_here", "no.such.package", ""])
-def test_a_package_that_is_not_installed_is_told(package: str) -> None:
-    with pytest.raises(MissingDependencyError, match="not installed"):
-        resolve_reference(f"package://{package}/x", None)
-
-
-def test_an_unknown_scheme_and_a_missing_scenario_are_told() -> None:
+    for reference, path in (
+        ("data/prompts.txt", Path("data/prompts.txt")),
+        ("./nope", Path("nope")),
+        ("nope.gguf", Path("nope.gguf")),
+        ("/no/where", Path("/no/where")),
+        ("~/x", Path.home() / "x"),
+        ("org/model", "org/model"),
+    ):
+        assert resolve_reference(reference, None) == path
     with pytest.raises(ConfigurationError) as caught:
         resolve_reference("s3://bucket/x", None)
     assert says(caught.value, "s3://", "'s3://bucket/x'", "scenario://, package://")
-    with pytest.raises(ConfigurationError, match="scenario://NAME"):
-        resolve_reference("scenario://x", None)

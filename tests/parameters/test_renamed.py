@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,66 +21,60 @@ from nip_astra.parameters.files import read_yaml_layers
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers.registry import TRAINERS
+from tests.kit.messages import says
 
 OLD = {"training": {"training_steps": 3, "lr": 0.5, "batch_size": 2}, "seed": 1}
 NEW = {"training": {"num_iterations": 3, "lr": 0.5, "minibatch_size": 2}, "seed": 1}
+MOVED = {
+    "training.training_steps": "training.num_iterations",
+    "training.batch_size": "training.minibatch_size",
+}
 
 
-def test_old_names_are_read_with_a_note_and_other_values_stay(
-    caplog: pytest.LogCaptureFixture,
+def test_old_names_are_read_with_a_note_in_files_and_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = {**OLD, "training": dict(OLD["training"])}  # type: ignore[call-overload]
     assert with_new_names(OLD, source="a.yaml") == NEW
+    assert before == OLD
     [record] = caplog.records
-    told = record.getMessage()
     assert record.levelno == logging.WARNING
-    assert "a.yaml" in told
-    assert "training.training_steps is training.num_iterations" in told
-    assert "training.batch_size is training.minibatch_size" in told
-    assert OLD["training"] == {"training_steps": 3, "lr": 0.5, "batch_size": 2}
-
-
-def test_new_names_are_left_as_they_are_without_a_note(caplog: pytest.LogCaptureFixture) -> None:
-    for values in (NEW, {}, {"training": None}, {"scorer": {"batch_size": 3}}):
-        assert with_new_names(values, source="a.yaml") == values
-    assert not caplog.records
-
-
-def test_a_value_that_is_given_by_both_names_is_left_to_validation() -> None:
-    values = {"training": {"training_steps": 3, "num_iterations": 4}}
-    assert with_new_names(values, source="a.yaml") == values
-
-
-def test_a_file_of_a_run_is_converted_and_one_of_the_user_too(tmp_path: Path) -> None:
-    assert (
-        convert(OLD | {"package_version": "0.1.0"}, source="a run")["training"] == (NEW["training"])
-    )
+    assert says(record.getMessage(), "a.yaml", *(f"{old} is {new}" for old, new in MOVED.items()))
+    stored = convert(OLD | {"package_version": "0.1.0"}, source="a run")
+    assert stored["training"] == NEW["training"]
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(OLD))
     assert read_yaml_layers(path, source="mine")[-1].values == NEW
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("training.training_steps", "training.num_iterations"),
-        ("training.batch_size", "training.minibatch_size"),
-    ],
-)
-def test_old_names_are_read_in_assignments_and_objects(old: str, new: str) -> None:
+def test_new_names_stay_without_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    twice = {"training": {"training_steps": 3, "num_iterations": 4}}  # left to validation
+    for values in (NEW, {}, {"training": None}, {"scorer": {"batch_size": 3}}, twice):
+        assert with_new_names(values, source="a.yaml") == values
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_old_names_are_read_in_assignments_and_objects(old: str) -> None:
     group, _, name = old.partition(".")
     assigned = resolve_experiment(trainer="ast_dpo", overrides=[f"{old}=2"])
-    assert assigned.hyper_params.get(new) == 2
-    assert assigned.sources[new] == "--set"
+    assert assigned.hyper_params.get(MOVED[old]) == 2
+    assert assigned.sources[MOVED[old]] == "--set"
     given = resolve_experiment(trainer="ast_dpo", hyper_params={group: {name: 3}})
-    assert given.hyper_params.get(new) == 3
+    assert given.hyper_params.get(MOVED[old]) == 3
 
 
-def test_an_old_name_without_its_group_is_answered_with_the_new_one() -> None:
-    with pytest.raises(ParameterError) as caught:
-        resolve_experiment(trainer="ast_dpo", overrides=["training_steps=2"])
-    [fault] = caught.value.faults
-    assert fault.path == "training_steps"
-    assert "num_iterations" in fault.suggestion
+def test_an_old_name_elsewhere_is_answered_with_the_new_one() -> None:
+    for refused in (
+        lambda: resolve_experiment(trainer="ast_dpo", overrides=["training_steps=2"]),
+        lambda: resolve_experiment(trainer="ast_dpo").hyper_params.get("training.training_steps"),
+        lambda: TrainingConfiguration(training_steps=3),  # type: ignore[call-arg]
+    ):
+        with pytest.raises(ParameterError) as caught:
+            refused()
+        [fault] = caught.value.faults
+        assert fault.path.endswith("training_steps")
+        assert "num_iterations" in fault.suggestion
 
 
 def test_a_value_can_become_several_in_any_section() -> None:
@@ -91,21 +84,11 @@ def test_a_value_can_become_several_in_any_section() -> None:
     }
     values = {"a": {"loss": {"range": 0.25}}, "b": {"old": 1, "loss": 3}, "c": 2}
     changed, moved = rename(values, names)
-    assert changed == {
-        "a": {"clip": {"low": 0.75, "high": 1.25}},
-        "b": {"new": 1, "loss": 3},
-        "c": 2,
-    }
+    clip = {"low": 0.75, "high": 1.25}
+    assert changed == {"a": {"clip": clip}, "b": {"new": 1, "loss": 3}, "c": 2}
     assert moved == {"a.loss.range": "a.clip.low and a.clip.high", "b.old": "b.new"}
     taken = {"a": {"loss": {"range": 1}, "clip": {"low": 0}}}
     assert rename(taken, names) == (taken, {})
-
-
-def test_a_value_that_is_asked_for_by_an_old_name_is_told_the_new_one() -> None:
-    with pytest.raises(ParameterError, match=r"'training\.num_iterations' now"):
-        resolve_experiment(trainer="ast_dpo").hyper_params.get("training.training_steps")
-    with pytest.raises(ParameterError, match="num_iterations"):
-        TrainingConfiguration(training_steps=3)  # type: ignore[call-arg]
 
 
 def test_every_new_name_is_one_that_a_trainer_reads() -> None:
@@ -126,69 +109,39 @@ def test_every_new_name_is_one_that_a_trainer_reads() -> None:
         trainer="vanilla_ppo", hyper_params={"message_regression": {"regressor": regressor}}
     )
     assert found.hyper_params.get("message_regression.regressor.minibatch_size") == 7
-
-
-@pytest.mark.parametrize("name", sorted(TRAINERS.names()))
-def test_the_same_quantity_has_one_name_in_all_families(name: str) -> None:
-    groups: list[Any] = [TRAINERS.get(name).Parameters, TrainingConfiguration]
-    for group in groups:
-        assert not {"training_steps", "learning_rate", "batch_size"} & set(group.model_fields)
+    for name in TRAINERS.names():
+        fields = {*TRAINERS.get(name).Parameters.model_fields, *TrainingConfiguration.model_fields}
+        assert not {"training_steps", "learning_rate", "batch_size"} & fields, name
 
 
 MOVED_VALUES = {
-    "ppo": (
-        {"clip_epsilon": 0.1, "entropy_coef": 0.5},
-        {"clip_low": 0.1, "clip_high": 0.1, "entropy_weight": 0.5},
-    ),
-    "ast_ppo": (
-        {"clip_range": 0.3, "kl": {"weight": 0.1, "kind": "k1"}},
-        {"clip_low": 0.3, "clip_high": 0.3, "kl": {"weight": 0.1, "value": "k1", "gradient": "k2"}},
-    ),
-    "ast_grpo": (
-        {"kl_weight": 0.2, "kl_kind": "k3"},
-        {"kl": {"weight": 0.2, "value": "k3", "gradient": "k3"}},
-    ),
-    "my_trainer": (
-        {
-            "num_runs": 4,
-            "policy_loss": {
-                "loss": "ppo",
-                "least_ratio": 0.9,
-                "most_ratio": 1.3,
-                "dual_clip": 3.0,
-                "kl_weight": 0.1,
-                "kl_value": "k1",
-                "kl_gradient": "k3",
-                "most_mismatch": 4.0,
-            },
-        },
-        {
-            "group_size": 4,
-            "policy_loss": {
-                "loss": "ppo",
-                "clip_low": 0.1,
-                "clip_high": 0.3,
-                "loss_options": {"dual_clip": 3.0},
-                "max_mismatch": 4.0,
-                "kl": {"weight": 0.1, "value": "k1", "gradient": "k3"},
-            },
-        },
-    ),
-    "remote_api_grpo": (
-        {
-            "service_loss": {
-                "loss_fn": "cispo",
-                "clip_low_threshold": 0.0,
-                "clip_high_threshold": 4.0,
-            }
-        },
-        {"policy_loss": {"loss": "cispo", "clip_low": 1.0, "clip_high": 3.0}},
-    ),
+    "ppo": """
+        {clip_epsilon: 0.1, entropy_coef: 0.5}
+        {clip_low: 0.1, clip_high: 0.1, entropy_weight: 0.5}""",
+    "ast_ppo": """
+        {clip_range: 0.3, kl: {weight: 0.1, kind: k1}}
+        {clip_low: 0.3, clip_high: 0.3, kl: {weight: 0.1, value: k1, gradient: k2}}""",
+    "ast_grpo": """
+        {kl_weight: 0.2, kl_kind: k3}
+        {kl: {weight: 0.2, value: k3, gradient: k3}}""",
+    "my_trainer": """
+        {policy_loss: {least_ratio: 0.9, most_ratio: 1.3, dual_clip: 3.0}}
+        {policy_loss: {clip_low: 0.1, clip_high: 0.3, loss_options: {dual_clip: 3.0}}}""",
+    "other_trainer": """
+        {num_runs: 4, policy_loss: {kl_weight: 0.1, kl_value: k1, kl_gradient: k3}}
+        {group_size: 4, policy_loss: {kl: {weight: 0.1, value: k1, gradient: k3}}}""",
+    "third_trainer": """
+        {policy_loss: {most_mismatch: 4.0}}
+        {policy_loss: {max_mismatch: 4.0}}""",
+    "remote_api_grpo": """
+        {service_loss: {loss_fn: cispo, clip_low_threshold: 0.0, clip_high_threshold: 4.0}}
+        {policy_loss: {loss: cispo, clip_low: 1.0, clip_high: 3.0}}""",
 }
+"""Old and new values of each section."""
 
 
 @pytest.mark.parametrize("section", MOVED_VALUES)
 def test_options_of_losses_are_read_by_their_old_names(section: str) -> None:
-    old, new = MOVED_VALUES[section]
+    old, new = map(yaml.safe_load, MOVED_VALUES[section].strip().splitlines())
     assert with_new_names({section: old}, source="a.yaml") == {section: new}
     assert with_new_names({section: new}, source="a.yaml") == {section: new}

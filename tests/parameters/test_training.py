@@ -1,4 +1,4 @@
-"""What `TrainingConfiguration` takes; that each field is used is tested with the optimizer."""
+"""Valid values of `TrainingConfiguration`; that each is used is tested with the optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nip_astra.errors import ParameterError
 from nip_astra.parameters.training import TrainingConfiguration
 
 
-def test_the_defaults_are_those_that_the_guides_name() -> None:
+def test_the_defaults_are_those_of_the_guides() -> None:
     assert TrainingConfiguration().to_dict() == {
         "lr": 1e-5,
         "minibatch_size": 8,
@@ -30,38 +30,23 @@ def test_the_defaults_are_those_that_the_guides_name() -> None:
     }
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])
-def test_the_five_optimizers_are_known(optimizer: str) -> None:
-    assert TrainingConfiguration.from_dict({"optimizer": optimizer}).optimizer == optimizer
-
-
-def test_gradients_may_stay_unclipped() -> None:
-    assert TrainingConfiguration.from_dict({"max_grad_norm": None}).max_grad_norm is None
+def test_gradients_may_stay_unclipped_and_optimizers_have_names() -> None:
+    for values in ({"max_grad_norm": None}, {"optimizer": "adam"}, {"optimizer": "rmsprop"}):
+        assert TrainingConfiguration.from_dict(values).to_dict().items() >= values.items()
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("name", "value"),
     [
-        {"lr": 0},
-        {"lr": -1e-3},
-        {"lr": None},
-        {"lr": "1e-5"},
-        {"lr": True},
-        {"minibatch_size": 0},
-        {"minibatch_size": 1.5},
-        {"weight_decay": -0.1},
-        {"gradient_accumulation_steps": 0},
-        {"num_iterations": 0},
-        {"num_episodes_per_experience": 0},
-        {"num_epochs": 0},
-        {"max_grad_norm": 0},
-        {"num_warmup_steps": -1},
-        {"eval_period": -1},
-        {"lr_schedule": "step"},
-        {"optimizer": "lion"},
-        {"learning_rate": 1e-3},
+        *(("lr", wrong) for wrong in (0, -1e-3, None, "1e-5", True)),
+        *(("minibatch_size", wrong) for wrong in (0, 1.5)),
+        *((f"num_{what}", 0) for what in ("iterations", "episodes_per_experience", "epochs")),
+        *((name, 0) for name in ("gradient_accumulation_steps", "max_grad_norm")),
+        *((name, -1) for name in ("weight_decay", "num_warmup_steps", "eval_period")),
+        *(("lr_schedule", "step"), ("optimizer", "lion"), ("learning_rate", 1e-3)),
     ],
 )
-def test_what_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=f"  {next(iter(values))}: "):
-        TrainingConfiguration.from_dict(values)
+def test_an_impossible_value_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        TrainingConfiguration.from_dict({name: value})
+    assert [fault.path for fault in caught.value.faults] == [name]

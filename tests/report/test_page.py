@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report import evaluations, page, sections, summary
-from nip_astra.report.evaluations import turns_to_failure
+from nip_astra.report import page, sections, summary
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from tests.kit.documents import ROOT
@@ -123,14 +122,16 @@ def test_every_rate_of_the_page_stands_beside_its_counts(tmp_path: Path) -> None
         name: evaluation(target=name, failure_rate=rate, turn_failure_rate=rate) for name in "ab"
     }
     run = read_run(write_run(tmp_path / "one", results=told, evaluations=others))
+    side_by_side = sections.evaluations(run)
+    assert side_by_side is not None
     places = {
         "sentence": summary.verdict(run)[0],
         "tile": summary.tiles(run)[0].note,
         "table": summary.main_table(run)[1][0].cells[1],
         "comparison of runs": summary.OVERVIEW[run.kind][1].cell(told["after"]),
-        "evaluation": str(evaluations.main_figures(run)),
-        "all figures": str(evaluations.figures_table(run)),
-        "transfer": str(evaluations.transfer_matrix(run)),
+        "evaluation": str(side_by_side["main"]),
+        "all figures": str(side_by_side["groups"]),
+        "transfer": str(side_by_side["matrix"]),
     }
     assert [name for name, text in places.items() if "29 of 40, 10 unknown" not in text] == []
     of_probes = {
@@ -149,7 +150,9 @@ def test_every_rate_of_the_page_stands_beside_its_counts(tmp_path: Path) -> None
     run = read_run(
         write_run(tmp_path / "probes", results=told, evaluations={"a": evaluation(**of_probes)})
     )
-    cells = {cell for row in evaluations.main_figures(run) for cell in row.cells}
+    side_by_side = sections.evaluations(run)
+    assert side_by_side is not None
+    cells = {cell for row in side_by_side["main"] for cell in row.cells}
     assert {"50.0%, 1 of 2", "10.0%, 4 of 40", "65.0%, 13 of 20"} <= cells
     assert {"3.5, of 20", "0.5, of 12", "0.25, of 20"} <= cells
     told["after"] |= {"if_unknown_passed": 0.725, "if_unknown_failed": 0.975}
@@ -320,7 +323,7 @@ def test_a_section_that_fails_says_so_and_the_others_stay(
     def fail(_: object) -> None:
         raise RuntimeError("a <fault>")
 
-    monkeypatch.setattr(sections, "_turns", fail)
+    monkeypatch.setattr(sections, "turns_to_failure", fail)
     found = report(run)
     assert "This section could not be drawn: RuntimeError: a <fault>" in found.text
     assert [one["id"] for one in found.named("section")] == SECTIONS_OF_A_RUN
@@ -416,6 +419,7 @@ def test_conversations_are_censored_in_the_share_without_a_failure_so_far(tmp_pa
         # Episode 1 is unknown before it fails at its second turn; episode 2 fails at its second.
         rows[place]["response_score"] = score
     made = write_run(tmp_path / "one", tables={"evaluation": rows})
-    shown, _ = turns_to_failure(read_run(made))
-    assert [row.cells[-1] for row in shown] == ["66.7%", "33.3%"]
-    assert [row.cells[1] for row in shown] == ["3", "4"]
+    shown = sections.turns_to_failure(read_run(made))
+    assert shown is not None
+    assert [row.cells[-1] for row in shown["rows"]] == ["66.7%", "33.3%"]
+    assert [row.cells[1] for row in shown["rows"]] == ["3", "4"]

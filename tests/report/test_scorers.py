@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nip_astra.evaluation.tables import agreement_rows, figure_rows, quality_rows
-from nip_astra.report.evaluations import by_evaluation, kinds_found
+from nip_astra.evaluation.tables import figure_rows
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
+from nip_astra.report.sections import evaluations, kinds_found
 from nip_astra.utils.formatting import NOTHING
 from tests.report.runs import evaluation, write_run
 
@@ -33,14 +33,16 @@ FULL = evaluation(
 
 def test_quality_and_agreement_are_told_by_evaluation(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "one", evaluations={"old": evaluation(), "new": FULL}))
-    ((name, (first, second)),) = by_evaluation(run, quality_rows)
+    found = evaluations(run)
+    assert found is not None
+    ((name, (first, second)),) = found["quality"]
     assert (name, first) == (
         "new",
         ("a", ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING,
                "50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]),
     )  # fmt: skip
     assert second[1][:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
-    ((_, (row,)),) = by_evaluation(run, agreement_rows)
+    ((_, (row,)),) = found["agreement"]
     assert row == ("a, b", ["900", "75.0%", NOTHING, "0.5", "1 / 2 / 3 / 894"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 
 from nip_astra.distributed.placement import PLACEMENT
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.dry_run import model_memory, state_per_weight
-from tests.kit.resuming import short_experiment
+from tests.kit.resuming import SHORT_TRAINERS, short_experiment
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 
 class Holder:
@@ -44,15 +45,59 @@ def test_laid_out_weights_and_freed_ones_count_as_what_they_take() -> None:
     assert model_memory({"x": model}) == {"x": 4 * 400}
 
 
-def memory_of(trainer: Any) -> dict[str, float]:
-    return trainer.dry_run()[PLACEMENT][0].memory
+def trainer_of(name: str, folder: Path, *overrides: str) -> Any:
+    resolved = short_experiment(name, folder / "x", *overrides, num_iterations=3)
+    return prepare_experiment(resolved, progress=False).trainer
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize("name", SHORT_TRAINERS)
+def test_a_dry_run_estimates_the_whole(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(name, tmp_path)
+    learned = [weight.clone() for weight in getattr(trainer, "learned", ())]
+    estimate = trainer.dry_run()
+    assert estimate["num_iterations"] == 3
+    assert estimate["num_parameters"] > 0
+    assert 0 < estimate["predicted_peak_gib"] < 24
+    assert 0 < estimate["seconds_per_minibatch"] < 3600 * estimate["estimated_training_hours"]
+    if not learned:
+        return
+    assert all(map(torch.equal, learned, trainer.learned)), "no step is taken"
+    assert math.isfinite(estimate["loss"])
+    assert (estimate["generated_tokens"] > 0) == (name != "remote_api_cross_entropy")
+    num_episodes = trainer.training.num_episodes_per_experience
+    rollouts = 3 * num_episodes * estimate["seconds_per_episode"]
+    assert estimate["estimated_training_hours"] * 3600 > rollouts
+    assert estimate[PLACEMENT][0].hours > rollouts / 3600
+
+
+def test_agents_of_protocols_count_frames_and_memory() -> None:
+    with toy_kind():
+        estimate = toy_trainer().dry_run()
+    assert estimate["num_frames"] == 3 * 96
+    assert estimate["seconds_per_episode"] > 0
+    memory = estimate[PLACEMENT][0].memory
+    assert {"weights, prover", "weights, verifier"} <= set(memory)
+    assert memory["optimizer"] == pytest.approx(2 * memory["gradients"], rel=0.01)
+
+
+def test_a_prediction_scales_the_step_and_not_the_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter([2 * 2**30, 3 * 2**30])
+    monkeypatch.setattr("nip_astra.trainers.dry_run.peak_memory_bytes", lambda: next(peaks))
+    sizes = ("training.minibatch_size=3", "training.num_episodes_per_experience=3")
+    trainer = trainer_of("ast_dpo", tmp_path, *sizes)
+    monkeypatch.setattr(trainer, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1])
+    # One GiB for the rollout, and three pairs where the one that was tried took one.
+    assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)
 
 
 def test_the_plan_of_an_attacker_has_target_reference_and_scorer(tmp_path: Path) -> None:
-    trainer: Any = prepare_experiment(
-        short_experiment("ast_dpo", tmp_path / "x"), progress=False
-    ).trainer
-    memory = memory_of(trainer)
+    trainer = trainer_of("ast_dpo", tmp_path)
+    estimate = trainer.dry_run()
+    assert 0 < estimate["predicted_rollout_gib"] < estimate["predicted_peak_gib"]
+    memory = estimate[PLACEMENT][0].memory
     agents = trainer.scenario_instance.agents
     for role in ("attacker", "target", "reference"):
         own = 4 * agents[role].language_model.num_parameters()
@@ -62,10 +107,7 @@ def test_the_plan_of_an_attacker_has_target_reference_and_scorer(tmp_path: Path)
 
 
 def test_an_adapters_base_counts_once_for_attacker_and_reference(tmp_path: Path) -> None:
-    lora = "ast_chat.attacker.language_model.lora={rank: 2}"
-    trainer: Any = prepare_experiment(
-        short_experiment("ast_dpo", tmp_path / "x", lora), progress=False
-    ).trainer
+    trainer = trainer_of("ast_dpo", tmp_path, "ast_chat.attacker.language_model.lora={rank: 2}")
     whole = model_memory({"attacker": trainer.scenario_instance.agents["attacker"]})
     both = model_memory(
         {role: trainer.scenario_instance.agents[role] for role in ("attacker", "reference")}
@@ -75,10 +117,8 @@ def test_an_adapters_base_counts_once_for_attacker_and_reference(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_task_has_the_reference_too() -> None:
-    more = ["training.num_episodes_per_experience=2", "training.minibatch_size=4"]
-    resolved = resolve_experiment(trainer="self_hosted_grpo", overrides=more)
-    memory = memory_of(prepare_experiment(resolved, progress=False).trainer)
+def test_the_plan_of_a_task_has_the_reference_too(tmp_path: Path) -> None:
+    memory = trainer_of("self_hosted_grpo", tmp_path).dry_run()[PLACEMENT][0].memory
     assert memory["weights, policy"] > 0
     assert memory["weights, reference"] > 0
 

@@ -11,12 +11,12 @@ import torch
 from nip_astra.errors import ConfigurationError, DataError, TrackingError
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.trainers.language_model_base import Experience
-from tests.trainers.test_ast_family import _trainer
+from tests.kit.experiments import ast_trainer
 
 
 @pytest.fixture(scope="module")
 def trainer(tiny_scenario: Path) -> Any:
-    return _trainer("ast_dpo", tiny_scenario, "training.num_episodes_per_experience=2")
+    return ast_trainer("ast_dpo", tiny_scenario, "training.num_episodes_per_experience=2")
 
 
 def learn_once(trainer: Any) -> None:
@@ -91,7 +91,7 @@ def test_metrics_that_are_text_are_named(trainer: Any, monkeypatch: pytest.Monke
 def test_figures_of_dev_are_numbers_with_that_which_chooses(
     tiny_scenario: Path, figures: Any, fact: str
 ) -> None:
-    trainer: Any = _trainer(
+    trainer: Any = ast_trainer(
         "ast_dpo", tiny_scenario, "training.eval_period=1", "training.dev_metric=mean_reward"
     )
     trainer.evaluate_dev = returning(figures)

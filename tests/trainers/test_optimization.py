@@ -33,8 +33,11 @@ def halved(progress):
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_every_optimizer_of_torch_steps(name: str) -> None:
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = build_optimizer(TrainingConfiguration(optimizer=name, lr=0.1), [weight])
+    decay = 0.0 if name == "rprop" else 0.1
+    config = TrainingConfiguration(optimizer=name, lr=0.1, weight_decay=decay)
+    optimizer = build_optimizer(config, [weight])
     assert type(optimizer).__name__.lower() == name
+    assert optimizer.param_groups[0].get("weight_decay", 0.0) == decay
     weight.square().sum().backward()
     optimizer.step()
     assert weight.mean() < 1
@@ -76,6 +79,16 @@ def test_an_unknown_name_is_a_fault_with_the_nearest_names() -> None:
     assert (first.path, second.path) == ("training.optimizer", "training.lr_schedule")
     assert "'nadam'" in first.suggestion
     assert "constant, cosine, linear" in second.suggestion
+
+
+def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:
+    config = TrainingConfiguration(lr=2.0, lr_schedule="cosine", num_warmup_steps=4)
+    linear = TrainingConfiguration(lr=2.0, lr_schedule="linear")
+    for given, step, progress, expected in (
+        *((config, 0, 0.0, 0.5), (config, 3, 0.0, 2.0), (config, 9, 0.5, 1.0)),
+        (linear, 0, 0.25, 1.5),
+    ):
+        assert learning_rate(given, step=step, progress=progress) == pytest.approx(expected)
 
 
 def test_a_plug_in_adds_an_optimizer_and_a_schedule(tmp_path: Path) -> None:

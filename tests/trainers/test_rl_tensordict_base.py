@@ -351,18 +351,6 @@ def test_the_tests_before_and_after_are_about_the_same_conversations() -> None:
     assert trainer.results["before"] == trainer.results["after"]
 
 
-def test_a_dry_run_tells_the_cost() -> None:
-    found = toy_trainer().dry_run()
-    assert found["num_iterations"] == 3
-    assert found["num_frames"] == 3 * 96
-    assert found["seconds_per_episode"] > 0
-    assert found["estimated_training_hours"] > 0
-    assert 0 < found["predicted_peak_gib"] < 24
-    memory = found["placement"][0].memory
-    assert {f"weights, {name}" for name in AGENTS} <= set(memory)
-    assert memory["optimizer"] == pytest.approx(2 * memory["gradients"], rel=0.01)
-
-
 def test_optimizers_of_other_agents_are_refused() -> None:
     optimizers = toy_trainer().optimizers
     state = optimizers.state_dict()

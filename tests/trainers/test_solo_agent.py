@@ -157,13 +157,6 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
         trainer.train()
 
 
-def test_a_dry_run_takes_an_epoch_and_estimates_the_whole() -> None:
-    found = toy_trainer("solo_agent", solo_agent=SOLO).dry_run()
-    assert found["num_iterations"] == SOLO["num_epochs"]
-    assert found["seconds_per_minibatch"] > 0
-    assert found["estimated_training_hours"] >= found["seconds_per_minibatch"] / 3600
-
-
 # ---- as a start for reinforcement learning
 
 

@@ -17,10 +17,10 @@ from rich.console import RenderableType
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
-from nip_astra.evaluation.plots import estimates_of, plot_estimates
-from nip_astra.evaluation.run_results import frame_of
+from nip_astra.evaluation.exports import Material
+from nip_astra.evaluation.run_results import estimates_of, frame_of, plot_estimates
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
-from nip_astra.evaluation.tables import Printable
+from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
@@ -29,6 +29,7 @@ from nip_astra.tracking.run_directory import (
     ENVIRONMENT,
     HYPER_PARAMETERS,
     MODEL_DIR,
+    RESULTS,
     RunDirectory,
 )
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from nip_astra.evaluation.comparison import Contender
-    from nip_astra.evaluation.exports import Material
     from nip_astra.resolving.resolution import ResolvedExperiment
 
 
@@ -228,14 +228,18 @@ OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
 
 
 class EvaluationFamily(ABC):
-    """Base of evaluations of one family of runs. Subclasses implement the five abstract methods.
+    """Base of evaluations of one family of runs. Subclasses implement the abstract methods.
 
     Attributes
     ----------
     name : str
         As registered; a trainer names it as `evaluation_family`.
+    kind : str
+        The kind of run in `evaluation.json`; empty to leave it out.
     unit : str
         What pairs of a comparison share, in the plural.
+    row_file, row_unit : str
+        The file of rows in the folder of an evaluation, and the kind of a row in exports.
     splits : tuple of str
         Splits that can be evaluated; empty if the scenario decides.
     unread : frozenset of str
@@ -243,7 +247,10 @@ class EvaluationFamily(ABC):
     """
 
     name: ClassVar[str]
+    kind: ClassVar[str] = ""
     unit: ClassVar[str] = "datapoints"
+    row_file: ClassVar[str] = ""
+    row_unit: ClassVar[str] = "row"
     splits: ClassVar[tuple[str, ...]] = ()
     unread: ClassVar[frozenset[str]] = OF_ATTACKERS
 
@@ -264,22 +271,8 @@ class EvaluationFamily(ABC):
         """Play what the folder does not hold yet, and return what `figures` takes."""
 
     @abstractmethod
-    def figures(self, subject: Any, folder: EvaluationFolder, played: Any) -> dict[str, Any]:
-        """Return the content of `evaluation.json`.
-
-        Raises
-        ------
-        NothingMeasuredError
-            When no unit has a verdict.
-        """
-
-    @abstractmethod
     def pair_key(self, unit: Any) -> Hashable:
         """Return the key of a unit; units of equal keys are paired."""
-
-    @abstractmethod
-    def rows(self, evaluation: Evaluation) -> list[Row]:
-        """Return the rows of a stored evaluation."""
 
     @abstractmethod
     def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
@@ -289,9 +282,59 @@ class EvaluationFamily(ABC):
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
         """Return the evaluation's units, keys, metrics and conditions, for a comparison."""
 
-    @abstractmethod
+    def figures(self, subject: Any, folder: EvaluationFolder, played: Any) -> dict[str, Any]:
+        """Return the content of `evaluation.json`; by default that which was played, with a head.
+
+        Raises
+        ------
+        NothingMeasuredError
+            When no unit has a verdict.
+        """
+        head = {"version": 1, "kind": self.kind}
+        if _KINDS.get(self.kind) != self.name:
+            head["family"] = self.name
+        return {
+            **head,
+            "name": folder.path.name,
+            "run": RunDirectory(subject.place).run_id,
+            **played,
+        }
+
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        """Return the rows of a stored evaluation."""
+        return read_rows(evaluation.path / self.row_file)
+
     def material(self, path: Path, request: EvaluationRequest) -> Material:
-        """Return the exportable content of a run or evaluation."""
+        """Return the exportable content of a run or evaluation.
+
+        By default results, curves, and the newest evaluation's rows.
+        """
+        run, evaluation = run_of_stored(path), None
+        if run != path or evaluations_of(path):
+            evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)
+        directory = RunDirectory(run)
+        results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
+        rates = {f"after/{name}": value for name, value in (results.get("after") or {}).items()}
+        rows: Sequence[Row] = []
+        if evaluation is not None:
+            rows, own = evaluation.rows, evaluation.figures["figures"]
+            rates |= {f"evaluation/{evaluation.name}/{name}": value for name, value in own.items()}
+        return Material(
+            **run_fields(run, run / HYPER_PARAMETERS),
+            name=directory.run_id if evaluation is None else evaluation.name,
+            unit=self.row_unit,
+            rows=rows,
+            tables={f"{self.row_unit}s": rows} if rows else {},
+            figures=results if evaluation is None or path == run else evaluation.figures,
+            head={} if evaluation is None else {"configuration": evaluation.configuration},
+            hyper_params=directory.read_yaml(HYPER_PARAMETERS),
+            rates={name: float(v) for name, v in rates.items() if isinstance(v, int | float)},
+        )
+
+    def store(self, folder: EvaluationFolder, figures: Mapping[str, Any]) -> Evaluation:
+        """Write the figures and their table, and return the evaluation."""
+        folder.write(figures, as_text(self.tables(figures)))
+        return Evaluation.read(folder.path)
 
     def num_units(self, subject: Any) -> int:
         """Return the number of units to play, for a progress bar."""

@@ -53,7 +53,7 @@ from nip_astra.evaluation.storage import (
     read_rows,
     text_hash,
 )
-from nip_astra.evaluation.tables import as_text, evaluation_tables
+from nip_astra.evaluation.tables import evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.files import read_yaml_mapping
@@ -244,10 +244,8 @@ class Conversations(EvaluationFamily):
     ) -> Evaluation:
         """Rate stored conversations again."""
         from nip_astra.evaluation.families.attackers import resolve_run, section_about, section_of
-        from nip_astra.evaluation.families.scorers import load_judges
+        from nip_astra.evaluation.families.scorers import load_judges, rating_anew
         from nip_astra.evaluation.playing import EvaluationOptions, num_ratings, rate_anew
-        from nip_astra.language_models.services.retrying import resume_usage
-        from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of
 
         source, run = _stored_rows(path)
@@ -274,20 +272,18 @@ class Conversations(EvaluationFamily):
         )
         dropped = ("sha256", "labelled", "embedder")
         configuration = stored.configuration() if before else {}
-        is_new = folder.open(
-            {
-                **{key: one for key, one in configuration.items() if key not in dropped},
-                "scored_from": origin,
-                "rows": text_hash([source.read_text(encoding="utf-8")]),
-                **judges.configuration,
-                "failure_threshold": threshold,
-            },
-            is_overwritten=request.overwrite,
-        )
-        services = open_services(judges.scorers.values(), settings)
-        resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
+        configuration = {
+            **{key: one for key, one in configuration.items() if key not in dropped},
+            "scored_from": origin,
+            "rows": text_hash([source.read_text(encoding="utf-8")]),
+            **judges.configuration,
+            "failure_threshold": threshold,
+        }
         total = num_ratings(episodes, ordinary, judges.scorers)
-        with closing_services(services), open_progress("Rating", total):
+        with (
+            rating_anew(folder, configuration, judges.scorers, settings, request) as services,
+            open_progress("Rating", total),
+        ):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)
         folder.replace_rows(episodes, ordinary)
         chances = before.get("probability_of_failure") or {}
@@ -318,8 +314,7 @@ class Conversations(EvaluationFamily):
             # Without episodes of its own it was refused before anything was weighed.
             why_not_weighed=weighed.get("reason") if weighed.get("num_episodes") == 0 else None,
         )
-        folder.write(figures, as_text(self.tables(figures)))
-        return Evaluation.read(folder.path)
+        return self.store(folder, figures)
 
     def material(self, path: Path, request: EvaluationRequest) -> Material:
         from nip_astra.evaluation.families.attackers import resolve_run

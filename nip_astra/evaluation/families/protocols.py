@@ -21,7 +21,6 @@ from rich.text import Text
 
 from nip_astra.errors import NothingMeasuredError
 from nip_astra.evaluation.comparison import Contender, Metric, metric_of
-from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
     OF_ATTACKERS,
     Evaluation,
@@ -29,20 +28,15 @@ from nip_astra.evaluation.families.base import (
     EvaluationRequest,
     OnPart,
     Subject,
-    evaluations_of,
     model_dir_of,
-    newest_evaluation,
     register_evaluation_family,
     resolve_stored,
-    run_fields,
-    run_of_stored,
     trained_of,
 )
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
     Row,
     encode_rows,
-    read_rows,
     weights_hash,
 )
 from nip_astra.evaluation.tables import figure_rows, plain_table
@@ -51,12 +45,10 @@ from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     MODEL_DIR,
-    RESULTS,
     RunDirectory,
 )
 from nip_astra.utils.formatting import format_figure
 
-VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
 """One line per episode, without its messages."""
 EPISODES = "episodes.jsonl"
@@ -82,6 +74,7 @@ def bounds_of_undecided(rows: Sequence[Row]) -> dict[str, float]:
 class EpisodeFamily(EvaluationFamily):
     """Base of the families whose rows are episodes of an interaction protocol."""
 
+    kind = "interaction_proof"
     splits = ("train", "test")
     unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
@@ -148,6 +141,8 @@ class Protocols(EpisodeFamily):
     """Runs whose agents are networks that play an interaction protocol."""
 
     name = "protocol"
+    row_file = EPISODE_ROWS
+    row_unit = "episode"
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
@@ -240,55 +235,11 @@ class Protocols(EpisodeFamily):
             for number, row in enumerate(rows)
         ]
         (folder.path / EPISODE_ROWS).write_bytes(encode_rows(rows))
+        figures = statistics.report()
+        if not figures.get("num_episodes"):
+            raise NothingMeasuredError(f"no episode ended in the evaluation {folder.path.name}")
         return {
             "agents": list(trainer.agents.names),
             **self.units(subject, request),
-            "figures": statistics.report() | bounds_of_undecided(rows),
+            "figures": figures | bounds_of_undecided(rows),
         }
-
-    def figures(
-        self, subject: ProtocolSubject, folder: EvaluationFolder, played: dict[str, Any]
-    ) -> dict[str, Any]:
-        if not played["figures"].get("num_episodes"):
-            raise NothingMeasuredError(f"no episode ended in the evaluation {folder.path.name}")
-        return {
-            "version": VERSION,
-            "kind": "interaction_proof",
-            "family": self.name,
-            "name": folder.path.name,
-            "run": RunDirectory(subject.place).run_id,
-            **played,
-        }
-
-    def rows(self, evaluation: Evaluation) -> list[Row]:
-        return read_rows(evaluation.path / EPISODE_ROWS)
-
-    def material(self, path: Path, request: EvaluationRequest) -> Material:
-        return stored_material(path, "episode")
-
-
-def stored_material(path: Path, unit: str, **changes: Any) -> Material:
-    """Return results, curves, and the newest evaluation's rows, of a run or evaluation."""
-    run, evaluation = run_of_stored(path), None
-    if run != path or evaluations_of(path):
-        evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)
-    directory = RunDirectory(run)
-    results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
-    after = results.get("after") or {}
-    rates = {f"after/{name}": value for name, value in after.items()}
-    if evaluation is not None:
-        own = evaluation.figures["figures"]
-        rates |= {f"evaluation/{evaluation.name}/{name}": value for name, value in own.items()}
-    rows: Sequence[Row] = [] if evaluation is None else evaluation.rows
-    return Material(
-        **run_fields(run, run / HYPER_PARAMETERS),
-        name=directory.run_id if evaluation is None else evaluation.name,
-        unit=unit,
-        rows=rows,
-        tables={f"{unit}s": rows} if rows else {},
-        figures=results if evaluation is None or path == run else evaluation.figures,
-        head={} if evaluation is None else {"configuration": evaluation.configuration},
-        hyper_params=directory.read_yaml(HYPER_PARAMETERS),
-        rates={name: float(v) for name, v in rates.items() if isinstance(v, int | float)},
-        **changes,
-    )

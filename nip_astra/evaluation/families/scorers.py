@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
@@ -20,13 +21,14 @@ from huggingface_hub import try_to_load_from_cache
 
 from nip_astra.errors import ConfigurationError, DataError, NipAstraError
 from nip_astra.evaluation.detectors import LabelledResponse, read_labelled
-from nip_astra.evaluation.families.base import EvaluationRequest
-from nip_astra.evaluation.storage import text_hash, weights_files, weights_hash
+from nip_astra.evaluation.families.base import EvaluationRequest, closing_services
+from nip_astra.evaluation.storage import EvaluationFolder, text_hash, weights_files, weights_hash
 from nip_astra.evaluation.summary import NGRAMS
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
+from nip_astra.language_models.services.retrying import resume_usage
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
+from nip_astra.scorers.base import SCORERS, Scorer, build_scorer, open_services
 from nip_astra.trust import active_source, on_behalf_of
 from nip_astra.utils.devices import resolve_device
 
@@ -183,6 +185,22 @@ def load_judges(
         embedding,
         [scorer_card(name, one.parameters, scenario_dir) for name, one in loaded.scorers.items()],
     )
+
+
+@contextmanager
+def rating_anew(
+    folder: EvaluationFolder,
+    configuration: Mapping[str, Any],
+    scorers: Mapping[str, Scorer],
+    settings: ExperimentSettings,
+    request: EvaluationRequest,
+) -> Iterator[dict[str, Any]]:
+    """Open the folder of an evaluation that rates stored texts, and the scorers' chat models."""
+    is_new = folder.open(configuration, is_overwritten=request.overwrite)
+    services = open_services(scorers.values(), settings)
+    resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
+    with closing_services(services):
+        yield services
 
 
 # ---- identities of scorers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +29,11 @@ from nip_astra.evaluation.families.base import (
     service_settings,
     trained_of,
 )
-from nip_astra.evaluation.families.protocols import stored_material
 from nip_astra.evaluation.storage import (
     TASK_ROWS,
     EvaluationFolder,
     Row,
     RowFile,
-    read_rows,
     weights_hash,
 )
 from nip_astra.evaluation.tables import figure_rows, plain_table, services_table
@@ -43,7 +41,6 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 
-VERSION = 1
 KIND = str(ScenarioType.TASK)
 MATTERS = ("split", "num_runs", "success_reward", "task", "seed")
 """Parts of an evaluation that should be equal where policies are compared."""
@@ -74,7 +71,10 @@ class Tasks(EvaluationFamily):
     """Runs whose policy answers problems."""
 
     name = "task"
+    kind = KIND
     unit = "problems"
+    row_file = TASK_ROWS
+    row_unit = "problem"
     splits = ("train", "dev", "test")
 
     def load(
@@ -147,17 +147,8 @@ class Tasks(EvaluationFamily):
         )  # fmt: skip
         return {**self.units(subject, request), "figures": figures, **services_used(services)}
 
-    def figures(
-        self, subject: TaskSubject, folder: EvaluationFolder, played: dict[str, Any]
-    ) -> dict[str, Any]:
-        run = RunDirectory(subject.place).run_id
-        return {"version": VERSION, "kind": KIND, "name": folder.path.name, "run": run, **played}
-
     def pair_key(self, unit: _Problem) -> Hashable:
         return unit.problem_hash
-
-    def rows(self, evaluation: Evaluation) -> list[Row]:
-        return read_rows(evaluation.path / TASK_ROWS)
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
         from nip_astra.trainers.service.metrics import Tally
@@ -197,7 +188,7 @@ class Tasks(EvaluationFamily):
         return [table, *([services_table(services)] if services else [])]
 
     def material(self, path: Path, request: EvaluationRequest) -> Material:
-        return stored_material(path, "problem", sample=_sample)
+        return replace(super().material(path, request), sample=_sample)
 
 
 def _sample(row: Row) -> Sample:

@@ -26,7 +26,6 @@ from nip_astra.evaluation.families.base import (
     OnPart,
     OpenProgress,
     Subject,
-    closing_services,
     evaluations_of,
     is_rescored,
     register_evaluation_family,
@@ -43,13 +42,11 @@ from nip_astra.evaluation.families.protocols import (
 )
 from nip_astra.evaluation.outcomes import reaches
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
-from nip_astra.evaluation.tables import as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
-VERSION = 1
 ROLLOUTS = "rollouts.json"
 ANSWERS = "answers.jsonl"
 SCORES = "scores.jsonl"
@@ -164,11 +161,6 @@ class TextProtocols(EpisodeFamily):
             **(services or ({"services": before} if before else {})),
         }
 
-    def figures(
-        self, subject: TextSubject, folder: EvaluationFolder, played: dict[str, Any]
-    ) -> dict[str, Any]:
-        return _head(RunDirectory(subject.place).run_id, folder) | played
-
     def rows(self, evaluation: Evaluation) -> list[Row]:
         return list(rollout_rows(_file_of(evaluation), evaluation.figures["agents"]))
 
@@ -193,9 +185,7 @@ class TextProtocols(EpisodeFamily):
         open_progress: OpenProgress,
     ) -> Evaluation:
         """Rate every answer of stored rollouts by scorers."""
-        from nip_astra.evaluation.families.scorers import load_scorers
-        from nip_astra.language_models.services.retrying import resume_usage
-        from nip_astra.scorers.base import open_services
+        from nip_astra.evaluation.families.scorers import load_scorers, rating_anew
         from nip_astra.trainers.service_use import services_used
 
         if request.labelled or request.embedder:
@@ -222,10 +212,7 @@ class TextProtocols(EpisodeFamily):
             "scorers": parameters,
             "threshold": threshold,
         }
-        is_new = folder.open(configuration, is_overwritten=request.overwrite)
-        services = open_services(scorers.values(), settings)
-        resume_usage(services, f"evaluation {name}", is_new=is_new)
-        with closing_services(services):
+        with rating_anew(folder, configuration, scorers, settings, request) as services:
             agents = source.figures["agents"]
             rollouts = NestedArrayDict.load(source.path)
             answers = rate_answers(rollouts, agents, scorers, open_progress)
@@ -235,15 +222,13 @@ class TextProtocols(EpisodeFamily):
         if (source.path.parent / EPISODES).is_file():
             shutil.copyfile(source.path.parent / EPISODES, folder.path / EPISODES)
         scored = score_figures(answers, list(scorers), threshold=threshold)
-        figures = {
-            **source.figures,
-            **_head(source.figures["run"], folder),
+        own = {
             **configuration,
             "figures": {**source.figures["figures"], **scored},
             **services_used(services),
         }
-        folder.write(figures, as_text(self.tables(figures)))
-        return Evaluation.read(folder.path)
+        figures = {**source.figures, **self.figures(Subject(run, name), folder, own)}
+        return self.store(folder, figures)
 
     def material(self, path: Path, request: EvaluationRequest) -> Material:
         from nip_astra.protocols.registry import build_protocol_handler
@@ -466,11 +451,6 @@ def score_figures(
 
 
 # ---- files
-
-
-def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
-    head = {"version": VERSION, "kind": "interaction_proof"}
-    return {**head, "name": folder.path.name, "run": run_id}
 
 
 def _results(directory: RunDirectory) -> dict[str, Any]:

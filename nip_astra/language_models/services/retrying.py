@@ -125,9 +125,6 @@ class Usage(NamedTuple):
         """Return the sum, or with sign -1 the difference."""
         return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
 
-    def at_least(self, other: Usage) -> Usage:
-        return Usage._make(map(max, self, other))
-
 
 _OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
@@ -162,7 +159,7 @@ class UsageLog:
                 "COALESCE(SUM(cost), 0.0) FROM requests"
             ).fetchone()
             kept, found = self._total.read(), Usage(*row)
-            self._spent = kept.at_least(found)
+            self._spent = Usage._make(map(max, kept, found))
             if self._spent != kept:
                 self._total.write(self._spent)
         if self._spent.requests > found.requests:

@@ -81,7 +81,7 @@ class TinkerTrainingService(TrainingService):
     """
 
     def __init__(self, request: TrainingServiceRequest) -> None:
-        self._tinker = _sdk()
+        self._tinker = import_extra("tinker", "Tinker's protocol", "tinker")
         policy, options, optimizer = request.policy, request.parameters, request.training.optimizer
         self.policy, self.options = policy, options
         self.weight_decay = request.training.weight_decay
@@ -370,10 +370,6 @@ def _fault_of(url: str) -> str | None:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return str(error) or type(error).__name__
     return f"status {status}" if status >= 500 else None
-
-
-def _sdk() -> Any:
-    return import_extra("tinker", "Tinker's protocol", "tinker")
 
 
 def _key(token_variable: str | None) -> str | None:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.language_models.base import GenerationSession
+from nip_astra.language_models.base import Generation, GenerationSession, TokenCount, Turns
 from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
-from nip_astra.language_models.tokens import Generation, TokenCount, Turns
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
 from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder

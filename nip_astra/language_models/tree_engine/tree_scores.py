@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nip_astra.language_models.base import TokenCount, TokenRows, TokenScores
 from nip_astra.language_models.plain_forward import spread
 from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
-from nip_astra.language_models.tokens import TokenCount, TokenRows, TokenScores
 from nip_astra.language_models.tree_engine.attention import (
     SMALLEST_IN_BLOCKS,
     trie_attention,

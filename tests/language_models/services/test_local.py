@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.utils.actors import ActorOptions, using_actors
 from tests.kit import actors_here
-from tests.kit.tiny import make_byte_tokenizer, make_language_model
+from tests.kit.tiny import CPU, load_backend, make_byte_tokenizer, make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 
 
@@ -25,23 +26,29 @@ def model(tiny_model: HuggingFaceLanguageModel) -> LocalChatModel:
     return LocalChatModel(tiny_model, name="tiny", max_batch_size=16)
 
 
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Requests and threads of each batch."""
+    found: list[tuple[int, int]] = []
+    complete = HuggingFaceLanguageModel.complete
+
+    def counted(self: HuggingFaceLanguageModel, requests: Any, **options: Any) -> Any:
+        found.append((len(requests), torch.get_num_threads()))
+        return complete(self, requests, **options)
+
+    monkeypatch.setattr(HuggingFaceLanguageModel, "complete", counted)
+    return found
+
+
 def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
-    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
+    model: LocalChatModel, batches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = []
-    complete = model.language_model.complete
-
-    def counted(requests: Any, **options: Any) -> Any:
-        sizes.append(len(requests))
-        return complete(requests, **options)
-
-    monkeypatch.setattr(model.language_model, "complete", counted)
     requests = [
         saying(f"hello {n}", seed=n, max_tokens=8, num_samples=2, needs_logprobs=True)
         for n in range(20)
     ]
     together = ask(model, *requests)
-    assert sizes == [16, 4]
+    assert batches == [(16, 1), (4, 1)]
     for request, outcome in zip(requests, together, strict=True):
         (alone,) = ask(model, request)
         assert texts(alone) == texts(outcome)
@@ -49,24 +56,10 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
             assert isinstance(one, ChatAnswer)
             assert isinstance(other, ChatAnswer)
             assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
-
-
-def test_it_computes_with_as_many_threads_as_its_size_needs(
-    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-    complete = model.language_model.complete
-
-    def watched(requests: Any, **options: Any) -> Any:
-        threads.append(torch.get_num_threads())
-        return complete(requests, **options)
-
-    monkeypatch.setattr(model.language_model, "complete", watched)
     model.num_threads = 3
-    ask(model, saying("hello", max_tokens=2))
     monkeypatch.setattr(model.language_model, "num_parameters", lambda: 100_000_000)
     ask(model, saying("hello", max_tokens=2))
-    assert threads == [1, 3]
+    assert batches[-1] == (1, 3)
 
 
 def test_all_requests_may_wait_for_it_at_once() -> None:
@@ -107,10 +100,9 @@ def test_logprobs_are_those_of_the_model_for_the_tokens_of_the_text(model: Local
     context = model._encode(saying("hello").messages)
     ids = backend.tokenizer.encode(answer.text, add_special_tokens=False)
     assert outcome.usage == (len(context), 6)
-    row = torch.tensor([context]), torch.ones(1, len(context), dtype=torch.bool)
-    said = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
+    rows = (*pad_left([context], CPU), *pad_right([ids], CPU))
     with torch.no_grad():
-        expected = backend.logprobs(*row, *said)[0].tolist()
+        expected = backend.logprobs(*rows)[0].tolist()
     assert answer.token_logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -126,15 +118,15 @@ def test_a_stop_text_cuts_the_answer_and_its_logprobs(model: LocalChatModel) -> 
     assert len(answer.token_logprobs) < 12
 
 
-def test_what_does_not_fit_into_the_window_is_refused_as_data(model: LocalChatModel) -> None:
+def test_a_request_beyond_the_window_is_refused_as_data(model: LocalChatModel) -> None:
     window = model.language_model.context_window
     long, fine = ask(model, saying("a " * window), saying("a", max_tokens=2))
     assert failure(long).reason is FailureReason.REFUSED
-    assert f"the window of {window} does not hold" in failure(long).message
+    assert str(window) in failure(long).message
     assert len(fine.samples) == 1
 
 
-def test_an_error_reaches_everyone_in_the_batch_and_the_model_can_be_asked_again(
+def test_an_error_reaches_all_requests_of_the_batch_and_no_later_one(
     model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -162,62 +154,36 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
         LocalChatModel(tiny_model, name="tiny")
 
 
-@pytest.mark.parametrize("num_actors", [1, 3])
-def test_actors_answer_what_one_process_does(
-    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch, num_actors: int
-) -> None:
-    made = actors_here.install(monkeypatch)
-    model.max_batch_size = 2
-    said = ["hello", "good day", "the cat sat", "a dog", "hello there"]
-    requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(said)]
-    count = model.language_model.token_count
-    before = count.generated
-    alone = ask(model, *requests)
-    generated = count.generated - before
-    with using_actors(ActorOptions(num_actors)):
-        together = ask(model, *requests)
-    assert together == alone
-    assert count.generated - before == 2 * generated
-    assert made[0].turn == 3
-
-
 @pytest.mark.parametrize(
     ("max_batch_size", "num_batches", "sizes"),
     [(16, 1, [5]), (2, 1, [2, 2, 1]), (16, 2, [2, 3]), (2, 2, [1, 2, 2]), (16, 9, [1] * 5)],
 )
-def test_a_level_is_cut_by_parameters_whoever_answers(
-    model: LocalChatModel,
+def test_parameters_decide_the_batches_with_and_without_actors(
+    tiny_model_dir: Path,
+    batches: list[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
     max_batch_size: int,
     num_batches: int,
     sizes: list[int],
 ) -> None:
     made = actors_here.install(monkeypatch)
-    drawn: list[int] = []
-    complete = HuggingFaceLanguageModel.complete
-
-    def counted(self: HuggingFaceLanguageModel, requests: Any, **options: Any) -> Any:
-        drawn.append(len(requests))
-        return complete(self, requests, **options)
-
-    monkeypatch.setattr(HuggingFaceLanguageModel, "complete", counted)
-    model.max_batch_size, model.num_batches = max_batch_size, num_batches
-    said = ["hello", "good day", "the cat sat", "a dog", "hello there"]
-    requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(said)]
-    alone = ask(model, *requests)
-    assert drawn == sizes
-    for num_actors in (1, 2, 4):
-        drawn.clear()
-        with using_actors(ActorOptions(num_actors)):
-            assert ask(model, *requests) == alone
-        assert drawn == sizes
-        assert made[-1].turn == len(sizes)
-
-
-def test_batches_are_a_parameter(tiny_model_dir: Path) -> None:
     given = {"_type": "huggingface", "model": str(tiny_model_dir)}
-    parameters = LocalChatModel.Parameters(language_model=given, num_batches=3)
-    assert LocalChatModel.load(parameters, scenario_dir=None).num_batches == 3
+    parameters = LocalChatModel.Parameters(
+        language_model=given, max_batch_size=max_batch_size, num_batches=num_batches
+    )
+    model = LocalChatModel.load(parameters, scenario_dir=None)
+    prompts = ["hello", "good day", "the cat sat", "a dog", "hello there"]
+    requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(prompts)]
+    with model.language_model.counting() as spent:
+        alone = ask(model, *requests)
+    assert [size for size, _ in batches] == sizes
+    for num_actors in (1, 2, 4):
+        batches.clear()
+        with using_actors(ActorOptions(num_actors)), model.language_model.counting() as again:
+            assert ask(model, *requests) == alone
+        assert [size for size, _ in batches] == sizes
+        assert made[-1].turn == len(sizes)
+        assert again.generated == spent.generated
 
 
 FORM = {
@@ -238,10 +204,7 @@ FORM = {
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
     folder = tmp_path_factory.mktemp("bytes")
     make_language_model(folder, window=512, tokenizer=make_byte_tokenizer())
-    parameters = HuggingFaceLanguageModel.Parameters(model=str(folder))
-    return HuggingFaceLanguageModel.load(
-        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=False
-    )
+    return load_backend(folder, trainable=False)
 
 
 def test_answers_keep_to_a_response_format_beside_free_ones(
@@ -270,30 +233,22 @@ def test_answers_keep_to_a_response_format_beside_free_ones(
         ]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "regex"},
-        {"type": "json_schema", "json_schema": {"name": "a"}},
-        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}},
-    ],
-)
 def test_a_form_that_cannot_be_enforced_is_an_unknown_form(
-    byte_model: HuggingFaceLanguageModel, form: dict[str, Any]
-) -> None:
-    pytest.importorskip("llguidance")
-    model = LocalChatModel(byte_model, name="bytes")
-    (outcome,) = ask(model, saying("hi", response_format=form))
-    assert failure(outcome).reason is FailureReason.UNKNOWN_FORM
-
-
-def test_a_model_or_installation_without_grammars_knows_no_form(
     model: LocalChatModel,
     byte_model: HuggingFaceLanguageModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (outcome,) = ask(model, saying("hi", response_format=FORM))
-    assert failure(outcome).reason is FailureReason.UNKNOWN_FORM
+    pytest.importorskip("llguidance")
+    forms = [
+        {"type": "regex"},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}},
+    ]
+    requests = [saying("hi", response_format=form) for form in forms]
+    outcomes = ask(LocalChatModel(byte_model, name="bytes"), *requests)
+    # The vocabulary of the other model cannot express JSON.
+    outcomes += ask(model, saying("hi", response_format=FORM))
+    assert [failure(one).reason for one in outcomes] == [FailureReason.UNKNOWN_FORM] * 4
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     vars(byte_model).pop("grammars", None)

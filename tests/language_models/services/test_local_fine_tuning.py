@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -36,15 +36,26 @@ OPTIONS = {
 EXAMPLES: dict[str, list[Any]] = {"supervised": [SAID, SAID], "dpo": [LIKED, LIKED]}
 
 
+Open: TypeAlias = Callable[..., LocalFineTuningService]
+
+
 @pytest.fixture
-def open_service(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., LocalFineTuningService]:
+def open_service(tmp_path: Path, tiny_model_dir: Path) -> Open:
     parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir))
     return lambda run=tmp_path / "run": LocalFineTuningService(run / "jobs", parameters)
 
 
-def _submit(service: LocalFineTuningService, method: str, model: str, key: str = "k") -> str:
-    job = service.submit(model, EXAMPLES[method], OPTIONS[method], key=key)
-    return asyncio.run(job).job_id
+def _submit(
+    service: LocalFineTuningService,
+    method: str = "supervised",
+    *,
+    model: str | None = None,
+    examples: list[Any] | None = None,
+    key: str = "k",
+) -> str:
+    model = service.parameters.model if model is None else model
+    given = EXAMPLES[method] if examples is None else examples
+    return asyncio.run(service.submit(model, given, OPTIONS[method], key=key)).job_id
 
 
 def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
@@ -54,12 +65,11 @@ def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
     method: str,
-    open_service: Callable[..., LocalFineTuningService],
-    tiny_model_dir: Path,
+    open_service: Open,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = open_service()
-    job_id = _submit(service, method, str(tiny_model_dir))
+    job_id = _submit(service, method)
     steps: list[int] = []
     step = torch.optim.AdamW.step
 
@@ -78,12 +88,11 @@ def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
 
 
 def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
-    open_service: Callable[..., LocalFineTuningService],
-    tiny_model_dir: Path,
+    open_service: Open,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = open_service()
-    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    job_id = _submit(service)
     save = HuggingFaceLanguageModel.save_pretrained
 
     def cancelled(self: Any, folder: Path) -> None:
@@ -94,7 +103,7 @@ def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
     assert _train(service, job_id).status is JobStatus.CANCELLED
     assert not (service.directory / job_id / "model").exists()
     monkeypatch.undo()
-    other = _submit(service, "supervised", str(tiny_model_dir), "other")
+    other = _submit(service, key="other")
     assert _train(service, other).status is JobStatus.SUCCEEDED
     assert asyncio.run(service.cancel(other)).status is JobStatus.SUCCEEDED
 
@@ -102,9 +111,8 @@ def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_an_example_that_the_window_does_not_hold_fails_the_job(
     method: str,
-    open_service: Callable[..., LocalFineTuningService],
+    open_service: Open,
     tiny_model: HuggingFaceLanguageModel,
-    tiny_model_dir: Path,
 ) -> None:
     long = "a " * tiny_model.context_window
     examples: list[Any] = [LIKED, LIKED._replace(rejected=long)]
@@ -112,24 +120,17 @@ def test_an_example_that_the_window_does_not_hold_fails_the_job(
         said = {"role": "assistant", "content": "yes"}
         examples = [SAID, SupervisedExample(({"role": "user", "content": long}, said))]  # type: ignore[typeddict-item]
     service = open_service()
-    submitted = service.submit(str(tiny_model_dir), examples, OPTIONS[method], key="k")
-    ended = _train(service, asyncio.run(submitted).job_id)
+    ended = _train(service, _submit(service, method, examples=examples))
     assert ended.status is JobStatus.FAILED
     assert "example 2 " in str(ended.error)
     assert str(tiny_model.context_window) in str(ended.error)
 
 
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
-    open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path, tmp_path: Path
+    open_service: Open, tmp_path: Path
 ) -> None:
     service = open_service()
-    first = _train(service, _submit(service, "supervised", str(tiny_model_dir)))
+    first = _train(service, _submit(service))
     assert first.model == f"jobs/{first.job_id}/model"
     assert service.take_up(first.model) == first.model
     absolute = service.place_of(first.model)
@@ -140,9 +141,12 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
     assert Path(copy.place_of(absolute)).is_relative_to(tmp_path / "copy")
     # Training goes on from the copy's own weights, not from the original's.
     shutil.rmtree(tmp_path / "run")
-    again = _train(copy, _submit(copy, "supervised", first.model, "next"))
+    again = _train(copy, _submit(copy, model=first.model, key="next"))
     assert again.status is JobStatus.SUCCEEDED
-    _flip_a_bit(tmp_path / "copy" / first.model / "model.safetensors")
+    weights = tmp_path / "copy" / first.model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         copy.take_up(first.model)
     with pytest.raises(CheckpointError, match="run/jobs"):
@@ -156,19 +160,19 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
         ("job.json", '"batch_size": 1', '"batch_size": 2'),
         ("examples.jsonl", "yes", "no"),
         ("job.json", "{", ""),
+        (STATE, "", "no state"),
     ],
 )
 def test_a_job_whose_files_were_changed_is_not_trained(
     name: str,
     old: str,
     new: str,
-    open_service: Callable[..., LocalFineTuningService],
-    tiny_model_dir: Path,
+    open_service: Open,
 ) -> None:
     service = open_service()
-    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    job_id = _submit(service)
     path = service.directory / job_id / name
-    path.write_text(path.read_text().replace(old, new))
+    path.write_text(path.read_text().replace(old, new) if old else new)
     ended = _train(service, job_id)
     assert ended.status is JobStatus.FAILED
     assert job_id in str(ended.error)
@@ -177,8 +181,7 @@ def test_a_job_whose_files_were_changed_is_not_trained(
 @pytest.mark.parametrize("owner", ["rename", "save_progress", "save_pretrained", "write_manifest"])
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     owner: str,
-    open_service: Callable[..., LocalFineTuningService],
-    tiny_model_dir: Path,
+    open_service: Open,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
@@ -194,23 +197,22 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     with monkeypatch.context() as patch:
         patch.setattr(places[owner], owner, full)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
-            _train(service, _submit(service, "supervised", str(tiny_model_dir)))
-    job_id = _submit(service, "supervised", str(tiny_model_dir))
+            _train(service, _submit(service))
+    job_id = _submit(service)
     assert _train(service, job_id).status is JobStatus.SUCCEEDED
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_killed_job_continues_after_its_last_step(
     method: str,
-    open_service: Callable[..., LocalFineTuningService],
-    tiny_model_dir: Path,
+    open_service: Open,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = open_service(tmp_path / "whole")
-    expected = _train(whole, _submit(whole, method, str(tiny_model_dir)))
+    expected = _train(whole, _submit(whole, method))
     service = open_service()
-    job_id = _submit(service, method, str(tiny_model_dir))
+    job_id = _submit(service, method)
     take_step, steps = FineTuning._take_step, []
 
     class Killed(BaseException):
@@ -234,14 +236,3 @@ def test_a_killed_job_continues_after_its_last_step(
     files = [Path(one.place_of(str(ended.model))) / "model.safetensors" for one in (whole, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert not (again.directory / job_id / STATE).exists()
-
-
-def test_a_damaged_state_fails_the_job(
-    open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path
-) -> None:
-    service = open_service()
-    job_id = _submit(service, "supervised", str(tiny_model_dir))
-    (service.directory / job_id / STATE).write_bytes(b"no state")
-    ended = _train(service, job_id)
-    assert ended.status is JobStatus.FAILED
-    assert STATE in str(ended.error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -26,16 +27,18 @@ def build(stub: ChatStub, **parameters: Any) -> OpenAIChatModel:
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
 
 
-def test_what_is_asked_for_is_sent_and_what_is_left_to_the_service_is_not() -> None:
-    with chat_stub([completion("a"), completion("b")]) as stub:
+def test_options_are_sent_and_defaults_of_the_service_are_not() -> None:
+    with chat_stub([completion("a"), completion("b"), completion("c")]) as stub:
         model = build(stub, extra_body={"top_k": 5})
         ask(
             model,
             saying("hi", max_tokens=9, temperature=0.5, top_p=0.9, stop=("\n",), seed=2**31 + 4),
         )
         ask(model, saying("hi", max_tokens=None, temperature=None))
+        other = build(stub, token_field="max_completion_tokens", sends_seed=False)
+        ask(other, saying("hi", max_tokens=9, temperature=None, seed=3))
     user = {"role": "user", "content": "hi"}
-    assert stub.paths == ["/v1/chat/completions"] * 2
+    assert stub.paths == ["/v1/chat/completions"] * 3
     assert stub.requests[0] == {
         "model": "model-1",
         "messages": [user],
@@ -47,13 +50,7 @@ def test_what_is_asked_for_is_sent_and_what_is_left_to_the_service_is_not() -> N
         "top_k": 5,
     }
     assert stub.requests[1] == {"model": "model-1", "messages": [user], "top_k": 5}
-
-
-def test_other_names_and_no_seed_for_services_that_want_them_so() -> None:
-    with chat_stub([completion("a")]) as stub:
-        model = build(stub, token_field="max_completion_tokens", sends_seed=False)
-        ask(model, saying("hi", max_tokens=9, temperature=None, seed=3))
-    assert set(stub.requests[0]) == {"model", "messages", "max_completion_tokens"}
+    assert set(stub.requests[2]) == {"model", "messages", "max_completion_tokens"}
 
 
 def test_an_answer_holds_text_end_refusal_logprobs_and_usage() -> None:
@@ -78,7 +75,7 @@ def test_an_answer_holds_text_end_refusal_logprobs_and_usage() -> None:
     assert stub.requests[0]["logprobs"] is True
 
 
-def test_samples_are_asked_for_one_by_one_with_seeds_of_their_own_or_together() -> None:
+def test_samples_are_requested_singly_with_own_seeds_or_together() -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:
         return completion(*["x"] * body.get("n", 1))
 
@@ -95,7 +92,7 @@ def test_samples_are_asked_for_one_by_one_with_seeds_of_their_own_or_together() 
         assert texts(outcome) == ["x"] * 3
 
 
-def test_fewer_answers_than_asked_for_are_failures_of_those_that_lack() -> None:
+def test_missing_answers_are_failures() -> None:
     with chat_stub([completion("a", "b")]) as stub:
         (outcome,) = ask(build(stub, samples_per_request=3), saying("hi", num_samples=3))
     assert texts(outcome) == ["a", "b", "<malformed>"]
@@ -138,9 +135,7 @@ def test_a_fault_is_data_with_its_reason(fault: str) -> None:
     assert found.retry_after == (7.0 if fault == "busy" else 0.0)
 
 
-def test_what_refuses_connections_and_what_does_not_answer_are_failures() -> None:
-    import threading
-
+def test_a_closed_port_and_a_late_answer_are_failures() -> None:
     with chat_stub([]) as stub:
         pass
     gone = failure(ask(build(stub), saying("hi"))[0])
@@ -164,7 +159,7 @@ def test_what_refuses_connections_and_what_does_not_answer_are_failures() -> Non
     ],
     ids=lambda reply: str(reply.status),
 )
-def test_what_every_request_would_meet_ends_the_run_without_the_key(
+def test_faults_of_every_request_end_the_run_without_showing_the_key(
     reply: Reply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "secret-1")
@@ -172,16 +167,15 @@ def test_what_every_request_would_meet_ends_the_run_without_the_key(
         with pytest.raises(ConfigurationError) as caught:
             ask(build(stub, api_key_variable="MY_KEY"), saying("hi"))
         assert stub.headers[0]["Authorization"] == "Bearer secret-1"
-    assert f"answered with status {reply.status}" in str(caught.value)
-    assert "Check base_url, model, api_key_variable" in str(caught.value)
+    for fact in (str(reply.status), "base_url", "api_key_variable"):
+        assert fact in str(caught.value)
     assert "secret-1" not in str(caught.value)
 
 
 def test_an_account_without_money_ends_the_run_as_a_budget_does() -> None:
     body = json.dumps({"error": {"message": "pay", "code": "insufficient_quota"}})
-    with chat_stub([Reply(429, body=body)]) as stub, pytest.raises(BudgetExhaustedError) as caught:
+    with chat_stub([Reply(429, body=body)]) as stub, pytest.raises(BudgetExhaustedError):
         ask(build(stub), saying("hi"))
-    assert "nothing left to spend" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -189,38 +183,33 @@ def test_an_account_without_money_ends_the_run_as_a_budget_does() -> None:
     [None, "many", {"prompt_tokens": "7"}, (-1, 3), (True, 3), {"prompt_tokens": 3}, (1e3, 2)],
     ids=str,
 )
-def test_a_usage_that_is_none_is_guessed_from_the_texts(usage: Any) -> None:
+def test_an_invalid_usage_is_estimated_from_the_texts(usage: Any) -> None:
     with chat_stub([completion("x" * 40, usage=usage)]) as stub:
         (outcome,) = ask(build(stub), saying("y" * 80))
     assert outcome.is_usage_estimated
     assert outcome.usage == (24, 10)
 
 
-def test_no_key_is_sent_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loops_may_change_and_no_key_is_sent_unless_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "not-for-strangers")
-    with chat_stub([completion("a")]) as stub:
-        ask(build(stub), saying("hi"))
+    with chat_stub(lambda body, number: completion(str(number))) as stub:
+        model = build(stub)
+        assert [texts(ask(model, saying("hi"))[0]) for _ in range(3)] == [["0"], ["1"], ["2"]]
     assert "Authorization" not in stub.headers[0]
     assert "not-for-strangers" not in json.dumps(stub.headers)
 
 
-def test_a_key_that_is_not_set_and_one_in_the_address_are_refused() -> None:
+def test_missing_keys_keys_in_the_address_and_a_missing_package_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with chat_stub([]) as stub:
-        with pytest.raises(ConfigurationError, match="names 'NOT_SET', which is not set"):
+        with pytest.raises(ConfigurationError, match="'NOT_SET'"):
             build(stub, api_key_variable="NOT_SET")
-        with pytest.raises(ConfigurationError, match="must not contain a user") as caught:
+        with pytest.raises(ConfigurationError, match="api_key_variable") as caught:
             build(stub, base_url="http://user:secret@127.0.0.1/v1")
-    assert "secret" not in str(caught.value)
-
-
-def test_it_can_be_asked_from_one_event_loop_after_another() -> None:
-    with chat_stub(lambda body, number: completion(str(number))) as stub:
-        model = build(stub)
-        assert [texts(ask(model, saying("hi"))[0]) for _ in range(3)] == [["0"], ["1"], ["2"]]
-
-
-def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with chat_stub([]) as stub, pytest.raises(MissingDependencyError) as caught:
-        build(stub)
-    assert "pip install 'nip_astra[api]'" in str(caught.value)
+        assert "secret" not in str(caught.value)
+        monkeypatch.setitem(sys.modules, "openai", None)
+        with pytest.raises(MissingDependencyError, match=r"nip_astra\[api\]"):
+            build(stub)

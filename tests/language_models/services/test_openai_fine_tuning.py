@@ -48,24 +48,15 @@ def use(
     return asyncio.run(whole())
 
 
-def test_a_supervised_job_is_uploaded_and_begun_with_what_was_chosen() -> None:
+def test_a_supervised_job_is_submitted_with_its_options() -> None:
     options = FineTuningOptions(num_epochs=2, batch_size=4, lr_multiplier=0.5, seed=2**31 + 3)
     with job_stub() as stub:
         job = use(stub, lambda service: service.submit("base", [SAID], options, key="run-1"))
     assert (job.job_id, job.status, job.model, job.error) == ("job-0", "queued", None, None)
     hyper_parameters = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
-    assert stub.created == [
-        {
-            "model": "base",
-            "training_file": "file-0",
-            "method": {
-                "type": "supervised",
-                "supervised": {"hyperparameters": hyper_parameters},
-            },
-            "metadata": {"nip_astra_key": "run-1"},
-            "seed": 3,
-        }
-    ]
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyper_parameters}}
+    created = {"model": "base", "training_file": "file-0", "method": method, "seed": 3}
+    assert stub.created == [created | {"metadata": {"nip_astra_key": "run-1"}}]
     assert json.loads(stub.contents["file-0"]) == {"messages": list(SAID.messages)}
 
 
@@ -76,18 +67,13 @@ def test_a_preference_job_has_openais_form_and_leaves_the_rest_to_the_service() 
     method = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
     assert stub.created[0]["method"] == method
     assert "seed" not in stub.created[0]
+    row = {
+        "input": {"messages": [{"role": "user", "content": "hé"}]},
+        "preferred_output": [{"role": "assistant", "content": "ho"}],
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    }
     rows = [json.loads(line) for line in stub.contents["file-0"].splitlines()]
-    assert (
-        rows
-        == [
-            {
-                "input": {"messages": [{"role": "user", "content": "hé"}]},
-                "preferred_output": [{"role": "assistant", "content": "ho"}],
-                "non_preferred_output": [{"role": "assistant", "content": "no"}],
-            }
-        ]
-        * 2
-    )
+    assert rows == [row, row]
 
 
 def test_a_key_finds_its_job_among_others_on_later_pages() -> None:
@@ -105,7 +91,7 @@ def test_a_key_finds_its_job_among_others_on_later_pages() -> None:
     assert len(stub.files) == 1, "the same examples are uploaded once"
 
 
-def test_a_job_whose_answer_was_lost_is_found_and_not_begun_again() -> None:
+def test_a_job_whose_response_was_lost_is_not_submitted_again() -> None:
     pauses: list[float] = []
     with job_stub() as stub:
         # Jobs are listed, files are listed, the file is sent, the job is begun.
@@ -114,7 +100,7 @@ def test_a_job_whose_answer_was_lost_is_found_and_not_begun_again() -> None:
     assert (job.job_id, len(stub.jobs), pauses) == ("job-0", 1, [1.0])
 
 
-def test_what_may_pass_is_tried_again_and_what_may_not_is_an_error() -> None:
+def test_failures_that_may_pass_are_retried_and_others_are_errors() -> None:
     pauses: list[float] = []
     with job_stub() as stub:
         stub.faults = [500, 429, 503]
@@ -128,11 +114,11 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_an_error() -> None:
             use(stub, lambda service: service.cancel("job-0"))
         assert use(stub, lambda service: service.job("job-9")).status is JobStatus.FAILED
         stub.faults = [401]
-        with pytest.raises(ConfigurationError, match="base_url, model"):
+        with pytest.raises(ConfigurationError, match="base_url"):
             use(stub, lambda service: service.job("job-0"))
 
 
-def test_how_far_a_job_is_and_how_it_ended_is_told() -> None:
+def test_the_status_and_the_end_of_a_job_are_reported() -> None:
     with job_stub() as stub:
         use(stub, lambda s: s.submit("base", [SAID], FineTuningOptions(), key="k"))
         (job,) = stub.jobs
@@ -155,6 +141,6 @@ def test_how_far_a_job_is_and_how_it_ended_is_told() -> None:
 def test_examples_of_the_other_method_and_none_at_all_are_refused() -> None:
     with job_stub() as stub:
         for examples in ([], [LIKED]):
-            with pytest.raises(ConfigurationError, match="one or more SupervisedExamples"):
+            with pytest.raises(ConfigurationError, match="SupervisedExample"):
                 use(stub, lambda s, e=examples: s.submit("m", e, FineTuningOptions(), key="k"))  # type: ignore[misc]
         assert stub.files == stub.jobs == []

@@ -105,33 +105,54 @@ def patient(
     )
 
 
-def failing(reason: FailureReason, wait: float = 0.0) -> ChatFailure:
-    return ChatFailure(reason, "so it is", wait)
+def failing(reason: FailureReason, wait: float = 0.0, message: str = "so it is") -> ChatFailure:
+    return ChatFailure(reason, message, wait)
 
 
 # ---- patience
 
 
-def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses() -> None:
+UNAVAILABLE, TIMEOUT = FailureReason.UNAVAILABLE, FailureReason.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_failures", "limits", "jitter", "pauses", "is_answered"),
+    [
+        (UNAVAILABLE, 3, {}, 0.0, [1, 2, 4], True),
+        (FailureReason.MALFORMED, 1, {}, 0.0, [], True),
+        (TIMEOUT, 3, {"num_retries": 2}, 0.0, [1, 2], False),
+        (TIMEOUT, 9, {"num_retries": 8}, 0.5, [0.75, 1.5, 3, 6, 12, 24, 45, 45], False),
+        # All attempts of a request and their pauses have one limit.
+        (UNAVAILABLE, 4, {"num_retries": 8, "request_timeout": 8.0}, 0.0, [1, 2, 4], False),
+        (FailureReason.REFUSED, 1, {}, 0.0, [], False),
+        (FailureReason.UNKNOWN_FORM, 1, {}, 0.0, [], False),
+    ],
+)
+def test_failures_that_may_pass_are_retried_after_longer_and_longer_pauses(
+    reason: FailureReason,
+    num_failures: int,
+    limits: dict[str, Any],
+    jitter: float,
+    pauses: list[float],
+    is_answered: bool,
+) -> None:
     clock = Clock()
-    busy = [failing(FailureReason.UNAVAILABLE)] * 3
-    model = patient(Model([*busy, "there"]), clock)
-    assert texts(ask(model, saying("hi"))[0]) == ["there"]
-    assert clock.pauses == [1.0, 2.0, 4.0]
-    assert model.use.failures == {"unavailable": 3}
-    assert (model.use.num_requests, model.use.prompt_tokens) == (4, 40)
+    inner = Model([failing(reason)] * num_failures + ["there"] * is_answered)
+    model = patient(inner, clock, limits=limits)
+    model._jitter = lambda: jitter
+    (outcome,) = ask(model, saying("hi"))
+    assert clock.pauses == pauses
+    assert len(inner.requests) == num_failures + is_answered
+    assert model.use.failures == {str(reason): num_failures}
+    assert model.use.prompt_tokens == 10 * len(inner.requests)
+    if is_answered:
+        assert texts(outcome) == ["there"]
+        return
+    count = f" ({num_failures} attempts)" if num_failures > 1 else ""
+    assert failure(outcome) == failing(reason, message=f"so it is{count}")
 
 
-def test_a_pause_is_shortened_at_random_and_never_longer_than_a_minute() -> None:
-    clock = Clock()
-    model = patient(Model([failing(FailureReason.TIMEOUT)] * 12), clock, limits={"num_retries": 9})
-    model._jitter = iter([0.5] * 9).__next__
-    ask(model, saying("hi"))
-    assert clock.pauses[:3] == [0.75, 1.5, 3.0]
-    assert clock.pauses[-1] == 45.0
-
-
-def test_what_the_service_asks_to_wait_is_waited_for_by_all() -> None:
+def test_all_requests_wait_as_long_as_the_service_requests() -> None:
     clock = Clock()
     busy = failing(FailureReason.RATE_LIMITED, 30.0)
     times: list[float] = []
@@ -159,15 +180,7 @@ def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     assert model.last_failure == failure(first).message
 
 
-def test_all_attempts_of_a_request_and_their_pauses_have_one_limit() -> None:
-    clock = Clock()
-    inner = Model([failing(FailureReason.UNAVAILABLE)] * 9)
-    model = patient(inner, clock, limits={"num_retries": 8, "request_timeout": 8.0})
-    failure(ask(model, saying("hi"))[0])
-    assert (clock.pauses, len(inner.requests)) == ([1.0, 2.0, 4.0], 4)
-
-
-def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_shows_the_reason_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     bar = progress.open_progress(1, enabled=False)
     monkeypatch.setattr(bar, "show_wait", shown.append)
@@ -189,27 +202,6 @@ def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert end == ""
 
 
-def test_after_the_last_attempt_the_failure_is_data_that_tells_their_number() -> None:
-    model = patient(Model([failing(FailureReason.TIMEOUT)] * 3), limits={"num_retries": 2})
-    found = failure(ask(model, saying("hi"))[0])
-    assert (found.reason, found.message) == (FailureReason.TIMEOUT, "so it is (3 attempts)")
-
-
-@pytest.mark.parametrize("reason", [FailureReason.REFUSED, FailureReason.UNKNOWN_FORM])
-def test_what_would_not_pass_is_not_tried_again(reason: FailureReason) -> None:
-    clock = Clock()
-    model = patient(Model([failing(reason)]), clock)
-    assert failure(ask(model, saying("hi"))[0]) == failing(reason)
-    assert clock.pauses == []
-
-
-def test_a_malformed_answer_is_asked_for_again_at_once() -> None:
-    clock = Clock()
-    model = patient(Model([failing(FailureReason.MALFORMED), "there"]), clock)
-    assert texts(ask(model, saying("hi"))[0]) == ["there"]
-    assert clock.pauses == []
-
-
 def test_an_attempt_that_takes_too_long_is_given_up() -> None:
     class Silent(Model):
         async def answer(self, request: ChatRequest) -> ChatOutcome:
@@ -220,7 +212,7 @@ def test_an_attempt_that_takes_too_long_is_given_up() -> None:
     assert model.use.prompt_tokens > 0, "what was read has to be paid for"
 
 
-def test_a_misconfiguration_ends_all_who_wait() -> None:
+def test_a_misconfiguration_ends_all_waiting_requests() -> None:
     wrong = ConfigurationError("a wrong key")
     inner = Model([wrong, wrong])
     model = patient(inner, limits={"concurrency": 2})
@@ -234,30 +226,24 @@ def test_a_misconfiguration_ends_all_who_wait() -> None:
 # ---- measure
 
 
-def test_no_more_requests_are_under_way_than_asked_for() -> None:
-    inner = Model(lambda number: "x")
-    ask(patient(inner, limits={"concurrency": 3}), *[saying(str(n)) for n in range(20)])
-    assert (inner.most_under_way, len(inner.requests)) == (3, 20)
-
-
-def test_attempts_are_spread_over_the_minute() -> None:
-    clock = Clock()
-    model = patient(
-        Model(lambda number: "x"), clock, limits={"requests_per_minute": 6, "concurrency": 1}
-    )
-    ask(model, *[saying(str(n)) for n in range(4)])
-    assert clock.now == 30.0
-
-
-def test_tokens_are_spread_and_counted_as_they_were_taken() -> None:
-    clock = Clock()
-    inner = Model(lambda number: "x")
-    limits = {"tokens_per_minute": 60.0, "concurrency": 1}
-    model = patient(inner, clock, limits=limits)
-    for number in range(3):
+@pytest.mark.parametrize(
+    ("limits", "seconds"),
+    [
+        ({"requests_per_minute": 6}, 30.0),
         # 5 tokens of messages and 95 of an answer are planned, 15 are taken.
-        ask(model, saying(str(number), max_tokens=95))
-    assert clock.now == 30.0
+        ({"tokens_per_minute": 60.0}, 45.0),
+    ],
+)
+def test_attempts_and_their_tokens_are_spread_over_the_minute(
+    limits: dict[str, float], seconds: float
+) -> None:
+    clock, inner = Clock(), Model(lambda number: "x")
+    model = patient(inner, clock, limits={**limits, "concurrency": 1})
+    ask(model, *[saying(str(n), max_tokens=95) for n in range(4)])
+    assert clock.now == seconds
+    many = Model(lambda number: "x")
+    ask(patient(many, limits={"concurrency": 3}), *[saying(str(n)) for n in range(20)])
+    assert (many.most_under_way, len(many.requests)) == (3, 20)
 
 
 # ---- budget
@@ -270,9 +256,8 @@ def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
     with pytest.raises(BudgetExhaustedError) as caught:
         ask(model, *[saying(str(n)) for n in range(9)])
     assert len(inner.requests) == 3
-    text = str(caught.value)
-    assert "max_service_requests=3, after 3 requests, 45 tokens" in text
-    assert "nip-astra resume RUN --settings max_service_requests=<more>" in text
+    for fact in ("max_service_requests=3", "3 requests", "45 tokens", "nip-astra resume"):
+        assert fact in str(caught.value)
     del model
     more = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=4))
     assert more.use.num_requests == 3
@@ -297,7 +282,7 @@ def test_a_budget_of_money_needs_prices() -> None:
     with pytest.raises(BudgetExhaustedError, match="max_service_cost=5"):
         ask(model, *[saying("x" * 24, max_tokens=5) for _ in range(9)])
     assert model.use.cost == pytest.approx(4.0)
-    with pytest.raises(ConfigurationError, match="needs prices of 'stand-in'"):
+    with pytest.raises(ConfigurationError, match="stand-in"):
         patient(inner, budget=Budget(max_cost=5.0))
 
 
@@ -361,12 +346,6 @@ def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path
     assert len(inner.requests) == 2
 
 
-def test_a_damaged_file_is_told_and_not_used(tmp_path: Path) -> None:
-    (tmp_path / "a.sqlite").write_bytes(b"no database" * 100)
-    with pytest.raises(RunDirectoryError, match=r"a.sqlite: file is not a database"):
-        ResponseCache(tmp_path / "a.sqlite")
-
-
 @pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
 def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what: str) -> None:
     path, budget = tmp_path / "ledger.sqlite", Budget(max_requests=40, max_tokens=10**6)
@@ -389,11 +368,11 @@ def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what
         ask(last, saying("too much"))
 
 
-def test_what_was_spent_cannot_be_unknown(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    path.write_bytes(b"no database" * 99)
-    with pytest.raises(RunDirectoryError, match=r"ledger\.sqlite"):
-        UsageLog(path)
+@pytest.mark.parametrize("kind", [UsageLog, ResponseCache])
+def test_a_damaged_file_is_a_typed_error(tmp_path: Path, kind: type[Any]) -> None:
+    (tmp_path / "a.sqlite").write_bytes(b"no database" * 99)
+    with pytest.raises(RunDirectoryError, match=r"a\.sqlite"):
+        kind(tmp_path / "a.sqlite")
 
 
 # ---- counts and opening
@@ -411,7 +390,7 @@ def test_refusals_withheld_answers_and_times_are_counted() -> None:
     assert (use["failures"], use["cost"], use["median_seconds"]) == ({"refused": 1}, None, 0.0)
 
 
-def test_what_is_opened_for_a_run_keeps_its_files_there(tmp_path: Path) -> None:
+def test_a_model_of_a_run_keeps_its_files_there(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "mine", lambda run: None)
     settings = ExperimentSettings(run_directory=directory, max_service_requests=1)
     parameters = ScriptedChatModel.Parameters(answers=["x"])
@@ -426,11 +405,8 @@ def test_what_is_opened_for_a_run_keeps_its_files_there(tmp_path: Path) -> None:
     elsewhere = ExperimentSettings(service_cache=str(tmp_path / "shared.sqlite"))
     complete_all(open_chat_model(parameters, elsewhere), [saying("hi")])
     assert complete_all(open_chat_model(parameters, elsewhere), [saying("hi")])[0].is_cached
-
-
-def test_without_a_run_nothing_is_remembered() -> None:
-    model = open_chat_model(ScriptedChatModel.Parameters())
-    assert not any(complete_all(model, [saying("hi")])[0].is_cached for _ in range(2))
+    without = open_chat_model(ScriptedChatModel.Parameters())
+    assert not any(complete_all(without, [saying("hi")])[0].is_cached for _ in range(2))
 
 
 # ---- the whole way to a faulty service
@@ -459,7 +435,7 @@ def test_a_run_of_faults_is_survived_and_paid_for_once(tmp_path: Path) -> None:
     assert model.use.failures == {"malformed": 2, "rate_limited": 2, "unavailable": 2}
 
 
-def test_what_a_service_sends_can_be_encoded() -> None:
+def test_texts_of_a_service_can_be_encoded() -> None:
     answer = ChatAnswer("a \ud800", refusal="no \ud83d")
     assert (answer.text, answer.refusal) == ("a \ufffd", "no \ufffd")
     assert ChatFailure(FailureReason.MALFORMED, "\ud800").message == "\ufffd"

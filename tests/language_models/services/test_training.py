@@ -13,8 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.base import DrawnRows, Generation, LanguageModel, TokenRows
 from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
@@ -24,16 +23,17 @@ from nip_astra.language_models.services.training import (
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
 from nip_astra.trainers.ast.dpo import AstDpoTrainer
-from tests.trainers.test_ast_family import _trainer
+from tests.kit.experiments import ast_trainer
+from tests.kit.tiny import load_backend
 
 
 class DistantService(TrainingService):
-    """A service that hands out numbers and takes back their gradients, as one elsewhere would."""
+    """A service that returns log-probabilities and receives their gradients, as a remote one."""
 
     def __init__(self, model: LanguageModel, lr: float) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        self.leaves: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self.leaves: list[tuple[TokenRows, Tensor]] = []
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples, mean = sum(map(len, batches)), 0.0
@@ -41,18 +41,15 @@ class DistantService(TrainingService):
             output = loss(batch)
             (output.loss * len(batch) / num_samples).backward()
             mean += float(output.loss.detach()) * len(batch) / num_samples
-            for asked, leaf in self.leaves:
-                (self.model.logprobs(*asked) * leaf.grad).sum().backward()
+            for rows, leaf in self.leaves:
+                (self.model.logprobs(*rows) * leaf.grad).sum().backward()
             self.leaves = []
         return {"loss": mean}
 
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        asked = (context_BC, context_mask_BC, ids_BT, mask_BT)
+    def logprobs(self, *rows: *TokenRows) -> Tensor:
         with torch.no_grad():
-            leaf = self.model.logprobs(*asked)
-        self.leaves.append((asked, leaf.requires_grad_()))
+            leaf = self.model.logprobs(*rows)
+        self.leaves.append((rows, leaf.requires_grad_()))
         return leaf
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
@@ -63,14 +60,8 @@ class DistantService(TrainingService):
         self.optimizer.zero_grad()
         return OptimizerFigures(float(norm), was_taken=True)
 
-    def sample(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
-        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
+    def sample(self, *rows: *DrawnRows) -> Generation:
+        return self.model.generate(*rows)
 
     def save_state(self, directory: Path) -> None:
         self.model.save(directory / "policy")
@@ -86,13 +77,10 @@ def weights_of(model: LanguageModel) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def batch_of(num_samples: int) -> TensorDict:
-    return collate(
-        [
-            {"context": torch.tensor([2, 4]), "tokens": torch.tensor([6 + i, 3])}
-            for i in range(num_samples)
-        ]
-    )
+def batch_of(*counts: int) -> TensorDict:
+    """Equal contexts, each count of them with tokens that rise from 6."""
+    tokens = [torch.tensor([6 + i, 3]) for count in counts for i in range(count)]
+    return collate([{"context": torch.tensor([2, 4]), "tokens": one} for one in tokens])
 
 
 def nll(service: TrainingService) -> Loss:
@@ -108,10 +96,7 @@ def nll(service: TrainingService) -> Loss:
 
 @pytest.fixture
 def model(tiny_model_dir: Path) -> LanguageModel:
-    parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), dtype="float32")
-    return HuggingFaceLanguageModel.load(
-        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
-    )
+    return load_backend(tiny_model_dir, dtype="float32")
 
 
 def local(model: LanguageModel) -> LocalTrainingService:
@@ -122,23 +107,16 @@ def test_gradients_of_calls_add_up_and_those_of_batches_are_means(model: Languag
     service = local(model)
     found = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
     split = [p.grad.clone() for p in model.parameters()]
-    model_is_as_before = service.optim_step(lr=0.0)
-    assert model_is_as_before.was_taken
+    assert service.optim_step(lr=0.0).was_taken
     assert all(p.grad is None for p in model.parameters())
-    whole = collate([*_rows(3), *_rows(1)])
+    whole = batch_of(3, 1)
     assert service.forward_backward([whole], nll(service)) == pytest.approx(found, rel=1e-6)
     service.forward_backward([whole], nll(service))
     for parameter, gradient in zip(model.parameters(), split, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, atol=1e-6, rtol=1e-5)
 
 
-def _rows(num: int) -> list[dict[str, Tensor]]:
-    return [
-        {"context": torch.tensor([2, 4]), "tokens": torch.tensor([6 + i, 3])} for i in range(num)
-    ]
-
-
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_dropped(
     model: LanguageModel,
 ) -> None:
     service, before = local(model), weights_of(model)
@@ -160,7 +138,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(
         *(({"lr": 0.1, "max_grad_norm": one}, "max_grad_norm") for one in (math.nan, 0.0, -1.0)),
     ],
 )
-def test_a_step_by_numbers_that_would_spoil_the_weights_is_refused(
+def test_a_step_by_invalid_numbers_is_refused(
     model: LanguageModel, numbers: dict[str, float], named: str
 ) -> None:
     service, before = local(model), weights_of(model)
@@ -172,7 +150,7 @@ def test_a_step_by_numbers_that_would_spoil_the_weights_is_refused(
     assert service.optim_step(lr=0.1).grad_norm > 0
 
 
-def test_a_state_comes_back_to_the_bit_and_a_broken_one_is_refused(
+def test_a_state_is_restored_exactly_and_a_damaged_one_is_refused(
     model: LanguageModel, tmp_path: Path
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -194,11 +172,11 @@ def test_a_state_comes_back_to_the_bit_and_a_broken_one_is_refused(
         service.load_state(tmp_path)
 
 
-def test_a_trainer_learns_alike_through_a_service_that_holds_the_weights_elsewhere(
+def test_a_trainer_learns_equally_through_a_remote_service(
     tiny_scenario: Path,
 ) -> None:
     options = ("training.gradient_accumulation_steps=2", "training.minibatch_size=2")
-    here, there = (_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
+    here, there = (ast_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
     there.service = DistantService(there.policy, there.training.lr)
     before = weights_of(there.policy)
     for trainer in (here, there):
@@ -216,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_training_before_the_step(tiny_scenario: 
             output = super().loss(batch)
             return LossOutput(output.loss * math.nan, output.metrics)
 
-    given = _trainer("ast_dpo", tiny_scenario)
+    given = ast_trainer("ast_dpo", tiny_scenario)
     trainer = Broken(given.hyper_params, given.scenario_instance, given.settings)
     before = weights_of(trainer.policy)
     with pytest.raises(NonFiniteLossError, match="step 1"):

@@ -1,4 +1,4 @@
-"""A session says what separate calls would say, and forwards each token once."""
+"""A session generates as separate calls do, and forwards each token once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import kv_cache, sessions
-from tests.kit.tiny import make_language_model
+from tests.kit.tiny import load_backend, uniforms_of
 
 OPTIONS = SamplingOptions(max_new_tokens=5)
 
@@ -33,7 +33,7 @@ def _grow(
     seed: int,
     dropping: bool = False,
 ) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
-    """Play three levels of a tree of ragged contexts and give what was said and scored."""
+    """Play three levels of a tree of ragged contexts; return tokens, their scores, and spans'."""
     chance = random.Random(seed)
     session = model.open_session() if cached else _UncachedSession(model)
     openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
@@ -45,9 +45,7 @@ def _grow(
     found = []
     for level in range(3):
         spans = [(len(context) - 1, len(context)) for context in contexts]
-        uniforms = torch.rand(
-            len(contexts) * width, 5, generator=torch.Generator().manual_seed(level)
-        )
+        uniforms = uniforms_of(len(contexts) * width, 5, seed=level)
         turns = session.generate(
             contexts, width, uniforms, OPTIONS, branching=branching, spans=spans
         )
@@ -130,7 +128,7 @@ def test_caches_of_long_conversations_are_seldom_copied(
     session, rows, places = tiny_model.open_session(), [[2, 4, 6], [2, 4, 7]], set()
     assert isinstance(session, sessions.CachedSession)
     for turn in range(14):
-        uniforms = torch.rand(2, 3, generator=torch.Generator().manual_seed(turn))
+        uniforms = uniforms_of(2, 3, seed=turn)
         said = session.generate(rows, 1, uniforms, options).generation
         alone = tiny_model.generate(rows, 1, uniforms, options)
         assert torch.equal(said.ids_BT, alone.ids_BT)
@@ -171,29 +169,20 @@ def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLangu
     assert spent.forwarded == 3 + int((lengths - 1).sum())
 
 
-def test_a_context_that_does_not_continue_its_row_is_read_anew(
+def test_contexts_that_continue_no_row_are_read_anew(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:
     session = tiny_model.open_session()
-    uniforms = torch.rand(2, 5)
-    session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS)
+    assert isinstance(session, sessions.CachedSession)
+    uniforms = uniforms_of(2, 5)
+    first = session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS).generation
     other = [[2, 4, 9, 9, 9, 9, 9, 9, 9], [2, 8, 8, 8, 8, 8, 8, 8]]
     again = session.generate(other, 1, uniforms, OPTIONS).generation
-    alone = tiny_model.generate(other, 1, uniforms, OPTIONS)
-    assert torch.equal(again.ids_BT, alone.ids_BT)
-
-
-def test_a_closed_session_keeps_nothing(tiny_model: HuggingFaceLanguageModel) -> None:
-    session = tiny_model.open_session()
-    uniforms = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
-    contexts = [[2, 4, 7, 5], [2, 4, 9, 5]]
-    first = session.generate(contexts, 1, uniforms, OPTIONS).generation
-    assert session._tree.blocks
+    assert torch.equal(again.ids_BT, tiny_model.generate(other, 1, uniforms, OPTIONS).ids_BT)
     session.close()
     assert not session._tree.blocks
-    # What continues nothing is read from its beginning.
-    again = session.generate(contexts, 1, uniforms, OPTIONS).generation
-    assert torch.equal(again.ids_BT, first.ids_BT)
+    reopened = session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS).generation
+    assert torch.equal(reopened.ids_BT, first.ids_BT)
 
 
 def test_a_session_uses_the_weights_as_they_are_when_it_opens(
@@ -208,27 +197,15 @@ def test_a_session_uses_the_weights_as_they_are_when_it_opens(
     assert not torch.equal(before.ids_BT, after.ids_BT)
 
 
-def test_bfloat16_samples_and_scores_close_to_float32(tmp_path: Path) -> None:
-    path = str(make_language_model(tmp_path / "model"))
-    models = [
-        HuggingFaceLanguageModel.load(
-            HuggingFaceLanguageModel.Parameters.from_dict({"model": path, "dtype": dtype}),
-            device=torch.device("cpu"),
-            scenario_dir=None,
-            trainable=True,
-        )
-        for dtype in ("float32", "bfloat16")
-    ]
+def test_bfloat16_samples_and_scores_close_to_float32(tiny_model_dir: Path) -> None:
+    models = [load_backend(tiny_model_dir, dtype=dtype) for dtype in ("float32", "bfloat16")]
     assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
-    exact, rounded = (m.generate([[2, 4, 6]], 30, torch.rand(30, 5), OPTIONS) for m in models)
+    uniforms = uniforms_of(30, 5)
+    exact, rounded = (m.generate([[2, 4, 6]], 30, uniforms, OPTIONS) for m in models)
     assert torch.isfinite(rounded.logprobs_BT).all()
     mask = exact.mask_BT
-    scored = [
-        model.logprobs(
-            torch.tensor([[2, 4, 6]] * 30), torch.ones(30, 3, dtype=torch.bool), exact.ids_BT, mask
-        )
-        for model in models
-    ]
+    contexts = torch.tensor([[2, 4, 6]] * 30)
+    scored = [model.logprobs(contexts, contexts > 0, exact.ids_BT, mask) for model in models]
     difference = (scored[0] - scored[1]).detach().abs().max()
     assert 0 < float(difference) < 0.5
     scored[1].sum().backward()

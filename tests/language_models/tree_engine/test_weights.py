@@ -27,6 +27,7 @@ from nip_astra.language_models.tree_engine.weights import (
     is_packing_faster,
     packed_linear,
 )
+from tests.kit.tiny import CPU, load_backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -53,9 +54,8 @@ def test_an_overwritten_snapshot_equals_a_new_one_in_the_same_memory(
         assert torch.equal(ours.gate_up(x), fresh.gate_up(x))
 
 
-def _matrix(num_outputs: int, *, has_bias: bool = False) -> Matrix:
-    bias = torch.randn(num_outputs) if has_bias else None
-    return Matrix(torch.randn(num_outputs, 12), bias, F.linear)
+def _matrix(num_outputs: int) -> Matrix:
+    return Matrix(torch.randn(num_outputs, 12), torch.randn(num_outputs), F.linear)
 
 
 def _adapter(num_outputs: int, rank: int, scaling: float) -> Adapter:
@@ -75,7 +75,7 @@ def _one_by_one(x: Tensor, matrices: list[Matrix], adapters: list[list[Adapter]]
 
 def test_one_product_is_all_products_with_their_adapters() -> None:
     torch.manual_seed(0)
-    matrices = [_matrix(7, has_bias=True), _matrix(5, has_bias=True), _matrix(3, has_bias=True)]
+    matrices = [_matrix(size) for size in (7, 5, 3)]
     # One adapter, none, and two of different rank.
     adapters = [[_adapter(7, 4, 2.0)], [], [_adapter(3, 2, 0.5), _adapter(3, 3, 1.5)]]
     x = torch.randn(6, 12, requires_grad=True)
@@ -93,12 +93,10 @@ def test_one_product_is_all_products_with_their_adapters() -> None:
 
 
 def test_adapters_learn_where_the_input_does_not() -> None:
-    torch.manual_seed(0)
-    adapter = _adapter(5, 2, 1.0)
-    asked: list[tuple[int, ...]] = []
+    adapter, shapes = _adapter(5, 2, 1.0), list[tuple[int, ...]]()
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        asked.append(tuple(weight.shape))
+        shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
     matrix = Matrix(torch.randn(5, 12), None, multiply)
@@ -106,17 +104,17 @@ def test_adapters_learn_where_the_input_does_not() -> None:
     assert adapter.down.grad is not None
     assert adapter.up.grad is not None
     # Forward alone: of the matrix nothing is computed backward.
-    assert asked == [(5, 12)]
+    assert shapes == [(5, 12)]
 
 
 def test_an_adapter_that_adds_nothing_changes_no_bit() -> None:
     torch.manual_seed(0)
     matrix, adapter = _matrix(5), Adapter(torch.randn(2, 12), torch.zeros(5, 2), 2.0)
     x = torch.randn(4, 12)
-    assert torch.equal(adapted_linear([matrix], [[adapter]])(x), F.linear(x, matrix.weight))
+    expected = F.linear(x, matrix.weight, matrix.bias)
+    assert torch.equal(adapted_linear([matrix], [[adapter]])(x), expected)
 
 
-CPU = torch.device("cpu")
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=4)
 
@@ -161,16 +159,8 @@ def test_weights_are_not_copied_again_where_nothing_was_learnt(
     assert tiny_model._snapshot.of(tiny_model.parameters()) is first
 
 
-def test_what_inference_mode_sampled_with_can_be_overwritten_outside_of_it(
-    tiny_model_dir: Path,
-) -> None:
-    given = {"model": str(tiny_model_dir), "lora": {"rank": 2}}
-    model = HuggingFaceLanguageModel.load(
-        HuggingFaceLanguageModel.Parameters.from_dict(given),
-        device=CPU,
-        scenario_dir=None,
-        trainable=True,
-    )
+def test_a_snapshot_of_inference_mode_is_overwritten_outside_of_it(tiny_model_dir: Path) -> None:
+    model = load_backend(tiny_model_dir, lora={"rank": 2})
     use_fixed_shapes(model)
     with torch.inference_mode():
         model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
@@ -181,35 +171,26 @@ def test_what_inference_mode_sampled_with_can_be_overwritten_outside_of_it(
 
 
 needs_onednn = pytest.mark.skipif(
-    not has_onednn(torch.device("cpu"), torch.float32), reason="this build of torch has no oneDNN"
+    not has_onednn(CPU, torch.float32), reason="this build of torch has no oneDNN"
 )
 
 
 @needs_onednn
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 300])
-def test_packed_products_equal_torch(num_rows: int, has_bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 40, generator=generator)
-    bias = torch.randn(48, generator=generator) if has_bias else None
-    x = torch.randn(num_rows, 40, generator=generator)
-    assert torch.allclose(packed_linear(weight, bias)(x), DenseLinear(weight, bias)(x), atol=1e-4)
-
-
-@needs_onednn
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_gradients_equal_those_of_torch(has_bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(9, 40), (48, 40), *([(48,)] if has_bias else [])]
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
-    gradients = []
-    for function in (OneDnnLinear.apply, F.linear):
-        leaves = [value.clone().requires_grad_() for value in inputs]
-        product = function(*leaves, *([] if has_bias else [None]))
-        product.square().sum().backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+def test_packed_products_and_gradients_equal_torch(num_rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, requires_grad=True) for shape in ((num_rows, 40), (48, 40), (48,))]
+    inputs = leaves if has_bias else [*leaves[:2], None]
+    x, weight, bias = inputs
+    expected = F.linear(x, weight, bias)
+    for dense in (packed_linear(weight, bias)(x), DenseLinear(weight, bias)(x)):
+        assert torch.allclose(dense, expected, atol=1e-4)
+    learned = leaves if has_bias else leaves[:2]
+    ours = torch.autograd.grad(OneDnnLinear.apply(*inputs).square().sum(), learned)
+    theirs = torch.autograd.grad(expected.square().sum(), learned)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
 @needs_onednn
@@ -247,15 +228,9 @@ def test_where_bfloat16_cannot_be_packed_torch_multiplies(monkeypatch: pytest.Mo
     names = vars(torch.ops.mkldnn)
     monkeypatch.setitem(names, "_is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr(weights, "packed_linear", lambda *_: pytest.fail("was packed"))
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=512,
-        intermediate_size=512,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-    )
-    module = LlamaForCausalLM(config)
+    sizes = {"vocab_size": 8, "hidden_size": 512, "intermediate_size": 512}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=8))
     assert module.model.layers[0].mlp.down_proj.weight.numel() >= weights.SMALLEST_MEASURED
     frozen = weights.frozen_weights(module, torch.bfloat16, use_adapter=False)
     assert frozen.layers[0].down(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
-    assert has_onednn(torch.device("cpu"), torch.float32)
+    assert has_onednn(CPU, torch.float32)

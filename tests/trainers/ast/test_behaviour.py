@@ -13,31 +13,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import importance_weights, policy_loss
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import node_samples
-from tests.kit.tiny import experience_of, learn, write_scenario
+from tests.kit.experiments import ast_trainer
+from tests.kit.tiny import experience_of, write_scenario
 
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)
 CUT = (*TEMPERED, "ast_chat.attacker.top_p=0.9")
-FAST = (
-    "ast_chat.evaluation.use_random_search=false",
-    "ast_chat.evaluation.num_episodes=2",
-    "training.num_iterations=2",
-)
-
-
-def _trainer(name: str, scenario: Path, *overrides: str) -> AstTrainer:
-    resolved = resolve_experiment(
-        trainer=name, scenario=str(scenario), overrides=[*FAST, *overrides]
-    )
-    return prepare_experiment(resolved, progress=False).trainer
-
-
 # ---- the mean gradient, by enumeration of all that can be said
 
 CONTEXT = [2, 7, 9]
@@ -115,7 +100,7 @@ def _relative_error(
     name: str, scenario: Path, sampling: tuple[str, ...], *behaviour: str, of_sampling: bool
 ) -> float:
     """Compare the mean gradient of a first step with that of the expected reward."""
-    trainer = _trainer(
+    trainer = ast_trainer(
         name,
         scenario,
         *sampling,
@@ -173,15 +158,18 @@ def test_weights_of_whole_probes_make_the_mean_gradient_that_of_the_raw_distribu
 
 
 @pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
-@pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
+@pytest.mark.parametrize("sampling", [(), TEMPERED, CUT], ids=["plain", "tempered", "cut"])
 def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
     name: str, sampling: tuple[str, ...], tiny_scenario: Path
 ) -> None:
-    trainer = _trainer(name, tiny_scenario, *sampling)
+    trainer = ast_trainer(name, tiny_scenario, *sampling)
     experience = experience_of(trainer)
     metrics = trainer.step(trainer.collate_fn(experience.samples)).metrics
     assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
     assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
+    assert float(metrics["clip_fraction"]) == 0.0
+    if not sampling:
+        return
     nodes = experience.tree.nodes
     mask_NT = nodes["probe_mask"]
     # What acts is sharper than the model, and the reference is the same at first.
@@ -191,47 +179,12 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "behaviour"),
-    [
-        ("ast_ppo", ("logprobs=sampling",)),
-        ("ast_grpo", ("logprobs=raw", "importance_weights=token")),
-        (
-            "ast_reinforce",
-            ("logprobs=raw", "importance_weights=sequence", "max_importance_weight=3"),
-        ),
-    ],
-)
-def test_every_choice_trains_and_a_resumed_run_ends_alike(
-    name: str, behaviour: tuple[str, ...], tiny_scenario: Path, tmp_path: Path
-) -> None:
-    options = (*CUT, *(f"{name}.behaviour.{part}" for part in behaviour))
-    whole = _trainer(name, tiny_scenario, *options)
-    before = [parameter.clone() for parameter in whole.learned]
-    learn(whole)
-    assert any(not torch.equal(a, b) for a, b in zip(before, whole.learned, strict=True))
-    assert all(bool(parameter.isfinite().all()) for parameter in whole.learned)
-    assert "warnings" not in whole.results or not whole.results["warnings"]
-    # Half of the experience of an iteration waits in the state.
-    first = _trainer(name, tiny_scenario, *options)
-    first._collect(0)
-    torch.save(first.state.to_dict(), tmp_path / "state.pt")
-    second = _trainer(name, tiny_scenario, *options)
-    second.state = type(second.state).from_dict(
-        torch.load(tmp_path / "state.pt", weights_only=True)
-    )
-    for trainer in (first, second):
-        trainer._update(0)
-    for a, b in zip(first.learned, second.learned, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("name", TRAINERS)
 def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario: Path) -> None:
     options = (*TEMPERED, f"{name}.behaviour.logprobs=raw")
-    plain = experience_of(_trainer(name, tiny_scenario, *options))
+    plain = experience_of(ast_trainer(name, tiny_scenario, *options))
     weighted = experience_of(
-        _trainer(
+        ast_trainer(
             name,
             tiny_scenario,
             *options,
@@ -252,7 +205,7 @@ def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario
 def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
     logprobs: str, column: str, tiny_scenario: Path
 ) -> None:
-    trainer = _trainer(
+    trainer = ast_trainer(
         "ast_ppo",
         tiny_scenario,
         *CUT,
@@ -272,7 +225,7 @@ def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
 def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scenario: Path) -> None:
     losses = []
     for behaviour in ("sampling", "raw"):
-        trainer = _trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
+        trainer = ast_trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
         with mock.patch.object(trainer.policy, "support_mask") as cuts:
             samples = experience_of(trainer).samples
         cuts.assert_not_called()
@@ -286,7 +239,7 @@ def test_gradients_that_are_off_policy_and_not_corrected_are_told_once(
     name: str, tiny_scenario: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        trainer = _trainer(name, tiny_scenario, *CUT, f"{name}.behaviour.logprobs=raw")
+        trainer = ast_trainer(name, tiny_scenario, *CUT, f"{name}.behaviour.logprobs=raw")
         trainer.train()
     told = [record for record in caplog.records if "off-policy" in record.getMessage()]
     assert len(told) == 1
@@ -296,7 +249,7 @@ def test_gradients_that_are_off_policy_and_not_corrected_are_told_once(
 
 
 def test_a_trainer_that_compares_with_nothing_is_not_warned_of(tiny_scenario: Path) -> None:
-    trainer = _trainer("ast_dpo", tiny_scenario, *CUT)
+    trainer = ast_trainer("ast_dpo", tiny_scenario, *CUT)
     assert trainer.behaviour is None
     assert not trainer.results.get("warnings")
 
@@ -312,8 +265,8 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
     )
     weights = "ast_grpo.behaviour.importance_weights="
     with pytest.raises(ConfigurationError, match=rf"{variant}.*one ratio.*sequence"):
-        _trainer("ast_grpo", tiny_scenario, *options, f"{weights}token")
-    trainer = _trainer("ast_grpo", tiny_scenario, *options, f"{weights}sequence")
+        ast_trainer("ast_grpo", tiny_scenario, *options, f"{weights}token")
+    trainer = ast_trainer("ast_grpo", tiny_scenario, *options, f"{weights}sequence")
     samples = experience_of(trainer).samples
     assert trainer.step(trainer.collate_fn(samples)).loss.isfinite()
 
@@ -322,7 +275,7 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
 def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str) -> None:
     scenario = write_scenario(tmp_path)
     with pytest.raises(ConfigurationError, match=greedy.replace("=", " ")):
-        _trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
+        ast_trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
 
 
 def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,35 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, StopRequested
-from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.errors import ConfigurationError
 from nip_astra.resume_check import what_was_found
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.samplers import executor
 from nip_astra.trainers.ast.behaviour import (
     CorrectedStalenessParameters,
     check_staleness,
     correct_for_staleness,
 )
-from nip_astra.trainers.language_model_base import LanguageModelState
 from tests.kit import actors_here
+from tests.kit.experiments import ast_trainer, metrics_of, run_in
 from tests.kit.resuming import copy_as_killed_after, short_experiment
-from tests.kit.tiny import write_scenario
 
 TRAINERS = ("ast_reinforce", "ast_grpo", "ast_ppo", "ast_dpo", "ast_sft")
 CORRECTED = TRAINERS[:3]
 GSPO = ("variant=gspo", "staleness_weights=sequence")
-
-
-def run(resolved: Any, folder: Path, name: str, **settings: Any) -> Path:
-    options = {"runs_dir": str(folder), "progress": False, "checkpoint_period": 1} | settings
-    done = run_experiment(resolved, run_id=name, num_checkpoints_kept=99, **options)
-    return done.run_directory.path
-
-
-def metrics_of(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +40,11 @@ def test_asynchronous_rollouts_are_the_same_with_actors_and_after_a_kill(
 ) -> None:
     monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     resolved = short_experiment(trainer, tmp_path / "x", f"{trainer}.max_staleness={most}")
-    alone = run(resolved, tmp_path, "alone")
+    kept = {"checkpoint_period": 1, "num_checkpoints_kept": 99}
+    alone = run_in(tmp_path, resolved, "alone", **kept)
     # These actors play when they are waited for, and so long after the weights have changed.
     opened = actors_here.install(monkeypatch)
-    by_actors = run(resolved, tmp_path, "actors", num_actors=2)
+    by_actors = run_in(tmp_path, resolved, "actors", num_actors=2)
     assert opened[0].turn > 4
     assert what_was_found(by_actors) == what_was_found(alone)
     lines = metrics_of(alone)
@@ -74,7 +61,7 @@ def test_without_staleness_nothing_is_corrected(tmp_path: Path) -> None:
     found = []
     for number, more in enumerate(((), ("ast_grpo.max_staleness=0",))):
         resolved = short_experiment("ast_grpo", tmp_path / f"x{number}", *more, num_iterations=2)
-        path = run(resolved, tmp_path, f"run{number}")
+        path = run_in(tmp_path, resolved, f"run{number}")
         assert not any("staleness" in name for line in metrics_of(path) for name in line)
         found.append(what_was_found(path))
     assert found[0] == found[1]
@@ -98,28 +85,6 @@ def test_the_rollout_of_an_iteration_is_by_the_weights_of_the_one_before(tmp_pat
     assert trees["0"][0].probes == trees["1"][0].probes
     # The second iteration's probes are those of the untrained attacker.
     assert trees["1"][1].probes == fresh.probes != trees["0"][1].probes
-
-
-def test_a_rollout_under_way_is_kept_by_a_run_that_is_stopped_in_an_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolved = short_experiment(
-        "ast_ppo", tmp_path / "x", "ast_ppo.max_staleness=1", "training.minibatch_size=4"
-    )
-    whole = run(resolved, tmp_path, "whole")
-    count_step = LanguageModelState.count_step
-
-    def stopped_after_five(self: LanguageModelState, metrics: dict[str, float]) -> None:
-        count_step(self, metrics)
-        if self.num_optimizer_steps == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(LanguageModelState, "count_step", stopped_after_five)
-    with pytest.raises(StopRequested):
-        run(resolved, tmp_path, "stopped", checkpoint_period=0)
-    monkeypatch.undo()
-    resume_experiment(tmp_path / "stopped", progress=False)
-    assert what_was_found(tmp_path / "stopped") == what_was_found(whole)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -173,21 +138,11 @@ def test_what_cannot_be_played_or_corrected_is_refused(
         check_staleness({"target": target}, None, "ast_dpo", has_actors=True)
 
 
-def test_a_tree_is_plain_values_and_back(tmp_path: Path) -> None:
-    trainer = prepare_experiment(
-        resolve_experiment(
-            trainer="ast_dpo", scenario=str(short_scenario(tmp_path)), overrides=["training.lr=1"]
-        ),
-        progress=False,
-    ).trainer
+def test_a_tree_is_plain_values_and_back(tiny_scenario: Path) -> None:
+    trainer = ast_trainer("ast_dpo", tiny_scenario)
     with torch.no_grad():
         tree = trainer.rollouts.play(0)
     again = RolloutTree.from_plain(tree.to_plain(), trainer.rollouts.prompts_of(0))
     assert list(again.rows()) == list(tree.rows())
     assert again.contexts == tree.contexts
     assert again.num_unique_tokens == tree.num_unique_tokens
-
-
-def short_scenario(folder: Path) -> Path:
-    (folder / "scenario").mkdir()
-    return write_scenario(folder / "scenario")

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from nip_astra.errors import StopRequested
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import resume_experiment
+from tests.kit.experiments import FAST, metrics_of, run_in, stopped_after
 from tests.kit.tiny import write_scenario
 from tests.language_models import fake_vllm
 from tests.language_models.vllm_on_ray import compared_generate
-
-FAST = (
-    "ast_chat.evaluation.use_random_search=false",
-    "ast_chat.evaluation.num_episodes=2",
-    "training.num_iterations=2",
-    "training.num_episodes_per_experience=2",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +34,12 @@ def scenario(tmp_path: Path) -> Path:
     return root
 
 
-def run(scenario: Path, trainer: str, run_id: str, *overrides: str, **settings: Any) -> Path:
+def run(scenario: Path, trainer: str, *overrides: str, **settings: Any) -> Path:
+    short = (*FAST, "training.num_iterations=2", "training.num_episodes_per_experience=2")
     resolved = resolve_experiment(
-        trainer=trainer, scenario=str(scenario), overrides=[*FAST, *overrides], seed=0
+        trainer=trainer, scenario=str(scenario), overrides=[*short, *overrides], seed=0
     )
-    options = {"runs_dir": str(scenario.parent), "run_id": run_id, "progress": False, **settings}
-    found: Path = run_experiment(resolved, **options).run_directory.path
-    return found
-
-
-def metrics(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return run_in(scenario.parent, resolved, **settings)
 
 
 def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
@@ -62,7 +47,6 @@ def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
     path = run(
         scenario,
         "ast_grpo",
-        "grpo",
         "ast_chat.attacker.language_model.lora={rank: 4}",
         f"ast_chat.target.language_model.model={base['language_model']['model']}",
         "ast_chat.attacker.language_model.sleep_during_updates=true",
@@ -74,31 +58,19 @@ def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
     # Before and after the one update.
     assert calls.count("add_lora") == 2
     assert "sleep" in calls
-    first, *_ = metrics(path)
+    first, *_ = metrics_of(path)
     assert first["sampler_gap/largest"] < 1e-4
     # One step on all samples: old and new log-probabilities are the same computation.
     assert first["clip_fraction"] == 0.0
 
 
-@contextmanager
-def _stopping(flag: Any) -> Iterator[Any]:
-    yield flag
-
-
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run(scenario, "ast_dpo", "whole", "training.minibatch_size=2")
-    asked = iter(range(100))
-    monkeypatch.setattr(
-        "nip_astra.run.stop_on_signals",
-        lambda: _stopping(lambda: "SIGTERM" if next(asked) >= 3 else None),
-    )
-    with pytest.raises(StopRequested):
-        run(scenario, "ast_dpo", "parts", "training.minibatch_size=2")
-    monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda: _stopping(lambda: None))
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(scenario: Path) -> None:
+    smaller = "training.minibatch_size=2"
+    whole = run(scenario, "ast_dpo", smaller, run_id="whole")
+    with stopped_after(3):
+        run(scenario, "ast_dpo", smaller, run_id="parts")
     resume_experiment(scenario.parent / "parts", progress=False)
-    assert metrics(scenario.parent / "parts") == metrics(whole)
+    assert metrics_of(scenario.parent / "parts") == metrics_of(whole)
     assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"
 
 
@@ -113,7 +85,6 @@ def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
     run(
         scenario,
         "ast_dpo",
-        "own",
         "ast_chat.attacker.language_model.lora={rank: 4}",
         f"ast_chat.target.language_model.model={model}",
         "ast_chat.target.language_model.max_model_len=80",

@@ -13,32 +13,13 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
-from nip_astra.plugins import load_plugin
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.samples import Sample
-from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
-from nip_astra.trainers.ast.base import AstState, AstTrainer
-from tests.kit.command_line import plugins_forgotten_after
+from nip_astra.trainers.ast.base import AstState
+from tests.kit.experiments import ast_trainer
 from tests.kit.tiny import experience_of, learn, write_scenario
 
-FAST = (
-    "ast_chat.evaluation.use_random_search=false",
-    "ast_chat.evaluation.num_episodes=2",
-    "training.num_iterations=3",
-)
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
-# What keeps samples coming on models of random weights.
-COMMON = {"ast_sft": ("ast_sft.min_score=0.0",)}
-
-
-def _trainer(name: str, scenario: Path | str, *overrides: str) -> AstTrainer:
-    resolved = resolve_experiment(
-        trainer=name,
-        scenario=str(scenario),
-        overrides=[*FAST, *COMMON.get(name, ()), *overrides],
-    )
-    return prepare_experiment(resolved, progress=False).trainer
 
 
 @pytest.fixture
@@ -86,51 +67,37 @@ LEARNING = {
 }
 
 
-def _share_of_cats(folder: Path, name: str, *options: str) -> tuple[float, float]:
-    """The share of probes that say what is rewarded, before and after training."""
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, ()) for name in LEARNING),
+        # From what an older attacker said.
+        ("ast_grpo", ("ast_grpo.max_staleness=1",)),
+        pytest.param("ast_reinforce", ("ast_reinforce.max_staleness=1",), marks=pytest.mark.slow),
+    ],
+)
+def test_an_attacker_learns_to_say_what_is_rewarded(
+    tmp_path: Path, name: str, more: tuple[str, ...]
+) -> None:
     width = 1 if name == "ast_ppo" else 4
     scenario = write_scenario(
-        folder,
+        tmp_path,
         scorer={"_type": "says_cat"},
         reward={"w_response": 0.0, "w_combined": 1.0, "w_likelihood": 0.0},
         tree_width=width,
         tree_depth=1,
     )
-    trainer = _trainer(
-        name,
-        scenario,
-        "training.num_iterations=25",
-        "training.lr=1e-2",
-        f"training.num_episodes_per_experience={64 // width}",
-        "training.minibatch_size=64",
-        *options,
-    )
+    sizes = (f"num_episodes_per_experience={64 // width}", "minibatch_size=64")
+    common = [f"training.{one}" for one in ("num_iterations=25", "lr=1e-2", *sizes)]
+    trainer = ast_trainer(name, scenario, *common, *LEARNING[name], *more)
 
-    def says_cat(iteration: int) -> float:
-        tree = experience_of(trainer, iteration).tree
-        return float(tree.nodes["combined_score"].mean())
+    def share_of_cats() -> float:
+        return float(experience_of(trainer, 1000).tree.nodes["combined_score"].mean())
 
-    before = says_cat(1000)
+    assert share_of_cats() < 0.5
     trainer.train()
-    return before, says_cat(1000)
-
-
-@pytest.mark.usefixtures("_cat_scorer")
-@pytest.mark.parametrize("name", LEARNING)
-def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -> None:
-    before, after = _share_of_cats(tmp_path, name, *LEARNING[name])
-    assert before < 0.5
-    assert after > 0.9
-
-
-@pytest.mark.usefixtures("_cat_scorer")
-@pytest.mark.parametrize(
-    "name", ["ast_grpo", pytest.param("ast_reinforce", marks=pytest.mark.slow)]
-)
-def test_an_attacker_learns_from_what_an_older_one_said(tmp_path: Path, name: str) -> None:
-    before, after = _share_of_cats(tmp_path, name, *LEARNING[name], f"{name}.max_staleness=1")
-    assert before < 0.5
-    assert after > 0.9
+    assert share_of_cats() > 0.9
 
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -248,7 +215,7 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
 def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
     # Several steps on one rollout, so that clipping has ratios to clip.
     short = ("num_iterations=1", "num_epochs=2", "lr=2e-2", "minibatch_size=8")
-    trainer = _trainer(name, scenario, *(f"training.{part}" for part in short), *overrides)
+    trainer = ast_trainer(name, scenario, *(f"training.{part}" for part in short), *overrides)
     learn(trainer)
     return [parameter.sum().item() for parameter in trainer.learned]
 
@@ -290,7 +257,7 @@ EXPERIMENT = {
 
 @cache
 def _results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
-    trainer = _trainer("ast_dpo", scenario, "training.num_iterations=1", *overrides)
+    trainer = ast_trainer("ast_dpo", scenario, "training.num_iterations=1", *overrides)
     trainer.train()
     return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
 
@@ -305,7 +272,7 @@ def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, field: str)
 def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
     tiny_scenario: Path, variant: str
 ) -> None:
-    trainer = _trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
+    trainer = ast_trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
     learn(trainer)
     assert trainer.state.num_optimizer_steps > 0
     objective = trainer.results["objective"]
@@ -318,9 +285,9 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
     common = ("training.num_iterations=1", "training.optimizer=sgd", "training.lr=0.1")
     if name == "ast_grpo":
         common += ("ast_grpo.variant=dapo",)
-    large = _trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
+    large = ast_trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
     learn(large)
-    small = _trainer(
+    small = ast_trainer(
         name,
         tiny_scenario,
         *common,
@@ -333,25 +300,43 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def test_grpo_without_siblings_is_refused(tmp_path: Path) -> None:
-    scenario = write_scenario(tmp_path, tree_width=1)
-    with pytest.raises(ConfigurationError, match=r"tree_width is 1.*ast_ppo or ast_reinforce"):
-        _trainer("ast_grpo", scenario)
-
-
-@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
-def test_a_gradient_that_is_zero_on_average_is_refused(tiny_scenario: Path, name: str) -> None:
-    with pytest.raises(ParameterError, match=rf"{name}\.kl\.gradient.*k1"):
-        _trainer(name, tiny_scenario, f"{name}.kl.weight=0.1", f"{name}.kl.gradient=k1")
-
-
-def test_early_stopping_without_evaluations_is_refused(tiny_scenario: Path) -> None:
-    with pytest.raises(ParameterError, match="eval_period is 0"):
-        _trainer("ast_dpo", tiny_scenario, "training.early_stopping_patience=2")
+@pytest.mark.parametrize(
+    ("overrides", "error", "fact"),
+    [
+        (
+            *(("ast_grpo.scale=group", "ast_chat.tree_width=1"), ConfigurationError),
+            "tree_width is 1.*ast_ppo or ast_reinforce",
+        ),
+        *(
+            ((f"{name}.kl.gradient=k1", f"{name}.kl.weight=0.1"), ParameterError, r"kl\.gradient")
+            for name in ("ast_ppo", "ast_grpo")
+        ),
+        (
+            ("ast_dpo.beta=1.0", "training.early_stopping_patience=2"),
+            *(ParameterError, "eval_period is 0"),
+        ),
+        *(
+            (
+                (f"ast_dpo.loss={loss}", "ast_dpo.label_smoothing=0.1"),
+                *(ParameterError, f"label_smoothing.*{loss}"),
+            )
+            for loss in ("nca", "hinge")
+        ),
+        (
+            ("ast_simpo.loss=orpo", "ast_simpo.length_normalised=false"),
+            *(ParameterError, "mean log-probabilities"),
+        ),
+    ],
+)
+def test_what_a_trainer_cannot_use_is_refused(
+    tiny_scenario: Path, overrides: tuple[str, ...], error: type[Exception], fact: str
+) -> None:
+    with pytest.raises(error, match=fact):
+        ast_trainer(overrides[0].partition(".")[0], tiny_scenario, *overrides)
 
 
 def test_training_ends_when_dev_evaluations_bring_nothing_better(tiny_scenario: Path) -> None:
-    trainer = _trainer(
+    trainer = ast_trainer(
         "ast_dpo",
         tiny_scenario,
         "training.num_iterations=40",
@@ -380,7 +365,7 @@ def test_nodes_without_a_verdict_are_counted_and_never_learnt_from(
     tmp_path: Path, name: str
 ) -> None:
     scenario = write_scenario(tmp_path, scorer={"_type": "unsure", "on_failure": "skip"})
-    trainer = _trainer(name, scenario)
+    trainer = ast_trainer(name, scenario)
     tree = experience_of(trainer).tree
     is_rated_N = ~tree.nodes["reward"].isnan()
     assert 0 < is_rated_N.sum() < tree.num_nodes
@@ -402,7 +387,7 @@ def test_given_probes_win_in_their_share_of_the_episodes(
         f"ast_dpo.weak_supervision={{probes: {tmp_path / 'given.txt'}, share: 0.5}}",
         "training.num_episodes_per_experience=40",
     )
-    trainer = _trainer("ast_dpo", tiny_scenario, *options)
+    trainer = ast_trainer("ast_dpo", tiny_scenario, *options)
     samples = experience_of(trainer).samples
     decode = trainer.policy.tokenizer.decode
     texts = {
@@ -422,7 +407,7 @@ def test_given_probes_win_in_their_share_of_the_episodes(
 
 def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "given.txt").write_text("silly cat sat\n")
-    trainer = _trainer(
+    trainer = ast_trainer(
         "ast_sft",
         tiny_scenario,
         f"ast_sft.probes={tmp_path / 'given.txt'}",
@@ -437,7 +422,7 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
 
 
 def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:
-    trainer = _trainer("ast_sft", tiny_scenario, "ast_sft.num_best=5")
+    trainer = ast_trainer("ast_sft", tiny_scenario, "ast_sft.num_best=5")
     trees = [experience_of(trainer, i).tree for i in (0, 0, 1)]
     rewards = torch.cat([tree.nodes["credit"] for tree in trees[1:]])
     kept = [float(sample["credit"]) for sample in trainer.trainer_state()["best"]]
@@ -446,24 +431,11 @@ def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) ->
     assert kept[0] == pytest.approx(float(rewards.max()))
 
 
-def _first_metrics(trainer: AstTrainer) -> dict[str, Any]:
-    return trainer.step(trainer.collate_fn(experience_of(trainer).samples)).metrics
-
-
-def test_the_first_ratios_are_one_since_old_logprobs_are_those_of_sampling(
-    tiny_scenario: Path,
-) -> None:
-    for name in ("ast_ppo", "ast_grpo"):
-        metrics = _first_metrics(_trainer(name, tiny_scenario))
-        assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
-        assert float(metrics["clip_fraction"]) == 0.0
-
-
 @pytest.mark.parametrize(("name", "compares"), [("ast_ppo", True), ("ast_dpo", False)])
 def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
     name: str, compares: bool, tiny_scenario: Path
 ) -> None:
-    trainer = _trainer(
+    trainer = ast_trainer(
         name,
         tiny_scenario,
         "ast_chat.attacker.language_model.dtype=bfloat16",
@@ -479,7 +451,7 @@ def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
 
 
 def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
-    trainer = _trainer("ast_grpo", tiny_scenario)
+    trainer = ast_trainer("ast_grpo", tiny_scenario)
     with mock.patch.object(trainer, "probe_logprobs") as again:
         experience_of(trainer)
     again.assert_not_called()
@@ -487,6 +459,7 @@ def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
 
 BETA = 0.5
 AT_THE_REFERENCE = {
+    "ast_dpo.loss=sigmoid": math.log(2),
     "ast_dpo.loss=nca": 2 * math.log(2),
     "ast_dpo.loss=sppo": 2 * (0.5 / BETA) ** 2,
     "ast_dpo.loss=apo_zero": 1.0,
@@ -504,7 +477,7 @@ def test_a_step_tells_chosen_from_rejected(tiny_scenario: Path, choice: str) -> 
     name = choice.partition(".")[0]
     beta = f"{name}.beta={BETA}" if name == "ast_dpo" else "training.lr=1e-2"
     common = ("training.optimizer=sgd", "training.lr=1e-2", "training.max_grad_norm=0.1")
-    trainer = _trainer(name, tiny_scenario, choice, beta, *common)
+    trainer = ast_trainer(name, tiny_scenario, choice, beta, *common)
     with torch.no_grad():
         batch = trainer.collate_fn(experience_of(trainer).samples)
 
@@ -523,20 +496,8 @@ def test_a_step_tells_chosen_from_rejected(tiny_scenario: Path, choice: str) -> 
     assert trainer.loss(batch).loss.item() < loss
 
 
-def test_what_a_loss_of_pairs_cannot_use_is_refused(tiny_scenario: Path) -> None:
-    for loss in ("nca", "hinge"):
-        with pytest.raises(ParameterError, match=f"label_smoothing.*{loss}"):
-            _trainer(
-                "ast_dpo", tiny_scenario, f"ast_dpo.loss={loss}", "ast_dpo.label_smoothing=0.1"
-            )
-    with pytest.raises(ParameterError, match="orpo takes the odds of mean log-probabilities"):
-        _trainer(
-            "ast_simpo", tiny_scenario, "ast_simpo.loss=orpo", "ast_simpo.length_normalised=false"
-        )
-
-
 def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenario: Path) -> None:
-    trainer = _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
+    trainer = ast_trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
     with torch.no_grad():
         samples = experience_of(trainer).samples
     for number, sample in enumerate(samples):  # as if the policy had gone from the reference
@@ -561,44 +522,8 @@ def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenar
 def test_the_loss_of_a_pair_of_equal_probes_is_that_of_the_margin_alone(
     tiny_scenario: Path,
 ) -> None:
-    trainer = _trainer("ast_simpo", tiny_scenario, "ast_simpo.margin=0.7")
+    trainer = ast_trainer("ast_simpo", tiny_scenario, "ast_simpo.margin=0.7")
     sample = experience_of(trainer).samples[0]
     batch = trainer.collate_fn([sample | {"rejected": sample["chosen"]}])
     expected = -torch.nn.functional.logsigmoid(torch.tensor(-0.7))
     assert float(trainer.loss(batch).loss) == pytest.approx(float(expected), rel=1e-5)
-
-
-SIMPO = '''
-import nip_astra as na
-
-
-@na.register_trainer("my_simpo")
-class MySimpo(na.AstPreferenceTrainer):
-    """`-log sigmoid(beta (c - r) - margin)`, c and r mean log-probabilities (arXiv:2405.14734)."""
-
-    class Parameters(na.AstPreferenceTrainer.Parameters):
-        """Strength of the preference and its margin."""
-
-        beta: float = 2.0
-        length_normalised: bool = True
-        margin: float = 1.0
-
-    def loss(self, batch):
-        chosen, rejected = self.pair_logprobs(batch)
-        logits = self.parameters.beta * (chosen - rejected) - self.parameters.margin
-        return na.LossOutput((-logits).logaddexp(logits.new_zeros(())).mean(), {})
-'''
-
-
-def test_a_plug_in_of_a_few_lines_has_the_loss_of_the_trainer_that_ships(
-    tiny_scenario: Path, tmp_path: Path
-) -> None:
-    assert len(SIMPO.strip().splitlines()) <= 30
-    with plugins_forgotten_after():
-        path = tmp_path / "my_simpo.py"
-        path.write_text(SIMPO)
-        load_plugin(path)
-        own, ours = (_trainer(name, tiny_scenario) for name in ("my_simpo", "ast_simpo"))
-        samples = experience_of(ours).samples
-        losses = [trainer.loss(trainer.collate_fn(samples)).loss.item() for trainer in (own, ours)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
