@@ -63,7 +63,7 @@ class ChatStub:
 
 @contextmanager
 def chat_stub(
-    answer: Callable[[dict[str, Any], int], Reply] | list[Reply], *, port: int = 0
+    answer: Callable[[dict[str, Any], int], Reply] | list[Reply],
 ) -> Iterator[ChatStub]:
     """Serve replies: from a function of body and number of the request, or one after another."""
     stub = ChatStub(answer if callable(answer) else lambda body, number: answer[number])
@@ -102,7 +102,7 @@ def chat_stub(
         # The class's 5 would refuse some of the connections of a level that are opened at once.
         request_queue_size = 1024
 
-    server = Server(("127.0.0.1", port), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -61,17 +61,24 @@ class Running(Service):
 
 
 @contextmanager
-def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
+def running(models: dict[str, str], **settings: Any) -> Iterator[Running]:
     """Serve models within the block."""
-    listening = open_socket(ServiceSettings(port=0))
-    port = listening.getsockname()[1]
-    with tempfile.TemporaryDirectory() as state:
-        given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
+    with (
+        tempfile.TemporaryDirectory() as state,
+        open_socket(ServiceSettings(port=settings.pop("port", 0))) as listening,
+    ):
+        settings = {"port": listening.getsockname()[1], "state_dir": state, **settings}
+        given = ServiceSettings(**settings)
         limits = EngineLimits(max_rows=given.max_rows)
         served_models = ServedModels(device=torch.device("cpu"), limits=limits)
         served_models.add_all(models)
         with open_service(served_models, given) as service, answering(service.app, listening):
             yield Running(**vars(service), root=given.root_url, served_models=served_models)
+
+
+def pocket_service(port: int = 0) -> AbstractContextManager[Running]:
+    """Serve the target of pocket_chat within the block, as its scenarios name it."""
+    return running({"pocket": str(POCKET / "target")}, port=port)
 
 
 class TrainingServer:
