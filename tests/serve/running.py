@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from nip_astra.serve.app import Service, http_config, open_service, open_trainin
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
+from nip_astra.utils.children import Child
 
 POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
 POLICY = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
@@ -122,21 +122,13 @@ def training_server(
             server.stop()
 
 
-class _Finished:
-    """The process of a job whose work was done in this one."""
-
-    pid = os.getpid()
-
-    def __init__(self, command: Sequence[str], **_: object) -> None:
-        self.code = job_runner.main(*command[-2:])
-
-    def poll(self) -> int:
-        return self.code
-
-
 def train_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train jobs in the thread of their runner, not in processes that import torch."""
-    popen = SimpleNamespace(Popen=_Finished, DEVNULL=subprocess.DEVNULL)
+
+    def run_here(name: str, arguments: Sequence[str], **_: object) -> Child:
+        code = job_runner.main(*arguments[-2:])
+        return Child(name, os.getpid(), SimpleNamespace(poll=lambda: code))  # type: ignore[arg-type]
+
     signals = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
-    monkeypatch.setattr(job_runner, "subprocess", popen)
+    monkeypatch.setattr(job_runner, "start_program", run_here)
     monkeypatch.setattr(job_runner, "signal", signals)
