@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nip_astra.language_models.base import TokenCount
 from nip_astra.language_models.sampling import sample_with_noise
 from nip_astra.language_models.scoring import MAX_LOGITS
 from nip_astra.language_models.sequences import (
@@ -28,7 +29,6 @@ from nip_astra.language_models.sequences import (
     TokenRecord,
 )
 from nip_astra.language_models.structured import Grammars
-from nip_astra.language_models.tokens import TokenCount
 from nip_astra.language_models.tree_engine.decoder import Attend, Decoder
 from nip_astra.language_models.tree_engine.kv_cache import (
     BLOCK_TOKENS,

@@ -26,7 +26,6 @@ from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
-    fine_tune,
 )
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
@@ -44,6 +43,7 @@ from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import is_running
+from tests.language_models.test_fine_tuning import fine_tune
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
