@@ -14,7 +14,7 @@ from nip_astra.language_models.services.training import (
     TrainingServiceRequest,
 )
 from nip_astra.plugins import load_plugin
-from tests.trainers.test_service_trainers import rewards_of, trainer_of
+from tests.kit.experiments import iterations_of, task_trainer
 
 PLUGIN = '''
 import nip_astra as na
@@ -49,19 +49,19 @@ def _plugin(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_plugin")
 def test_a_registered_service_trains_the_policy_and_reads_its_options() -> None:
     more = (f"{SECTION}.backend=counting", f"{SECTION}.options={{name: mine}}")
-    trainer = trainer_of("remote_api_grpo", *more)
-    rewards_of(trainer, 1)
+    trainer = task_trainer("remote_api_grpo", *more)
+    iterations_of(trainer, 1)
     assert trainer.service.name == "mine"
     assert trainer.service.num_steps == 1
 
 
 def test_an_unknown_service_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(ParameterError, match=r"backend.*htp.*'http'"):
-        trainer_of("remote_api_grpo", f"{SECTION}.backend=htp")
+        task_trainer("remote_api_grpo", f"{SECTION}.backend=htp")
 
 
 def test_what_learns_beside_the_policy_is_refused_by_a_remote_service() -> None:
-    trainer = trainer_of("remote_api_grpo")
+    trainer = task_trainer("remote_api_grpo")
     options = {"backend": "http", "base_url": "http://127.0.0.1:1"}
     request = TrainingServiceRequest(
         trainer.parameters.train_service.model_copy(update=options),
