@@ -184,7 +184,12 @@ class FineTuning:
         self.step = 0
         self._saved_at = -LARGE_PERIOD
         # Before the first step; later the reference no longer exists.
-        self.reference = self._logratios(self.rows) if plan.method == "dpo" else []
+        self.reference: list[float] = []
+        if plan.method == "dpo":
+            with torch.no_grad():
+                for start in range(0, len(self.rows), plan.batch_size):
+                    pairs = self.rows[start : start + plan.batch_size]
+                    self.reference += self._preferences(pairs)[0].tolist()
 
     def _rows_of(self, texts: Sequence[TrainingText]) -> list[list[TokenRow]]:
         return token_rows(
@@ -250,19 +255,11 @@ class FineTuning:
     def _preferences(
         self, pairs: Sequence[Sequence[TokenRow]]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return log p(preferred) - log p(rejected), `[B]` nats, with log-probabilities and mask of
-        the preferred answers' tokens.
-        """
+        """Return log p(preferred) - log p(rejected), `[B]` nats, and the preferred tokens' own."""
         rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
         logprobs_BT, mask_BT = self._logprobs(rows)
         preferred_B, rejected_B = masked_sum(logprobs_BT, mask_BT, dim=1).chunk(2)
         return preferred_B - rejected_B, (logprobs_BT[: len(pairs)], mask_BT[: len(pairs)])
-
-    @torch.no_grad()
-    def _logratios(self, pairs: Sequence[Sequence[TokenRow]]) -> list[float]:
-        size = self.plan.batch_size
-        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        return [value for part in parts for value in self._preferences(part)[0].tolist()]
 
     @torch.no_grad()
     def evaluate(self, texts: Sequence[TrainingText]) -> float:
@@ -344,20 +341,6 @@ class FineTuning:
                 f"the state {path} cannot be used: {error}. Delete it to start the job again."
             ) from error
         return StepReport(self.step, about["metrics"], about["epoch"])
-
-
-def fine_tune(
-    plan: FineTuningPlan,
-    texts: Sequence[TrainingText],
-    folder: Path,
-    *,
-    on_step: Callable[[StepReport], None] = lambda _: None,
-) -> None:
-    """Train a model in this process and write the result, as a job does."""
-    tuning = FineTuning(plan, texts)
-    for report in tuning.run():
-        on_step(report)
-    tuning.save(folder)
 
 
 def token_rows(
@@ -587,7 +570,7 @@ class LocalFineTuningService(FineTuningService):
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel | None:
         """Train and return the model; None if the job was cancelled."""
-        job, examples = _read_job(folder)
+        job, texts = _read_job(folder)
         parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
         lora = getattr(parameters, "lora", None)
         options = FineTuningOptions(**job["options"]).resolved()
@@ -602,7 +585,7 @@ class LocalFineTuningService(FineTuningService):
         )
         model = self._load(parameters, plan.seed)
         with threads_for(model.num_parameters(), self.num_threads):
-            tuning = FineTuning(plan, [_training_text(one) for one in examples], model)
+            tuning = FineTuning(plan, texts, model)
             report = tuning.load_progress(folder)
             for report in tuning.run():
                 if (folder / ERROR).exists():
@@ -651,24 +634,23 @@ def _digest(job: Mapping[str, Any], examples: str) -> str:
     return sha256(json.dumps([content, examples], sort_keys=True).encode()).hexdigest()
 
 
-def _read_job(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _read_job(folder: Path) -> tuple[dict[str, Any], list[TrainingText]]:
     """Read the job and its examples."""
+    texts = []
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         text = (folder / EXAMPLES).read_text(encoding="utf-8")
         # An older version wrote no digest.
         is_whole = job.get("digest", "") in ("", _digest(job, text))
-        examples = [json.loads(line) for line in text.split("\n") if line]
+        for example in (json.loads(line) for line in text.split("\n") if line):
+            *before, last = example["messages"]
+            if "preferred" in example:
+                answers = (example["preferred"], example["rejected"])
+                texts.append(TrainingText((*before, last), answers))
+            else:
+                texts.append(TrainingText(tuple(before), (last["content"],)))
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Restore its files.") from error
     if not is_whole:
         raise CheckpointError(f"the files of {folder} have changed. Restore them.")
-    return job, examples
-
-
-def _training_text(example: Mapping[str, Any]) -> TrainingText:
-    if "preferred" in example:
-        answers = (example["preferred"], example["rejected"])
-        return TrainingText(tuple(example["messages"]), answers)
-    *before, last = example["messages"]
-    return TrainingText(tuple(before), (last["content"],))
+    return job, texts

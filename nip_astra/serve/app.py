@@ -161,46 +161,16 @@ def guarded_app(
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def refuse(_: Request, error: Any) -> Response:
-        response: Response = error.response()
-        return response
-
-    async def refuse_request(_: Request, error: Exception) -> Response:
-        # A value that only the code which uses it refuses, as in queued operations.
-        return wrong(str(error), code="operation_refused").response()
-
-    async def refuse_value(_: Request, error: Any) -> Response:
-        fault = error.errors()[0]
-        name, given = str(fault["loc"][-1])[:100], ascii(fault.get("input"))[:80]
-        text = f"{name} is {given}: {fault['msg']}. Give another value."
-        return wrong(text, name, "invalid_value").response()
-
-    async def refuse_route(request: Request, error: Any) -> Response:
-        text = f"{request.method} {request.url.path[:200]}: {error.detail}. The routes are {about}."
-        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-        return ApiError(error.status_code, text, kind=kind).response()
-
-    async def leave(_: Request, error: Exception) -> Response:
-        # Nobody reads it.
-        return wrong("the connection ended before the whole request was sent.").response()
-
-    async def fail(_: Request, error: Exception) -> Response:
-        logger.error("a request failed: %s", error, exc_info=error)
-        return failed("the request failed in the service; see its log.").response()
+    async def respond(request: Request, error: Exception) -> Response:
+        return _error_of(request, error, about).response()
 
     def max_bytes(path: str) -> int:
         if path.startswith(TRAINING_PATHS):
             return settings.max_message_bytes
         return settings.max_file_bytes if path == "/v1/files" else settings.max_body_bytes
 
-    handlers: dict[Any, Any] = {
-        ApiError: refuse,
-        ConfigurationError: refuse_request,
-        RequestValidationError: refuse_value,
-        HTTPException: refuse_route,
-        ClientDisconnect: leave,
-        Exception: fail,
-    }
+    kinds = (ApiError, ConfigurationError, RequestValidationError, HTTPException, ClientDisconnect)
+    handlers: dict[Any, Any] = dict.fromkeys((*kinds, Exception), respond)
     inner = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=handlers)
     for router in routers:
         inner.include_router(router)
@@ -209,6 +179,30 @@ def guarded_app(
         exception_handlers=handlers,
         middleware=[Middleware(Guard, token=settings.token(), max_bytes=max_bytes)],
     )
+
+
+def _error_of(request: Request, error: Exception, about: str) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case ConfigurationError():
+            # A value that only the code which uses it refuses, as in queued operations.
+            return wrong(str(error), code="operation_refused")
+        case RequestValidationError():
+            fault = error.errors()[0]
+            name, given = str(fault["loc"][-1])[:100], ascii(fault.get("input"))[:80]
+            text = f"{name} is {given}: {fault['msg']}. Give another value."
+            return wrong(text, name, "invalid_value")
+        case HTTPException():
+            place = f"{request.method} {request.url.path[:200]}"
+            text = f"{place}: {error.detail}. The routes are {about}."
+            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+            return ApiError(error.status_code, text, kind=kind)
+        case ClientDisconnect():
+            # Nobody reads it.
+            return wrong("the connection ended before the whole request was sent.")
+    logger.error("a request failed: %s", error, exc_info=error)
+    return failed("the request failed in the service; see its log.")
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:

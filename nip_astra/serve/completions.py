@@ -73,7 +73,11 @@ class CompletionStore:
             if kept is not None:
                 self._insert(key, digest, model, "again")
                 return Response(kept, media_type="application/json", headers=REPLAYED)
-            return self._store(key, digest, model, await answer())
+            response = await answer()
+            outcome = _outcome_of(response)
+            body = bytes(response.body) if outcome == "answered" else None
+            self._insert(key, digest, model, outcome, body)
+            return response
 
     def log(self) -> list[CompletionRecord]:
         """Return all records, oldest first."""
@@ -98,12 +102,6 @@ class CompletionStore:
                 code="idempotency_key_reused",
             )
         return bytes(row[1])
-
-    def _store(self, key: str, digest: str, model: str, response: Response) -> Response:
-        outcome = _outcome_of(response)
-        answer = bytes(response.body) if outcome == "answered" else None
-        self._insert(key, digest, model, outcome, answer)
-        return response
 
     def _insert(
         self, key: str, digest: str, model: str, outcome: str, answer: bytes | None = None

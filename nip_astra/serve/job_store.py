@@ -10,8 +10,8 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,29 +80,21 @@ class JobStore:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(_SCHEMA)
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self.folder / "service.db", timeout=60, isolation_level=None)
+    def _connection(self) -> closing[sqlite3.Connection]:
+        """Open the database; each statement is a transaction."""
+        path = self.folder / "service.db"
+        connection = sqlite3.connect(path, timeout=60, isolation_level=None)
         connection.row_factory = sqlite3.Row
-        try:
-            yield connection
-        finally:
-            connection.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
+        return closing(connection)
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         with self._connection() as connection:
             return [dict(row) for row in connection.execute(query, values)]
+
+    def _change(self, statement: str, values: Sequence[Any] | Mapping[str, Any]) -> int:
+        """Run a statement; return the number of changed rows."""
+        with self._connection() as connection:
+            return connection.execute(statement, values).rowcount
 
     # ---- files
 
@@ -118,10 +110,7 @@ class JobStore:
         """Add a completely written file."""
         size = part.stat().st_size
         part.replace(self.file_path(identity))
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT INTO files VALUES (?, ?, ?, ?)", (identity, filename, size, _now())
-            )
+        self._change("INSERT INTO files VALUES (?, ?, ?, ?)", (identity, filename, size, _now()))
         return self.files(identity)[0]
 
     def files(self, identity: str | None = None) -> list[dict[str, Any]]:
@@ -132,8 +121,7 @@ class JobStore:
 
     def delete_file(self, identity: str) -> None:
         """Delete a file; jobs keep their own copy."""
-        with self._transaction() as connection:
-            connection.execute("DELETE FROM files WHERE id = ?", (identity,))
+        self._change("DELETE FROM files WHERE id = ?", (identity,))
         self.file_path(identity).unlink(missing_ok=True)
 
     def delete_model(self, folder: Path) -> None:
@@ -163,8 +151,7 @@ class JobStore:
             values[name] = json.dumps(values[name])
         columns = ", ".join(values)
         marks = ", ".join(f":{name}" for name in values)
-        with self._transaction() as connection:
-            connection.execute(f"INSERT OR IGNORE INTO jobs ({columns}) VALUES ({marks})", values)
+        self._change(f"INSERT OR IGNORE INTO jobs ({columns}) VALUES ({marks})", values)
         found = self.job_of_key(key) if key is not None else None
         return found or self.job(str(job["id"]))
 
@@ -197,12 +184,8 @@ class JobStore:
             values.setdefault("finished_at", _now())
         assignments = ", ".join(f"{name} = ?" for name in values)
         where = f" AND status IN ({', '.join('?' * len(only))})" if only else ""
-        with self._transaction() as connection:
-            changed = connection.execute(
-                f"UPDATE jobs SET {assignments} WHERE id = ?{where}",
-                (*values.values(), identity, *only),
-            )
-            return changed.rowcount > 0
+        statement = f"UPDATE jobs SET {assignments} WHERE id = ?{where}"
+        return self._change(statement, (*values.values(), identity, *only)) > 0
 
     # ---- events and checkpoints
 
@@ -216,15 +199,12 @@ class JobStore:
         step: int | None = None,
     ) -> None:
         """Add an event of a job; only one per step."""
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(job, _now(), level, "message" if step is None else "metrics"),
-                    *(message, json.dumps(data or {}), step),
-                ),
-            )
+        kind = "message" if step is None else "metrics"
+        self._change(
+            "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (job, _now(), level, kind, message, json.dumps(data or {}), step),
+        )
 
     def events(self, job: str) -> list[dict[str, Any]]:
         """Return all events of a job, newest first."""
@@ -233,23 +213,18 @@ class JobStore:
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
     ) -> None:
-        with self._transaction() as connection:
-            connection.execute(
-                "INSERT OR IGNORE INTO checkpoints "
-                "(id, job, created_at, step, folder, name, metrics) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(f"ftckpt_{secrets.token_hex(12)}", job.id, _now(), step),
-                    *(str(folder.relative_to(self.folder)), name, json.dumps(dict(metrics))),
-                ),
-            )
+        identity, place = f"ftckpt_{secrets.token_hex(12)}", str(folder.relative_to(self.folder))
+        self._change(
+            "INSERT OR IGNORE INTO checkpoints "
+            "(id, job, created_at, step, folder, name, metrics) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (identity, job.id, _now(), step, place, name, json.dumps(dict(metrics))),
+        )
 
     def drop_checkpoints(self, job: str, *, keep: int) -> list[str]:
         """Delete the rows of all but the newest checkpoints of a job; return their folders."""
         old = self.checkpoints(job)[keep:]
-        with self._transaction() as connection:
-            connection.executemany(
-                "DELETE FROM checkpoints WHERE id = ?", [(row["id"],) for row in old]
-            )
+        marks = ", ".join("?" * len(old))
+        self._change(f"DELETE FROM checkpoints WHERE id IN ({marks})", [row["id"] for row in old])
         return [row["folder"] for row in old]
 
     def checkpoints(self, job: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -97,26 +96,6 @@ class Engine:
     def num_waiting(self) -> int:
         """Number of requests that have not started."""
         return len(self._new) + len(self._batch.waiting)
-
-    @property
-    def num_rows(self) -> int:
-        """Number of answers being generated."""
-        return len(self._batch.rows)
-
-    def answer(self, **options: Any) -> list[Progress]:
-        """Answer one request and wait for the last progress of each of its answers."""
-        finished: dict[int, Progress] = {}
-        done: Future[None] = Future()
-        count = options.get("num_samples", 1)
-
-        def listen(progress: Sequence[Progress]) -> None:
-            finished.update({one.index: one for one in progress if one.finish_reason})
-            if len(finished) == count:
-                done.set_result(None)
-
-        self.submit(GenerationRequest(listener=listen, **options))
-        done.result()
-        return [finished[index] for index in range(count)]
 
     def close(self, reason: str = "the service is shutting down") -> None:
         """End the thread; unfinished answers fail with the reason."""

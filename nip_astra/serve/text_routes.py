@@ -7,8 +7,8 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -377,30 +377,13 @@ class TextReply:
         }
 
     def whole(self, answers: Sequence[Progress], usage: Reply) -> Reply:
-        if not self.is_chat:
-            choices = [
-                {**self._completion(place, one, 0), **self.prompt_ids(place, len(answers))}
-                for place, one in enumerate(answers)
-            ]
-            return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
-        choices = [
-            {
-                "index": place,
-                "message": {"role": "assistant", "content": None, "refusal": None}
-                | self._delta(place, one),
-                "logprobs": self._chat_logprobs(one),
-                "finish_reason": self._finish_reason(place, one),
-                **self._token_ids(one),
-            }
-            for place, one in enumerate(answers)
-        ]
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": usage,
-            **self.prompt_ids(0, 1),
-        }
+        choices = [self.choice(place, one) for place, one in enumerate(answers)]
+        if self.is_chat:
+            fields = {"usage": usage, **self.prompt_ids(0, 1)}
+            return self.chunk(*choices, object="chat.completion", **fields)
+        for place, choice in enumerate(choices):
+            choice |= self.prompt_ids(place, len(answers))
+        return self.chunk(*choices, usage=usage)
 
     def chunk(self, *choices: Reply, **fields: Any) -> Reply:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -416,13 +399,16 @@ class TextReply:
             return {}
         return {"token_ids": [record.token for record in progress.tokens]}
 
-    def choice(self, place: int, progress: Progress, offset: int) -> Reply:
-        """Return the part that one step of a stream adds to an answer of `offset` characters."""
+    def choice(self, place: int, progress: Progress, offset: int = 0) -> Reply:
+        """Return an answer, or the part that a step adds to one of `offset` characters."""
         if not self.is_chat:
             return self._completion(place, progress, offset)
+        delta = self._delta(place, progress)
+        is_part = progress.request.is_streamed
+        empty = {} if is_part else {"role": "assistant", "content": None, "refusal": None}
         return {
             "index": place,
-            "delta": {name: part for name, part in self._delta(place, progress).items() if part},
+            "delta" if is_part else "message": {**empty, **delta},
             "logprobs": self._chat_logprobs(progress),
             "finish_reason": self._finish_reason(place, progress),
             **self._token_ids(progress),
@@ -430,8 +416,9 @@ class TextReply:
 
     def _delta(self, place: int, progress: Progress) -> Reply:
         """Return the content and calls that a step adds to an answer."""
+        is_part = progress.request.is_streamed
         if not self._num_calls_allowed:
-            return {"content": progress.text}
+            return {"content": progress.text} if progress.text or not is_part else {}
         parser = self._parsers.setdefault(place, ToolCallParser())
         parts = list(parser.push(progress.text))
         if progress.finish_reason is not None:
@@ -443,9 +430,7 @@ class TextReply:
                 # Mistral's chat templates accept no other length.
                 call = part.as_message_part(secrets.token_hex(5)[:9])
                 # Only streams number their calls.
-                calls.append(
-                    {"index": len(calls), **call} if progress.request.is_streamed else call
-                )
+                calls.append({"index": len(calls), **call} if is_part else call)
         content = "".join(part for part in parts if isinstance(part, str))
         found: Reply = {"tool_calls": calls[first:]} if calls[first:] else {}
         return {"content": content, **found} if content else found
@@ -638,68 +623,39 @@ class EngineClient:
         # An answer that fills the window ends there, with finish reason "length".
         return min(most if max_tokens is None else max_tokens, window - num_tokens)
 
-    @contextmanager
-    def _submitted(
+    async def progress(
         self,
         engine: Engine,
         requests: Sequence[GenerationRequest],
-        receive: Callable[[Progress], None],
-    ) -> Iterator[None]:
-        """Yield a queue with the progress of requests, which end with the block."""
+        leaving: asyncio.Future[None] | None = None,
+    ) -> AsyncGenerator[tuple[int, Progress], None]:
+        """Yield progress as it arrives, with the index of its answer among all.
+
+        Requests end with the generator, which ends early when `leaving` is done.
+        """
         if engine.num_waiting + len(requests) > self.settings.max_waiting:
             raise overloaded(
                 f"{counted(engine.num_waiting, 'request')} waiting, and this service allows "
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )
+        first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
+        num_open = requests[0].num_samples * len(requests)
+        inbox: asyncio.Queue[Progress | None] = asyncio.Queue()
+        if leaving is not None:
+            leaving.add_done_callback(lambda _: inbox.put_nowait(None))
         self._loop = asyncio.get_running_loop()
-        self._receivers.update({request.number: receive for request in requests})
+        self._receivers.update(dict.fromkeys(first, inbox.put_nowait))
         try:
             for request in requests:
                 engine.submit(request)
-            yield
+            while num_open and (one := await inbox.get()) is not None:
+                num_open -= one.finish_reason is not None
+                yield first[one.request.number] + one.index, one
         finally:
             for request in requests:
                 engine.cancel(request)
                 del self._receivers[request.number]
-
-    async def progress(
-        self, engine: Engine, requests: Sequence[GenerationRequest]
-    ) -> AsyncGenerator[tuple[int, Progress], None]:
-        """Yield progress as it arrives, with the index of its answer among all."""
-        place_of, num_open = _places(requests), requests[0].num_samples * len(requests)
-        inbox: asyncio.Queue[Progress] = asyncio.Queue()
-        with self._submitted(engine, requests, inbox.put_nowait):
-            while num_open:
-                one = await inbox.get()
-                num_open -= one.finish_reason is not None
-                yield place_of(one), one
-
-    async def answer(
-        self, engine: Engine, requests: Sequence[GenerationRequest], leaving: asyncio.Future[None]
-    ) -> list[Progress] | None:
-        """Return the last progress of every answer; None if the client disconnects before."""
-        place_of, num_answers = _places(requests), requests[0].num_samples * len(requests)
-        answers: dict[int, Progress] = {}
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-        def end(is_answered: bool) -> None:
-            if not done.done():
-                done.set_result(is_answered)
-
-        def receive(one: Progress) -> None:
-            answers[place_of(one)] = one
-            if one.finish_reason == "error" or len(answers) == num_answers:
-                end(True)
-
-        leaving.add_done_callback(lambda _: end(False))
-        with self._submitted(engine, requests, receive):
-            if not await done:
-                return None
-        for one in answers.values():
-            if one.finish_reason == "error":
-                raise _error_of(one)
-        return [answers[place] for place in sorted(answers)]
 
     async def stream(
         self, engine: Engine, requests: Sequence[GenerationRequest]
@@ -711,19 +667,12 @@ class EngineClient:
                 "too_many_streams",
             )
         self.num_streams += 1
-        progress = self.progress(engine, requests)
         try:
-            async for one in progress:
-                yield one
+            async with aclosing(self.progress(engine, requests)) as progress:
+                async for one in progress:
+                    yield one
         finally:
             self.num_streams -= 1
-            await progress.aclose()
-
-
-def _places(requests: Sequence[GenerationRequest]) -> Callable[[Progress], int]:
-    """Return the index of an answer among all answers to several requests."""
-    first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
-    return lambda one: first[one.request.number] + one.index
 
 
 # ---- routes
@@ -811,9 +760,9 @@ class _TextRoutes:
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
         engine = self._models.get(body.model).engine
-        prompts = await _maybe_in_thread(
-            len(str(body.prompt)), lambda: completion_prompts(engine, body.prompt)
-        )
+        work = partial(completion_prompts, engine, body.prompt)
+        is_long = len(str(body.prompt)) > LONG_TEXT
+        prompts = await asyncio.to_thread(work) if is_long else work()
         return await self._answer_text(
             *("cmpl", request, body, prompts, body.logprobs, body.max_tokens),
             echo=body.echo,
@@ -881,15 +830,22 @@ class _TextRoutes:
         to_reply: Callable[[Sequence[Progress], Reply], Reply],
     ) -> Response:
         """Return all answers together; none if the client disconnects before."""
+        answers: dict[int, Progress] = {}
         leaving = asyncio.ensure_future(_until_left(request))
         try:
-            answers = await self._client.answer(served.engine, requests, leaving)
+            async with aclosing(
+                self._client.progress(served.engine, requests, leaving)
+            ) as progress:
+                async for place, one in progress:
+                    if one.finish_reason == "error":
+                        raise _error_of(one)
+                    answers[place] = one
         finally:
             leaving.cancel()
-        if answers is None:
+        if len(answers) < requests[0].num_samples * len(requests):
             return Response(status_code=_CLIENT_LEFT)
-        usage = _usage_of(requests, sum(one.num_tokens for one in answers))
-        return JSONResponse(to_reply(answers, usage))
+        usage = _usage_of(requests, sum(one.num_tokens for one in answers.values()))
+        return JSONResponse(to_reply([answers[place] for place in sorted(answers)], usage))
 
     async def _stream(
         self,
@@ -951,10 +907,6 @@ def _event(content: Reply) -> bytes:
 async def _until_left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
 
 def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:

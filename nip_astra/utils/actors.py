@@ -77,12 +77,13 @@ class CallWriter:
             # A reference, so that no other object gets its id.
             self._kept.append(part)
             if isinstance(part, torch.nn.Module):
-                for path, module in part.named_modules():
-                    self._names.setdefault(id(module), KeptName(index, "module", path))
-                for path, parameter in part.named_parameters(remove_duplicate=False):
-                    self._names.setdefault(id(parameter), KeptName(index, "parameter", path))
-                for path, buffer in part.named_buffers(remove_duplicate=False):
-                    self._names.setdefault(id(buffer), KeptName(index, "buffer", path))
+                for kind, named in (
+                    ("submodule", part.named_modules()),
+                    ("parameter", part.named_parameters(remove_duplicate=False)),
+                    ("buffer", part.named_buffers(remove_duplicate=False)),
+                ):
+                    for path, one in named:
+                        self._names.setdefault(id(one), KeptName(index, kind, path))
             else:
                 self._names[id(part)] = KeptName(index)
 
@@ -126,11 +127,7 @@ class CallReader(pickle.Unpickler):
 
     def persistent_load(self, name: KeptName) -> Any:
         one = self._kept[name.place]
-        if name.kind == "module":
-            return one.get_submodule(name.path)
-        if name.kind == "parameter":
-            return one.get_parameter(name.path)
-        return one.get_buffer(name.path) if name.kind == "buffer" else one
+        return getattr(one, f"get_{name.kind}")(name.path) if name.kind else one
 
 
 def trainable_parameters(module: object) -> list[torch.nn.Parameter]:

@@ -55,10 +55,9 @@ def call_in_interpreter(
     One interpreter process makes all calls. `cpu_seconds` bounds each, `seconds` all of them, and
     `memory_mib` the interpreter's values.
     """
-    try:
-        uses = _checked_uses(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [CallResult(error=f"{type(error).__name__}: {error}")] * len(calls)
+    uses = _checked_uses(code)
+    if isinstance(uses, str):
+        return [CallResult(error=uses)] * len(calls)
     deadline = time.monotonic() + limits.seconds
     found: list[CallResult] = []
     with _session(limits) as session:
@@ -83,10 +82,9 @@ def run_in_interpreter(code: str, limits: SandboxLimits) -> SandboxResult:
     from pydantic_monty import CollectString
 
     started, printed = time.monotonic(), CollectString(max_bytes=limits.file_mib * _MIB)
-    try:
-        uses = _checked_uses(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return SandboxResult("failed", 1, "", f"{type(error).__name__}: {error}", 0.0)
+    uses = _checked_uses(code)
+    if isinstance(uses, str):
+        return SandboxResult("failed", 1, "", uses, 0.0)
     with _session(limits) as session:
         result, _ = _run(session, uses.code, {}, limits, printed)
     seconds = time.monotonic() - started
@@ -96,9 +94,12 @@ def run_in_interpreter(code: str, limits: SandboxLimits) -> SandboxResult:
     return SandboxResult(outcome, exit_code, str(printed.output), result.error, seconds)
 
 
-def _checked_uses(code: str) -> IteratorUses:
-    """Return the code with lazy iterators; refuse other uses of iterators."""
-    uses = IteratorUses(code)
+def _checked_uses(code: str) -> IteratorUses | str:
+    """Return the code with lazy iterators, or the error of its syntax; refuse other uses."""
+    try:
+        uses = IteratorUses(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
     if uses.refused:
         raise _refusal(uses.refused)
     return uses

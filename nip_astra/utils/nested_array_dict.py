@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nip_astra.errors import DataError, RunDirectoryError
+from nip_astra.errors import DataError
+from nip_astra.tracking.run_directory import write_atomically
 
 Array: TypeAlias = NDArray[Any]
 
@@ -23,6 +24,8 @@ TEXT = np.dtypes.StringDType(na_object=None)
 """Dtype of text arrays, in which None is a missing text."""
 KINDS: dict[str, Any] = {"int64": np.int64, "float64": np.float64, "bool": np.bool_, "str": TEXT}
 """Dtypes by their names in files."""
+_NUMBERS: dict[str, Any] = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
+"""Dtypes of numbers by NumPy's kinds."""
 Key: TypeAlias = str | tuple[str, ...]
 Value: TypeAlias = "Array | NestedArrayDict"
 
@@ -66,9 +69,15 @@ class NestedArrayDict:
         return cls(dict(zip(map(tuple, tuple_keys), arrays_and_scalars, strict=True)), batch_size)
 
     def __getitem__(self, index: Any) -> Any:
-        if _is_key(index):
-            return self._find(names_of(index))
-        return self._index(index)
+        if not _is_key(index):
+            # A dummy of the batch's shape gives the new shape, and refuses a long index.
+            batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
+            return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
+        found = self.get(index)
+        if found is None:
+            known = list(self.keys(include_nested=True, leaves_only=True))
+            raise KeyError(f"no {index!r} in a NestedArrayDict with the keys {known}")
+        return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if _is_key(index):
@@ -114,8 +123,12 @@ class NestedArrayDict:
 
     def get(self, key: Key, default: Any = None) -> Any:
         """Return the array or dictionary under a key, or `default`."""
-        found = self._look(names_of(key))
-        return default if found is None else found
+        value: Value | None = self
+        for name in names_of(key):
+            if not isinstance(value, NestedArrayDict):
+                return default
+            value = value._values.get(name)
+        return default if value is None else value
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[Any]:
         """Return the keys in insertion order; nested ones are tuples."""
@@ -175,7 +188,6 @@ class NestedArrayDict:
 
         Raises `RunDirectoryError` if it cannot be written, for instance on a full disk.
         """
-        path = Path(path)
         leaves = [
             {
                 "key": list(names_of(key)),
@@ -186,15 +198,7 @@ class NestedArrayDict:
             for key, array in self.items(True, True)
         ]
         body = {"format": _FORMAT, "batch_size": self.batch_size, "leaves": leaves}
-        scratch = path.with_name(f".{path.name}.writing")
-        try:
-            scratch.write_text(json.dumps(body, ensure_ascii=False), encoding="utf-8")
-            scratch.replace(path)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{path} could not be written: {error.strerror or error}. Free space or change the "
-                "permissions; an earlier file is unchanged."
-            ) from error
+        write_atomically(Path(path), json.dumps(body, ensure_ascii=False))
 
     @classmethod
     def load(cls, path: str | Path) -> NestedArrayDict:
@@ -218,22 +222,6 @@ class NestedArrayDict:
             ) from error
         return result
 
-    def _find(self, names: tuple[str, ...]) -> Value:
-        found = self._look(names)
-        if found is None:
-            known = list(self.keys(include_nested=True, leaves_only=True))
-            raise KeyError(f"no {names!r} in a NestedArrayDict with the keys {known}")
-        return found
-
-    def _look(self, names: tuple[str, ...]) -> Value | None:
-        """Return the value of a key; None if there is none."""
-        value: Value | None = self
-        for name in names:
-            if not isinstance(value, NestedArrayDict):
-                return None
-            value = value._values.get(name)
-        return value
-
     def _put(self, names: tuple[str, ...], value: Any) -> None:
         first, *rest = names
         if rest:
@@ -252,11 +240,6 @@ class NestedArrayDict:
                 f"{list(self.batch_size)} of its NestedArrayDict"
             )
         self._values[first] = kept
-
-    def _index(self, index: Any) -> NestedArrayDict:
-        # A dummy of the batch's shape gives the new shape, and refuses a long index.
-        batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
-        return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
 
     def _walk(self, nested: bool, leaves_only: bool) -> Iterator[tuple[Key, Value]]:
         for name, value in self._values.items():
@@ -356,20 +339,13 @@ def as_array(value: object) -> Array:
         raise DataError(
             f"a value of a NestedArrayDict is not an array: {error}; pad it first"
         ) from error
-    if array.dtype.kind == "T":
-        return array if array.dtype == TEXT else array.astype(TEXT)
-    if array.dtype.kind == "U":
-        return array.astype(TEXT)
-    if array.dtype.kind == "b":
-        return array
-    if array.dtype.kind in "iu":
-        return array.astype(np.int64, copy=False)
-    if array.dtype.kind == "f":
-        return array.astype(np.float64, copy=False)
-    if array.dtype.kind == "O" and all(
-        text is None or isinstance(text, str) for text in array.flat
-    ):
-        return array.astype(TEXT)
+    kind = array.dtype.kind
+    is_text = kind in "TU" or (
+        kind == "O" and all(one is None or isinstance(one, str) for one in array.flat)
+    )
+    dtype = TEXT if is_text else _NUMBERS.get(kind)
+    if dtype is not None:
+        return array.astype(dtype, copy=False)
     raise DataError(
         f"a value of a NestedArrayDict has the type {array.dtype}; it holds whole numbers, floats, "
         "booleans and texts (None for a missing one). Convert it, or keep it elsewhere"

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nip_astra.checkpoints.tensors import compare_dumps
-from nip_astra.distributed.sharding import local_tensor
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -22,22 +20,17 @@ from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.language_model_base import check_can_be_sharded
+from nip_astra.trainers.language_model_base import distribute
+from tests.distributed.learning import CPU, check_equal, gap_of, learn
 from tests.distributed.processes import together
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
 
-CPU = torch.device("cpu")
-
-
 pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
-def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dict[str, Any]:
-    """Train in float64, and give the leader's whole weights and what was logged."""
-    patch, load = pytest.MonkeyPatch(), huggingface.load_model
-    patch.setattr(huggingface, "load_model", lambda *source: load(*source).double())
-    patch.setattr(huggingface, "computing_dtype", lambda *_, **__: torch.float64)
+def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str, Any]:
+    """What a process learns, and whether it keeps whole weights: of the base, and of a model."""
     whole: list[Any] = []
     divide = ShardedService.__init__
 
@@ -48,40 +41,17 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
         whole.append(weakref.ref(local.learned[0]))
         divide(self, local, team)
 
-    patch.setattr(ShardedService, "__init__", noted)
-    with open_team(CPU, store) as team:
-        settings = ExperimentSettings(progress=False, sharding=sharding)
-        # An adapter's first weights are drawn from torch's own generator.
-        torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
-        is_sharded = isinstance(trainer.service, ShardedService)
-        for agent in trainer.scenario_instance.agents.values():
-            # In both arms: its logits are float32, and another pass rounds them otherwise.
-            agent.language_model.scores_by_module = True
-        logged: list[dict[str, float]] = []
-        trainer.tracker.log_metrics = lambda metrics, step: logged.append(dict(metrics))
-        trainer.train()
-        module = trainer.policy.module
-        assert {one.dtype for one in module.parameters()} == {torch.float64}
-        read = trainer.service.reader if is_sharded else module
-        patch.undo()
+    def inspect(trainer: Any) -> dict[str, Any]:
+        assert {one.dtype for one in trainer.policy.module.parameters()} == {torch.float64}
         gc.collect()
         return {
-            "weights": {name: one.detach().clone() for name, one in module.named_parameters()}
-            if team.is_leader
-            else {},
-            "sizes": [one.numel() for one in map(local_tensor, trainer.learned)],
-            "read": sum(one.numel() for one in map(local_tensor, read.parameters())),
+            "is_sharded": isinstance(trainer.service, ShardedService),
             "keeps_whole": [one() is not None for one in whole],
-            "logged": logged,
-            "num_steps": trainer.state.num_optimizer_steps,
-            "is_sharded": is_sharded,
         }
 
-
-def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    assert some.keys() == others.keys()
-    return max((some[name] - others[name]).abs().max().item() for name in some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedService, "__init__", noted)
+        return learn(resolved, store, sharding, scores_by_module=True, inspect=inspect)
 
 
 @pytest.mark.parametrize(
@@ -121,24 +91,16 @@ def test_divided_weights_learn_what_whole_ones_do(
     folder = tmp_path / "scenario"
     given = [one.replace("SCENARIO", str(folder)) for one in overrides]
     resolved = short_experiment(trainer, folder, *given, num_iterations=2)
-    whole, _ = together(lambda store: learn(resolved, store, "none"), tmp_path)
-    leader, other = together(lambda store: learn(resolved, store, "fsdp"), tmp_path)
+    whole, _ = together(lambda store: learned(resolved, store, "none"), tmp_path)
+    leader, other = together(lambda store: learned(resolved, store, "fsdp"), tmp_path)
     assert (whole["is_sharded"], leader["is_sharded"], other["is_sharded"]) == (False, True, True)
-    assert whole["num_steps"] == leader["num_steps"] == other["num_steps"] > 1
-    assert gap_of(whole["weights"], leader["weights"]) < 1e-6
-    compared = 0
-    for mine, theirs in zip(whole["logged"], leader["logged"], strict=True):
-        for name, value in mine.items():
-            if name.endswith(("loss", "loss_policy", "loss_value", "grad_norm")):
-                assert theirs[name] == pytest.approx(value, abs=1e-6), name
-                compared += 1
-    assert compared
+    check_equal(whole, leader, other)
     # The leader's own model; elsewhere whole weights are gone.
     assert leader["keeps_whole"] == [True, True]
     assert other["keeps_whole"] == [False, False]
     # Each holds about half of what learns, and of what is frozen under an adapter.
     for one in (leader, other):
-        assert sum(one["sizes"]) < 0.65 * sum(whole["sizes"])
+        assert one["held"] < 0.65 * whole["held"]
         assert one["read"] < 0.65 * whole["read"]
 
 
@@ -146,9 +108,10 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario")
     prepared: Any = prepare_experiment(resolved, progress=False, sharding="fsdp").trainer
     # What one process holds whole, several could not divide.
-    prepared.policy = object()
+    team = Team()
+    team.size = 2
     with pytest.raises(ConfigurationError) as caught:
-        check_can_be_sharded(prepared.policy)
+        distribute(prepared.service, object(), [], team, prepared.settings)  # type: ignore[arg-type]
     assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
 
 

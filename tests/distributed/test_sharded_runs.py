@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.checkpoints.shards import load_whole
@@ -21,8 +20,8 @@ from nip_astra.evaluation.api import export
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.resolving.resolution import ResolvedExperiment
-from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.run import resume_experiment
+from tests.distributed.learning import gap_of, run
 from tests.distributed.processes import together
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
@@ -39,34 +38,6 @@ def resolved(tmp_path: Path) -> ResolvedExperiment:
 def adapted(tmp_path: Path) -> ResolvedExperiment:
     lora = "ast_chat.attacker.language_model.lora={rank: 2}"
     return short_experiment("ast_dpo", tmp_path / "adapted", lora, num_iterations=2)
-
-
-def run(
-    resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
-) -> None:
-    """Run by divided weights, to the end or to the first checkpoint."""
-    save = Trainer._save_checkpoint
-
-    def save_and_stop(self: Trainer, **options: Any) -> None:
-        save(self, **options)
-        if stops and self.state.iteration == 1:
-            raise KeyboardInterrupt
-
-    options: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
-    options |= {} if store is None else {"sharding": "fsdp"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
-        try:
-            run_experiment(
-                resolved,
-                runs_dir=str(path.parent),
-                run_id=path.name,
-                process_store=store,
-                **options,
-            )
-        except (Exception, KeyboardInterrupt):
-            if not stops:
-                raise
 
 
 def signalled(
@@ -91,7 +62,7 @@ def signalled(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ShardedService, method, with_signal)
             try:
-                run(resolved, path, store)
+                run(resolved, path, store, sharding="fsdp")
             except LostProcessError as error:
                 return str(error)
             except StopRequested as error:
@@ -101,20 +72,16 @@ def signalled(
     return play
 
 
+def run_by(
+    resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
+) -> None:
+    """Run by divided weights, if there are several processes."""
+    run(resolved, path, store, stops=stops, sharding="fsdp" if store else "none")
+
+
 def resume(path: Path, store: str | None) -> None:
-    options: dict[str, Any] = {} if store is None else {"sharding": "fsdp"}
-    resume_experiment(path, progress=False, process_store=store, **options)
-
-
-def weights_of(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = load_file(path / "model" / "model.safetensors")
-    return found
-
-
-def gap_of(some: Path, other: Path) -> float:
-    mine, theirs = weights_of(some), weights_of(other)
-    assert mine.keys() == theirs.keys()
-    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+    sharding = "fsdp" if store else "none"
+    resume_experiment(path, progress=False, process_store=store, sharding=sharding)
 
 
 def in_processes(count: int, work: Callable[[str | None], None], folder: Path) -> None:
@@ -141,8 +108,8 @@ def test_a_divided_run_goes_on_in_any_number_of_processes(
     resolved = request.getfixturevalue(what)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     is_exact = before == after
-    in_processes(after, lambda store: run(resolved, whole, store), tmp_path)
-    in_processes(before, lambda store: run(resolved, stopped, store, stops=True), tmp_path)
+    in_processes(after, lambda store: run_by(resolved, whole, store), tmp_path)
+    in_processes(before, lambda store: run_by(resolved, stopped, store, stops=True), tmp_path)
     (checkpoint,) = (stopped / "checkpoints").glob("step_*")
     parts = [*checkpoint.glob("attacker/shards/*"), *checkpoint.glob("optimizer_shards/*")]
     assert len(parts) == (4 if before == 2 else 0)
@@ -163,7 +130,7 @@ def check_parts_of_adapter(path: Path, joined: Path) -> None:
     export(path, "huggingface", joined)
     weights = load_causal_lm(str(joined), None).state_dict()
     # The run has left the model with the adapter added in.
-    for name, weight in weights_of(path).items():
+    for name, weight in load_file(path / "model" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight)
 
 
@@ -171,8 +138,8 @@ def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_
     resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
-    together(lambda store: run(resolved, path, store), tmp_path)
-    weights = weights_of(path)
+    together(lambda store: run_by(resolved, path, store), tmp_path)
+    weights = load_file(path / "model" / "model.safetensors")
     export(path, "huggingface", tmp_path / "joined")
     joined = AutoModelForCausalLM.from_pretrained(tmp_path / "joined").state_dict()
     assert all(torch.equal(joined[name], weights[name]) for name in weights)

@@ -17,6 +17,12 @@ from nip_astra.run import prepare_experiment, run_experiment
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
 """What keeps runs of AST trainers short."""
 SHORT = (*FAST, "training.num_iterations=3")
+TASK = (
+    "training.num_episodes_per_experience=8",
+    "training.minibatch_size=64",
+    "training.num_iterations=2",
+    "task.evaluation.num_problems=4",
+)
 
 
 def trainer_of(name: str, *overrides: str, scenario: Path | str | None = None) -> Any:
@@ -31,6 +37,21 @@ def ast_trainer(name: str, scenario: Path | str, *overrides: str) -> Any:
     # Models of random weights score low.
     kept = ("ast_sft.min_score=0.0",) if name == "ast_sft" else ()
     return trainer_of(name, *SHORT, *kept, *overrides, scenario=scenario)
+
+
+def task_trainer(name: str, *overrides: str, scenario: str | None = None) -> Any:
+    """A trainer on a task, by default of two iterations of eight problems."""
+    return trainer_of(name, *TASK, *overrides, scenario=scenario)
+
+
+def iterations_of(trainer: Any, count: int) -> list[dict[str, float]]:
+    """Collect and learn, and return the metrics of each iteration."""
+    found = []
+    for iteration in range(count):
+        trainer._collect(iteration)
+        trainer._update(iteration)
+        found.append(trainer.state.end())
+    return found
 
 
 def run_in(folder: Path, resolved: ResolvedExperiment, name: str = "run", **settings: Any) -> Path:

@@ -15,7 +15,6 @@ from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
-    fine_tune,
     token_rows,
 )
 from tests.kit.tiny import make_tokenizer
@@ -53,6 +52,14 @@ def make_plan(model: Path) -> FineTuningPlan:
 @pytest.fixture
 def plan(tiny_model_dir: Path) -> FineTuningPlan:
     return make_plan(tiny_model_dir)
+
+
+def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
+    """Train a model in this process and write the result, as a job does."""
+    tuning = FineTuning(plan, texts)
+    for _ in tuning.run():
+        pass
+    tuning.save(folder)
 
 
 def losses(tuning: FineTuning) -> list[float]:

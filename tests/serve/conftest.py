@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from openai import OpenAI
+
     from tests.serve.running import Running
 
 
@@ -19,6 +21,15 @@ def service(tiny_model_dir: Path) -> Iterator[Running]:
 
     with running({"tiny": str(tiny_model_dir)}) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Running) -> Iterator[OpenAI]:
+    """OpenAI's client of that service."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

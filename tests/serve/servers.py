@@ -33,7 +33,7 @@ class Server:
     model : str
         Name under which it serves the model.
     differences : Mapping[str, str]
-        By what is asked of a server, how this one is known to differ.
+        Known differences from ours, by the name of the test that shows them.
     """
 
     kind: str
@@ -45,20 +45,19 @@ class Server:
 KNOWN: dict[str, dict[str, str]] = {
     "ours": {},
     "transformers": {
-        "models": "lists the hub's cache, and not what it serves",
-        "logprobs": "gives none",
-        "seed": "always says the likeliest, so that all seeds answer alike",
-        "temperature": "always says the likeliest",
-        "n": "gives one answer",
-        "stop": "fails with status 500",
-        "unknown model": "answers for any name",
-        "too long": "answers beyond the model's window",
-        "malformed messages": "fails with status 500",
-        "no content": "answers a message that says nothing",
+        "test_log_probabilities_are_those_of_the_model": "gives none",
+        "test_equal_seeds_answer_alike_and_others_do_not": "always the likeliest answer",
+        "test_a_low_temperature_says_the_likeliest": "always the likeliest answer",
+        "test_several_samples_of_one_request_differ": "gives one answer",
+        "test_a_stop_text_ends_an_answer_before_it": "fails with status 500",
+        "test_a_model_that_is_not_there_ends_a_run": "answers for any name",
+        "test_what_is_too_long_is_refused_as_data": "answers beyond the model's window",
+        "test_malformed_messages_are_a_wrong_request": "fails with status 500",
+        "test_a_message_without_content_is_a_wrong_request": "answers an empty message",
     },
     "vllm": {
-        "no content": "answers a message that says nothing",
-        "unknown options": "ignores options that it does not know",
+        "test_a_message_without_content_is_a_wrong_request": "answers an empty message",
+        "test_an_option_that_is_not_known_is_refused": "ignores options that it does not know",
     },
 }
 

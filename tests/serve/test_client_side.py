@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.chat import ChatAnswer, FinishReason
+from nip_astra.language_models.services.chat import ChatAnswer
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import (
@@ -33,37 +33,6 @@ LIKED = PreferenceExample(({"role": "user", "content": "hello"},), "good day", "
 def client(service: Running, **fields: Any) -> OpenAIChatModel:
     values = {"base_url": service.base_url, "model": "tiny"} | fields
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
-
-
-def test_answers_seeds_samples_stops_and_logprobs_are_as_asked_for(tiny_model_dir: Path) -> None:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        model = client(service)
-        together = ask(
-            model,
-            *(saying("hello you", seed=n, max_tokens=8, needs_logprobs=True) for n in range(16)),
-            saying("hello you", seed=3, num_samples=2, max_tokens=8),
-            saying("hello you", temperature=0.0, max_tokens=8),
-        )
-        alone = [
-            ask(model, saying("hello you", seed=n, max_tokens=8, needs_logprobs=True))[0]
-            for n in range(3)
-        ]
-        assert [texts(one) for one in alone] == [texts(one) for one in together[:3]]
-        assert len({texts(one)[0] for one in together[:16]}) > 8
-        assert texts(together[16])[0] == texts(together[3])[0]
-        for outcome in together[:16]:
-            (answer,) = outcome.samples
-            assert isinstance(answer, ChatAnswer)
-            assert answer.token_logprobs is not None
-            is_cut = answer.finish_reason is FinishReason.LENGTH
-            assert len(answer.token_logprobs) == (8 if is_cut else len(answer.text.split()))
-            assert outcome.usage.completion_tokens >= len(answer.token_logprobs)
-            assert not outcome.is_usage_estimated
-        several = ask(
-            client(service, samples_per_request=4),
-            saying("hello you", seed=5, num_samples=4, max_tokens=8),
-        )
-        assert len(several[0].samples) == 4
 
 
 def test_a_local_model_answers_as_the_service_does(

@@ -42,10 +42,7 @@ def test_the_same_name_is_given_the_same_answer(service: Running) -> None:
 
 def test_completions_have_names_too(service: Running) -> None:
     body = {"prompt": "hello", "messages": None, "route": "completions"}
-    given = {name: value for name, value in (BODY | body).items() if value is not None}
-    url = f"{service.base_url}/{given.pop('route')}"
-    headers = {"Idempotency-Key": "a prompt"}
-    texts = [httpx.post(url, json=given, headers=headers, timeout=60).text for _ in range(2)]
+    texts = [ask(service, "a prompt", **body).text for _ in range(2)]
     assert texts[0] == texts[1]
     assert outcomes(service, "a prompt") == ["answered", "again"]
 

@@ -42,19 +42,33 @@ def request_of(number: int, **changes: Any) -> dict[str, Any]:
     return options | {"temperature": 0.0 if number % 2 else 1.0, "num_top": 0} | changes
 
 
-def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
-    found: dict[int, Progress] = {}
+def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Progress]]:
+    """The last progress of each answer to requests that run together."""
+    found: dict[tuple[int, int], Progress] = {}
     done = threading.Event()
+    given = [GenerationRequest(**request) for request in requests]
+    count = sum(one.num_samples for one in given)
 
-    def listen(told: Sequence[Progress]) -> None:
-        found.update({one.request.seed: one for one in told if one.finish_reason})
-        if len(found) == len(requests):
+    def listen(progress: Sequence[Progress]) -> None:
+        found.update(
+            {(one.request.number, one.index): one for one in progress if one.finish_reason}
+        )
+        if len(found) == count:
             done.set()
 
-    for request in requests:
-        engine.submit(GenerationRequest(listener=listen, **request))
+    for one in given:
+        one.listener = listen
+        engine.submit(one)
     assert done.wait(60)
-    return [found[request["seed"]] for request in requests]
+    return [[found[one.number, index] for index in range(one.num_samples)] for one in given]
+
+
+def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
+    return [one for (one,) in answers(engine, requests)]
+
+
+def answer(engine: Engine, **request: Any) -> list[Progress]:
+    return answers(engine, [request])[0]
 
 
 def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
@@ -69,7 +83,7 @@ def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
 
 def test_an_answer_does_not_depend_on_what_else_runs(engine: Engine) -> None:
     requests = [request_of(number) for number in range(40)]
-    lone = [engine.answer(**request)[0] for request in requests]
+    lone = [answer(engine, **request)[0] for request in requests]
     for one, other in zip(answer_together(engine, requests), lone, strict=True):
         assert_same(one, other)
     assert len({one.text for one in lone}) > 20
@@ -85,19 +99,11 @@ def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir:
     request = request_of(1, max_tokens=12)
     options = SamplingOptions(max_new_tokens=12, temperature=0.0)
     expected = backend.generate([request["prompt"]], 1, torch.zeros(1, 12), options)
-    said = engine.answer(**request)[0].tokens
+    said = answer(engine, **request)[0].tokens
     ids = expected.ids_BT[0][expected.mask_BT[0]].tolist()
     assert [record.token for record in said] == [i for i in ids if i not in engine.end_ids]
     logprobs = torch.tensor([record.logprob for record in said])
     torch.testing.assert_close(logprobs, expected.logprobs_BT[0][: len(said)], atol=2e-5, rtol=0)
-
-
-def test_sample_i_of_n_is_drawn_alike_whatever_n(engine: Engine) -> None:
-    request = request_of(0, max_tokens=20)
-    four = engine.answer(**request, num_samples=4)
-    assert len({one.text for one in four}) > 1
-    assert_same(engine.answer(**request)[0], four[0])
-    assert_same(engine.answer(**request, num_samples=2)[1], four[1])
 
 
 def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
@@ -107,50 +113,19 @@ def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path)
     whole = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     try:
         for one, request in zip(answer_together(slow, requests), requests, strict=True):
-            assert_same(one, whole.answer(**request)[0])
+            assert_same(one, answer(whole, **request)[0])
     finally:
         slow.close()
         whole.close()
-
-
-def test_a_cancelled_request_frees_its_place_and_is_told_no_more(engine: Engine) -> None:
-    told: list[Progress] = []
-    begun = threading.Event()
-
-    def listen(progress: Sequence[Progress]) -> None:
-        told.extend(progress)
-        begun.set()
-
-    options = request_of(2, max_tokens=60, is_streamed=True, num_samples=8)
-    request = GenerationRequest(listener=listen, **options)
-    engine.submit(request)
-    assert begun.wait(30)
-    engine.cancel(request)
-    engine.answer(**request_of(3))
-    number = len(told)
-    assert engine.num_rows == 0
-    engine.answer(**request_of(4))
-    assert len(told) == number
 
 
 def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     engine.close()
     engine.close()
-    found = engine.answer(**request_of(1), num_samples=2)
+    found = answer(engine, **request_of(1), num_samples=2)
     assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
     assert found[0].error == "the service is shutting down"
-
-
-def test_a_stop_text_ends_an_answer_before_it(engine: Engine) -> None:
-    whole = engine.answer(**request_of(1, max_tokens=20))[0].text
-    words = whole.split()
-    stop = words[4]
-    cut = engine.answer(**request_of(1, max_tokens=20, stop=(stop,)))[0]
-    assert cut.text == whole[: whole.find(stop)]
-    assert cut.finish_reason == "stop"
-    streamed = engine.answer(**request_of(1, max_tokens=20, stop=("not said",)))[0]
-    assert streamed.text == whole
 
 
 class Bytes:
@@ -196,7 +171,7 @@ def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: P
         alone = load_engine(str(path), device=CPU, limits=EngineLimits())
         for number in range(index, 12, 3):
             # Merging rounds once more.
-            assert_same(together[number], alone.answer(**request_of(number))[0], atol=2e-4)
+            assert_same(together[number], answer(alone, **request_of(number))[0], atol=2e-4)
         alone.close()
 
 
@@ -213,6 +188,21 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
         load_engine(str(tmp_path), device=CPU, limits=EngineLimits())
 
 
+def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options: Any) -> list[Any]:
+    """Draw from each row of logits, with a seed of its own."""
+    rows = [
+        RunningSequence(
+            GenerationRequest(**request_of(0, seed=seed, **options)),
+            0,
+            engine.tokenizer,
+            frozenset(),
+            device=CPU,
+        )
+        for seed in range(len(logits))
+    ]
+    return list(draw_tokens(logits.clone(), rows, torch.tensor(banned, dtype=torch.long)))
+
+
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75)])
 def test_tokens_are_drawn_as_often_as_they_are_likely(
     engine: Engine, temperature: float, top_p: float
@@ -224,44 +214,18 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
         expected[2 if expected[:2].sum() >= top_p else 3] = 0.0
         expected /= expected.sum()
     count = 4000
-    options = request_of(0, temperature=temperature, top_p=top_p)
-    rows = [
-        RunningSequence(
-            GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
-            0,
-            engine.tokenizer,
-            frozenset(),
-            device=CPU,
-        )
-        for seed in range(count)
-    ]
-    drawn = draw_tokens(logits.repeat(count, 1), rows, torch.tensor([5]))
-    counted = torch.bincount(torch.tensor([one.token for one in drawn]), minlength=6) / count
+    found = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
+    counted = torch.bincount(torch.tensor([one.token for one in found]), minlength=6) / count
     assert counted[5] == 0  # banned
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((counted[:5] - expected).abs() <= 4 * deviation + 1e-9).all()
     raw = logits.log_softmax(dim=0)
-    assert drawn[0].logprob == pytest.approx(float(raw[drawn[0].token]))
+    assert found[0].logprob == pytest.approx(float(raw[found[0].token]))
 
 
-def test_draws_do_not_hang_on_the_last_digits_of_logits(engine: Engine) -> None:
+def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(200, 20_000, generator=generator)
     noisy = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
-
-    def draw(logits: torch.Tensor) -> list[int]:
-        options = request_of(0)
-        rows = [
-            RunningSequence(
-                GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
-                0,
-                engine.tokenizer,
-                frozenset(),
-                device=CPU,
-            )
-            for seed in range(len(logits))
-        ]
-        found = draw_tokens(logits.clone(), rows, torch.tensor([], dtype=torch.long))
-        return [one.token for one in found]
-
-    assert draw(logits) == draw(noisy)
+    first, second = ([one.token for one in drawn(engine, given, [])] for given in (logits, noisy))
+    assert first == second

@@ -7,10 +7,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,12 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     TrainingText,
-    fine_tune,
 )
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
@@ -40,14 +36,14 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
+from nip_astra.language_models.services.fine_tuning import Method
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
-from nip_astra.serve.app import open_service
 from nip_astra.serve.job_runner import read_texts
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
-from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import is_running
+from tests.language_models.test_fine_tuning import fine_tune
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
@@ -70,6 +66,20 @@ def trained(service: Running, job: Any) -> FineTuningPlan:
     return replace(plan, lora_rank=None, start_from=str(folder))
 
 
+def assert_trained_as_directly(
+    service: Running, job: Any, content: bytes, method: Method, folder: Path
+) -> FineTuningPlan:
+    """Compare a job's adapter with that of `fine_tune` here; return the job's plan."""
+    (folder / "data").write_bytes(content)
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
+    fine_tune(plan, read_texts(folder / "data", method), folder / "direct")
+    direct = load_file(folder / "direct" / "adapter_model.safetensors")
+    by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
+    assert direct.keys() == by_job.keys()
+    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+    return plan
+
+
 def supervised() -> bytes:
     rows = [
         {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
@@ -90,25 +100,14 @@ def preferences() -> bytes:
     return "\n".join(map(json.dumps, rows)).encode()
 
 
-@pytest.fixture(scope="module")
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
-        yield client
-
-
 def upload(client: openai.OpenAI, content: bytes) -> str:
     return client.files.create(file=("data.jsonl", content), purpose="fine-tune").id
 
 
 def submit(client: openai.OpenAI, content: bytes, method: str = "supervised", **more: Any) -> Any:
-    options = {"type": method, method: {"hyperparameters": more.pop("options", FAST)}}
-    given = {
-        "model": "tiny",
-        "training_file": upload(client, content),
-        "method": options,
-        "seed": 1,
-    }
-    return client.fine_tuning.jobs.create(**(given | more))  # type: ignore[call-overload]
+    given = hyperparameters(method, **more.pop("options", FAST))
+    given |= {"model": "tiny", "training_file": upload(client, content), "seed": 1}
+    return client.fine_tuning.jobs.create(**(given | more))
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
@@ -156,14 +155,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert kept[0].fine_tuned_model_checkpoint == done.fine_tuned_model
     assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
 
-    (tmp_path / "data").write_bytes(supervised())
-    plan = FineTuningPlan(**service.store.job(job.id).plan)
-    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
-    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
-    folder = service.store.job_folder(job.id) / "model"
-    by_job = load_file(folder / "adapter_model.safetensors")
-    assert direct.keys() == by_job.keys()
-    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+    plan = assert_trained_as_directly(service, job, supervised(), "supervised", tmp_path)
     nll = [
         FineTuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))
     ]
@@ -179,7 +171,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
         client.models.delete(done.fine_tuned_model)
     client.fine_tuning.jobs.cancel(waiting.id)
     assert client.models.delete(done.fine_tuned_model).deleted
-    assert not folder.exists()
+    assert not (service.store.job_folder(job.id) / "model").exists()
     with pytest.raises(openai.NotFoundError):
         say(client, done.fine_tuned_model, "the cat")
     assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
@@ -212,16 +204,10 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
     assert say(client, done.fine_tuned_model, "hello")
-    plan = FineTuningPlan(**service.store.job(job.id).plan)
+    plan = assert_trained_as_directly(service, job, preferences(), "dpo", tmp_path)
     pairs = held_out("silly stupid cat")
     before, after = (FineTuning(one, pairs).reference for one in (plan, trained(service, job)))
     assert all(new > old for old, new in zip(before, after, strict=True)), "held-out preferences"
-    (tmp_path / "data").write_bytes(preferences())
-    fine_tune(plan, read_texts(tmp_path / "data", "dpo"), tmp_path / "direct")
-    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
-    by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
-    assert direct.keys() == by_job.keys()
-    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
 
 
 def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
@@ -270,12 +256,7 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     said = " ".join(row["message"] for row in events)
     assert "SIGKILL" in said
     assert "continues after step" in said
-    (tmp_path / "data").write_bytes(supervised())
-    plan = FineTuningPlan(**service.store.job(job.id).plan)
-    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
-    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
-    killed = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
-    assert all(torch.equal(direct[name], killed[name]) for name in direct)
+    assert_trained_as_directly(service, job, supervised(), "supervised", tmp_path)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -291,34 +272,37 @@ def test_a_job_that_cannot_be_done_fails_with_its_reason(
     wait_until(lambda: any(row["level"] == "error" for row in service.store.events(done.id)))
 
 
-def test_what_is_wrong_with_a_job_is_told_at_once(client: openai.OpenAI) -> None:
-    jobs, right = client.fine_tuning.jobs, upload(client, supervised())
-    with pytest.raises(openai.NotFoundError, match="model 'nothing'"):
-        jobs.create(model="nothing", training_file=right)
-    with pytest.raises(openai.NotFoundError, match="file 'file-nothing'"):
-        jobs.create(model="tiny", training_file="file-nothing")
-    with pytest.raises(openai.NotFoundError, match=r"'\.\./\.\./etc/passwd'"):
-        jobs.create(model="tiny", training_file="../../etc/passwd")
-    with pytest.raises(openai.BadRequestError, match="line 1 is no example of the method dpo"):
-        jobs.create(model="tiny", training_file=right, method={"type": "dpo"})
-    for wrong, text in [
-        ({"method": {"type": "reinforcement"}}, "method.type"),
-        (
-            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}},
-            "beta",
-        ),
-        ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
-        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
-        ({"suffix": "../up"}, "suffix"),
-    ]:
-        with pytest.raises(openai.BadRequestError, match=text):
-            jobs.create(model="tiny", training_file=right, **wrong)  # type: ignore[arg-type]
+def hyperparameters(method: str, **values: Any) -> dict[str, Any]:
+    return {"method": {"type": method, method: {"hyperparameters": values}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "fact"),
+    [
+        ({"model": "nothing"}, openai.NotFoundError, "model 'nothing'"),
+        ({"training_file": "file-nothing"}, openai.NotFoundError, "file 'file-nothing'"),
+        ({"training_file": "../../etc/passwd"}, openai.NotFoundError, r"'\.\./\.\./etc/passwd'"),
+        ({"method": {"type": "dpo"}}, openai.BadRequestError, "line 1 .* dpo"),
+        ({"method": {"type": "reinforcement"}}, openai.BadRequestError, "method.type"),
+        (hyperparameters("supervised", beta=1), openai.BadRequestError, "beta"),
+        ({"hyperparameters": {"n_epochs": 0}}, openai.BadRequestError, "n_epochs"),
+        ({"integrations": [{"type": "wandb"}]}, openai.BadRequestError, "integrations"),
+        ({"suffix": "../up"}, openai.BadRequestError, "suffix"),
+    ],
+)
+def test_a_wrong_job_is_refused_at_once(
+    client: openai.OpenAI, changes: dict[str, Any], error: type[Exception], fact: str
+) -> None:
+    given = {"model": "tiny", "training_file": upload(client, supervised()), **changes}
+    with pytest.raises(error, match=fact):
+        client.fine_tuning.jobs.create(**given)
+
+
+def test_an_unknown_job_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="fine-tuning job 'ftjob-none'"):
-        jobs.retrieve("ftjob-none")
-    with pytest.raises(openai.BadRequestError, match="limit"):
-        jobs.list(limit=0)
-    with pytest.raises(openai.BadRequestError, match="no such entry"):
-        jobs.list(after="ftjob-none")
+        client.fine_tuning.jobs.retrieve("ftjob-none")
+    with pytest.raises(openai.BadRequestError, match="'ftjob-none'"):
+        client.fine_tuning.jobs.list(after="ftjob-none")
 
 
 def test_files_are_kept_listed_and_deleted(service: Running, client: openai.OpenAI) -> None:
@@ -511,22 +495,10 @@ def test_a_job_whose_process_dies_again_and_again_is_given_up(
 
 
 def test_two_services_do_not_share_a_state(tiny_model_dir: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from nip_astra.tracking.run_lock import run_lock\n"
-        "with run_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    served_models = ServedModels(device=torch.device("cpu"), limits=EngineLimits())
-    try:
-        with (
-            pytest.raises(ConfigurationError, match="--state-dir"),
-            open_service(served_models, ServiceSettings(state_dir=str(tmp_path))),
-        ):
-            pass
-    finally:
-        holder.kill()
-        holder.wait()
-        holder.stdout.close()
+    models = {"tiny": str(tiny_model_dir)}
+    with (
+        running(models, state_dir=str(tmp_path)),
+        pytest.raises(ConfigurationError, match="--state-dir"),
+        running(models, state_dir=str(tmp_path)),
+    ):
+        pass

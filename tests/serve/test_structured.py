@@ -80,12 +80,6 @@ def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield service
 
 
-@pytest.fixture(scope="module")
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, **changes: Any) -> Any:
     given: dict[str, Any] = {"model": "bytes", "messages": HELLO, "seed": 1, "max_tokens": 400}
     return client.chat.completions.create(**(given | changes))
@@ -130,7 +124,7 @@ def test_answers_keep_to_a_schema_whole_and_streamed(
 
 @pytest.mark.usefixtures("needs_library")
 def test_rows_of_a_batch_have_grammars_of_their_own(service: Running) -> None:
-    from tests.serve.test_engine import answer_together
+    from tests.serve.test_engine import answer, answer_together
 
     engine = service.served_models.get("bytes").engine
     grammars = ['start: "yes" | "no"', None, r"start: /[a-f]{5,9}/", None]
@@ -139,7 +133,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(service: Running) -> None:
         for seed in range(12)
     ]
     together = [one.text for one in answer_together(engine, requests)]
-    assert together == [engine.answer(**request)[0].text for request in requests]
+    assert together == [answer(engine, **request)[0].text for request in requests]
     assert set(together[::4]) <= {"yes", "no"}
     assert all(5 <= len(text) <= 9 and set(text) <= set("abcdef") for text in together[2::4])
     assert len(set(together[1::2])) == 6, "rows without a grammar are free"

@@ -29,12 +29,6 @@ def service(tiny_model_dir: Path) -> Iterator[Running]:
         yield service
 
 
-@pytest.fixture(scope="module")
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
-        yield client
-
-
 def ask(client: openai.OpenAI, **changes: Any) -> Any:
     given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "seed": 1, "max_tokens": 12}
     return client.chat.completions.create(**(given | changes))
@@ -227,37 +221,14 @@ def test_token_ids_are_all_that_were_drawn(client: openai.OpenAI, options: dict[
     assert 1 <= len(completed.token_ids) <= 5
 
 
-def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) -> None:
-    async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=service.base_url, api_key="any", max_retries=0
-        ) as client:
-
-            async def one(number: int) -> str:
-                answer = await client.chat.completions.create(
-                    model="target",
-                    messages=[{"role": "user", "content": f"hello {'my cat ' * (number % 7)}?"}],
-                    seed=number,
-                    temperature=number % 2,
-                    max_tokens=20,
-                )
-                return answer.choices[0].message.content or ""
-
-            together = await asyncio.gather(*(one(number) for number in range(24)))
-            assert [await one(number) for number in range(24)] == together
-            return together
-
-    assert len(set(asyncio.run(ask_all()))) > 5
-
-
 def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slow an engine down, and note how many rows each of its steps has."""
     steps: list[int] = []
     step = engine._batch.step
 
     def slowly() -> list[Progress]:
-        steps.append(engine.num_rows)
-        time.sleep(0.02 if engine.num_rows else 0)
+        steps.append(len(engine._batch.rows))
+        time.sleep(0.02 if len(engine._batch.rows) else 0)
         return step()
 
     monkeypatch.setattr(engine._batch, "step", slowly)
@@ -291,9 +262,9 @@ def test_a_client_that_leaves_frees_its_places(
 
     asyncio.run(leave())
     deadline = time.monotonic() + 30
-    while engine.num_rows and time.monotonic() < deadline:
+    while len(engine._batch.rows) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert engine.num_rows == 0
+    assert len(engine._batch.rows) == 0
     assert sum(number == 7 for number in steps) < 70
 
 

@@ -43,8 +43,8 @@ from nip_astra.serve.tinker.bodies import (
     SaveForSamplerBody,
     TtlBody,
 )
+from tests.kit.experiments import task_trainer
 from tests.serve.running import POLICY, TrainingServer, training_server
-from tests.trainers.test_service_trainers import trainer_of
 
 PROTOCOLS = ["http", "tinker"]
 SECTION = "remote_api_grpo.train_service"
@@ -68,7 +68,7 @@ def plain_trainer(backend: str, url: str, *overrides: str, name: str = "remote_a
     if backend != "local":
         values = {"base_url": url, "model": "policy", "patience_seconds": 0.5}
         options += [f"{name}.train_service.{key}={value}" for key, value in values.items()]
-    return trainer_of(name, *SHORT, *options, *overrides)
+    return task_trainer(name, *SHORT, *options, *overrides)
 
 
 def trainer_at(server: TrainingServer, backend: str, *overrides: str) -> Any:
@@ -130,7 +130,7 @@ def test_http_gives_the_iterations_and_weights_of_the_local_service(
     server: TrainingServer, options: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    here = trainer_of(name, *SHORT, *options)
+    here = task_trainer(name, *SHORT, *options)
     torch.manual_seed(0)
     there = plain_trainer("http", server.url, *options, name=name)
     before = weights(here, tmp_path / "before")
@@ -431,7 +431,7 @@ def test_a_token_and_an_address_are_needed(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(ConfigurationError, match="NOT_THERE"):
             trainer_at(server, "http", f"{SECTION}.token_variable=NOT_THERE")
     with pytest.raises(ConfigurationError, match="needs base_url"):
-        trainer_of("remote_api_grpo", f"{SECTION}.backend=http")
+        task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
 
 
 @pytest.mark.slow

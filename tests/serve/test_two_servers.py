@@ -1,11 +1,10 @@
 """The same tests of the client side against our service and servers that are not ours.
 
-What others do differently is named in `tests/serve/servers.py`; a difference that is gone fails.
+Known differences are listed in `tests/serve/servers.py`; a difference that is gone fails.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.kit.tiny import make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
@@ -64,16 +63,9 @@ def server(request: Any, model_dir: Path, tmp_path_factory: Any) -> Iterator[Ser
 
 @pytest.fixture(autouse=True)
 def _known_differences(request: pytest.FixtureRequest) -> None:
-    server: Server = request.getfixturevalue("server")
-    about = request.node.get_closest_marker("about").args[0]
-    if about in server.differences:
-        reason = server.differences[about]
+    reason = request.getfixturevalue("server").differences.get(request.node.originalname)
+    if reason is not None:
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-
-
-def about(what: str) -> Any:
-    """Say what of a server a test asks for."""
-    return pytest.mark.about(what)
 
 
 def client(server: Server, **fields: Any) -> OpenAIChatModel:
@@ -109,13 +101,11 @@ def greedy(model_dir: Path) -> tuple[list[str], list[float]]:
     return words, logprobs
 
 
-@about("models")
 def test_its_models_are_listed(server: Server) -> None:
     with official(server) as one:
         assert server.model in [model.id for model in one.models.list()]
 
 
-@about("answers")
 def test_an_answer_has_text_end_and_usage(server: Server) -> None:
     (outcome,) = ask(client(server), saying("hello you", max_tokens=5, seed=1))
     (answer,) = outcome.samples
@@ -128,7 +118,6 @@ def test_an_answer_has_text_end_and_usage(server: Server) -> None:
     assert answer.finish_reason is (FinishReason.LENGTH if is_cut else FinishReason.STOP)
 
 
-@about("greedy")
 def test_a_greedy_answer_is_that_of_the_model(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
@@ -136,7 +125,6 @@ def test_a_greedy_answer_is_that_of_the_model(
     assert texts(outcome)[0].split() == greedy[0]
 
 
-@about("logprobs")
 def test_log_probabilities_are_those_of_the_model(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
@@ -148,7 +136,6 @@ def test_log_probabilities_are_those_of_the_model(
     assert list(answer.token_logprobs)[: len(greedy[1])] == pytest.approx(greedy[1], abs=1e-3)
 
 
-@about("seed")
 def test_equal_seeds_answer_alike_and_others_do_not(server: Server) -> None:
     model = client(server)
     one, again = (ask(model, saying("hello you", seed=3, max_tokens=8))[0] for _ in range(2))
@@ -157,7 +144,6 @@ def test_equal_seeds_answer_alike_and_others_do_not(server: Server) -> None:
     assert len({texts(outcome)[0] for outcome in others}) > 4
 
 
-@about("temperature")
 def test_a_low_temperature_says_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
@@ -169,7 +155,6 @@ def test_a_low_temperature_says_the_likeliest(
     assert len({texts(one)[0] for one in ask(client(server), *hot)}) > 4
 
 
-@about("top_p")
 def test_a_small_nucleus_says_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
@@ -179,7 +164,6 @@ def test_a_small_nucleus_says_the_likeliest(
     }
 
 
-@about("n")
 def test_several_samples_of_one_request_differ(server: Server) -> None:
     model = client(server, samples_per_request=6)
     (outcome,) = ask(model, saying("hello you", num_samples=6, seed=2, max_tokens=8))
@@ -187,7 +171,6 @@ def test_several_samples_of_one_request_differ(server: Server) -> None:
     assert "<malformed>" not in texts(outcome)
 
 
-@about("stop")
 def test_a_stop_text_ends_an_answer_before_it(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
@@ -200,7 +183,6 @@ def test_a_stop_text_ends_an_answer_before_it(
     assert answer.finish_reason is FinishReason.STOP
 
 
-@about("together")
 def test_sixteen_at_once_get_what_each_would_get_alone(server: Server) -> None:
     asked = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
     parameters = OpenAIChatModel.Parameters(base_url=server.base_url, model=server.model)
@@ -210,7 +192,6 @@ def test_sixteen_at_once_get_what_each_would_get_alone(server: Server) -> None:
     assert (model.use.num_requests, model.use.failures) == (32, {})
 
 
-@about("stream")
 def test_a_stream_says_what_a_whole_answer_says(server: Server) -> None:
     whole = create(server, temperature=0).choices[0]
     parts = list(create(server, temperature=0, stream=True))
@@ -220,21 +201,6 @@ def test_a_stream_says_what_a_whole_answer_says(server: Server) -> None:
     assert ends == [whole.finish_reason]
 
 
-@about("stream")
-def test_the_asynchronous_client_reads_answers_and_streams(server: Server) -> None:
-    async def both() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="any") as one:
-            given: Any = {"model": server.model, "messages": HELLO, "max_tokens": 6}
-            whole = await one.chat.completions.create(temperature=0, **given)
-            stream = await one.chat.completions.create(temperature=0, stream=True, **given)
-            said = [c.choices[0].delta.content or "" async for c in stream if c.choices]
-            return whole.choices[0].message.content or "", "".join(said)
-
-    whole, said = asyncio.run(both())
-    assert whole == said
-
-
-@about("completions")
 def test_a_text_is_gone_on_with(server: Server) -> None:
     with official(server) as one:
         given: Any = {"model": server.model, "prompt": "the cat", "max_tokens": 4}
@@ -244,43 +210,27 @@ def test_a_text_is_gone_on_with(server: Server) -> None:
         assert said.usage.completion_tokens <= 4
 
 
-@about("unknown model")
 def test_a_model_that_is_not_there_ends_a_run(server: Server) -> None:
     with pytest.raises(ConfigurationError, match="status 404"):
         ask(client(server, model="another"), saying("hello"))
 
 
-@about("too long")
 def test_what_is_too_long_is_refused_as_data(server: Server) -> None:
     long = failure(ask(client(server), saying("hello " * 500, max_tokens=4))[0])
     assert long.reason is FailureReason.REFUSED
 
 
-@about("malformed messages")
 @pytest.mark.parametrize("messages", ["hello", [{"content": 3}], [[]]], ids=str)
 def test_malformed_messages_are_a_wrong_request(server: Server, messages: Any) -> None:
     with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
         create(server, messages=messages)
 
 
-@about("no content")
 def test_a_message_without_content_is_a_wrong_request(server: Server) -> None:
     with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
         create(server, messages=[{"role": "user"}])
 
 
-@about("unknown options")
 def test_an_option_that_is_not_known_is_refused(server: Server) -> None:
     with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
         create(server, extra_body={"temprature": 0.5})
-
-
-@about("answers")
-def test_what_is_remembered_is_not_asked_for(server: Server, tmp_path: Path) -> None:
-    model = RetryingChatModel(
-        client(server), LimitParameters(), cache=ResponseCache(tmp_path / "answers.sqlite")
-    )
-    first, second = (ask(model, saying("hello you", seed=1, max_tokens=4))[0] for _ in range(2))
-    assert second.is_cached
-    assert second.samples == first.samples
-    assert model.use.num_requests == 1

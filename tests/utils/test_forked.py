@@ -26,10 +26,10 @@ from nip_astra.utils.forked import (
     using_processes,
 )
 
-pytestmark = pytest.mark.usefixtures("forked")
-needs_fork = pytest.mark.skipif(
-    not can_fork(), reason="processes are forked on Linux without a GPU only"
-)
+pytestmark = [
+    pytest.mark.usefixtures("forked"),
+    pytest.mark.skipif(not can_fork(), reason="processes are forked on Linux without a GPU only"),
+]
 
 
 class TwoArguments(Exception):
@@ -43,7 +43,6 @@ def failing(error: BaseException) -> Any:
     raise error
 
 
-@needs_fork
 def test_each_call_is_made_in_a_process_of_its_own_and_results_keep_their_order() -> None:
     # Longer than a pipe holds.
     calls = [partial(lambda n: (os.getpid(), torch.full((300_000,), n)), n) for n in range(3)]
@@ -53,7 +52,6 @@ def test_each_call_is_made_in_a_process_of_its_own_and_results_keep_their_order(
     assert [int(values.sum()) for _, values in results] == [0, 300_000, 600_000]
 
 
-@needs_fork
 def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here() -> None:
     seen = [1]
 
@@ -65,7 +63,6 @@ def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here
     assert seen == [1]
 
 
-@needs_fork
 @pytest.mark.parametrize("error", [ConfigurationError("no such name"), KeyError("name")])
 def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
     with pytest.raises(type(error), match="name") as raised:
@@ -73,7 +70,6 @@ def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
     assert "in failing" in raised.value.__notes__[0]
 
 
-@needs_fork
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -88,7 +84,6 @@ def test_what_cannot_be_handed_over_is_told(call: Callable[[], Any], told: str) 
         call_at_once([lambda: 1, call])
 
 
-@needs_fork
 def test_a_killed_process_is_noticed_though_one_of_its_own_holds_its_connections() -> None:
     reading, writing = os.pipe()
 
@@ -105,13 +100,11 @@ def test_a_killed_process_is_noticed_though_one_of_its_own_holds_its_connections
     os.close(writing)
 
 
-@needs_fork
 def test_an_error_here_ends_the_others() -> None:
     with pytest.raises(KeyboardInterrupt):
         call_at_once([partial(failing, KeyboardInterrupt()), signal.pause])
 
 
-@needs_fork
 def test_a_process_does_not_hear_the_signal_that_stops_a_run() -> None:
     def interrupt() -> str:
         os.kill(os.getpid(), signal.SIGINT)
@@ -120,7 +113,6 @@ def test_a_process_does_not_hear_the_signal_that_stops_a_run() -> None:
     assert call_at_once([lambda: "", interrupt]) == ["", "went on"]
 
 
-@needs_fork
 def test_a_process_prints_past_who_draws_the_terminal_and_logs_nothing(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +128,6 @@ def test_a_process_prints_past_who_draws_the_terminal_and_logs_nothing(
     assert drawn.getvalue() == ""
 
 
-@needs_fork
 def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, calls = os.fork, []
 
@@ -151,7 +142,6 @@ def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatc
         call_at_once([lambda: 1, signal.pause, signal.pause])
 
 
-@needs_fork
 @pytest.mark.parametrize("value", [None, "true"])
 def test_tokenizers_use_no_threads_in_a_process(
     monkeypatch: pytest.MonkeyPatch, value: str | None
@@ -166,7 +156,6 @@ def test_tokenizers_use_no_threads_in_a_process(
     assert os.environ.get(name) == value
 
 
-@needs_fork
 def test_each_process_has_one_thread_and_the_others_come_back() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -177,7 +166,6 @@ def test_each_process_has_one_thread_and_the_others_come_back() -> None:
         torch.set_num_threads(before)
 
 
-@needs_fork
 def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -199,7 +187,6 @@ def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
         torch.set_num_threads(before)
 
 
-@needs_fork
 def test_a_stream_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
@@ -207,7 +194,6 @@ def test_a_stream_that_cannot_be_written_ends_nothing(monkeypatch: pytest.Monkey
     assert call_at_once([lambda: 1, lambda: 2]) == [1, 2]
 
 
-@needs_fork
 def test_streams_that_were_closed_are_left_closed() -> None:
     script = (
         "import sys; from nip_astra.utils.forked import call_at_once;"
@@ -224,7 +210,6 @@ def test_streams_that_were_closed_are_left_closed() -> None:
     assert done.stderr.endswith("[1, None]")
 
 
-@needs_fork
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_ends_with_the_first_however_that_ends(
     sent: signal.Signals,
@@ -243,7 +228,6 @@ def test_a_process_ends_with_the_first_however_that_ends(
         assert first.communicate(timeout=60)[0] == ""
 
 
-@needs_fork
 def test_the_number_of_processes_holds_within_its_block() -> None:
     assert get_num_processes() == 1
     with using_processes(3):

@@ -14,9 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nip_astra.errors import ConfigurationError, SandboxUnavailableError, TaskError
-from nip_astra.language_models.base import SamplingOptions
+from nip_astra.language_models.base import SamplingOptions, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.tokens import TokenCount
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
 from nip_astra.scenario_base.conversation.tokens import ChatFormat

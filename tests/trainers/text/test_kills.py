@@ -16,7 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatOutcome, ChatRequest, LimitParameters
 from nip_astra.language_models.services.fine_tuning import FineTuningJob
 from nip_astra.language_models.services.retrying import ResponseCache, UsageLog, with_retries
-from nip_astra.samplers.answer_journal import AnswerJournal
+from nip_astra.samplers.text_rollouts import AnswerJournal
 from nip_astra.scenario_base.text.models import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers import rl_pure_text_base
@@ -154,31 +154,34 @@ def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
 
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
-    """Counts requests to the service; nothing waits for a disk or a job."""
+    """Counts requests to the service, and stages; nothing waits for a disk or a job."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(rl_pure_text_base, "FIRST_LOOK", 0.0)
-    return Fate()
+    fate = Fate()
+    watch(fate, monkeypatch, PureTextRlTrainer, "_run_stage")
+    watch(fate, monkeypatch, PureTextRlTrainer, "_save_checkpoint")
+    return fate
+
+
+def watch(fate: Fate, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
+    """Count the calls of a method as well."""
+    call = getattr(owner, method)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        fate.note()
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, watched)
 
 
 @pytest.fixture
 def _all_that_is_kept(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what is done with answers too, and stages."""
-
-    def watch(owner: Any, method: str) -> None:
-        call = getattr(owner, method)
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            fate.note()
-            return call(*args, **kwargs)
-
-        monkeypatch.setattr(owner, method, watched)
-
-    watch(AnswerJournal, "put")
-    watch(ResponseCache, "remember")
-    watch(UsageLog, "release")
-    watch(PureTextRlTrainer, "_run_stage")
-    watch(PureTextRlTrainer, "_save_checkpoint")
-    watch(PureTextSharedModelGroup, "switch_to_next_model")
+    """Count what is done with answers too."""
+    for owner, method in (
+        *((AnswerJournal, "put"), (ResponseCache, "remember"), (UsageLog, "release")),
+        (PureTextSharedModelGroup, "switch_to_next_model"),
+    ):
+        watch(fate, monkeypatch, owner, method)
 
 
 def _check_all_ends(trainer: str, fate: Fate, folder: Path) -> int:
@@ -201,11 +204,14 @@ def _check_all_ends(trainer: str, fate: Fate, folder: Path) -> int:
     return num_operations
 
 
-def test_a_run_that_ends_after_any_request_goes_on_and_repeats_none(
+def test_a_run_that_ends_at_any_stage_or_request_goes_on_and_repeats_none(
     fate: Fate, tmp_path: Path
 ) -> None:
-    """The service has answered, and nothing is known of it here: the worst moment."""
-    assert _check_all_ends("pure_text_ei", fate, tmp_path) >= 20
+    """The service has answered, and nothing is known of it here: the worst moment.
+
+    Also before a stage, and after it, before it is saved.
+    """
+    assert _check_all_ends("pure_text_ei", fate, tmp_path) >= 40
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.nn import Module
 
 from nip_astra.errors import (
     CheckpointError,
@@ -19,13 +20,17 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import _write_report
-from nip_astra.samplers import answer_journal
+from nip_astra.samplers import text_rollouts
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.rl_pure_text_base import STAGES, PureTextRlTrainer, Stage
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.utils.nested_array_dict import NestedArrayDict
+from tests.kit import actors_here
+from tests.kit.experiments import metrics_of, run_in
+from tests.kit.resuming import short_experiment
 from tests.kit.text_games import (
     CLAIMS,
     FakeFineTuning,
@@ -57,11 +62,19 @@ def _build(folder: Path, **options: Any) -> TextParts:
     return build_text_parts(folder / "prompts", honest, **options)
 
 
-def test_a_run_tests_learns_and_tests_again(tmp_path: Path) -> None:
+def test_a_run_tests_learns_and_tests_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts: list[str] = []
+    monkeypatch.setattr(
+        LocalTracker, "log_artifact", lambda *_, **given: artifacts.append(given["type"])
+    )
     directory = _directory(tmp_path)
     parts = _build(tmp_path)
     trainer = build_text_trainer(parts, directory)
+    directory.write_yaml("hyper_parameters.yaml", trainer.hyper_params.to_dict())
     trainer.train()
+    assert sorted(artifacts) == ["checkpoint", "model", "rollouts"]
     results = directory.read_json("results.json")
     assert results == json.loads(json.dumps(trainer.results))
     assert results["after"]["mean_accuracy"] == 1.0
@@ -74,17 +87,12 @@ def test_a_run_tests_learns_and_tests_again(tmp_path: Path) -> None:
     # Two samplings of six and two tests of eight, of two turns each.
     assert results["training"]["num_requests"] == parts.num_requests == 56
     assert results["training"]["prompt_tokens"] == 560
-    lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").open()]
-    assert lines[-1]["test_mean_accuracy"] == 1.0
+    rows = metrics_of(directory.path)
+    assert rows[-1]["test_mean_accuracy"] == 1.0
     assert {"accuracy_where_level_1", "verifier/mean_episode_reward", "cost/num_requests"} <= set(
-        lines[0]
+        rows[0]
     )
-
-
-def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
-    trainer = build_text_trainer(_build(tmp_path), directory)
-    trainer.train()
+    # What was played is kept with prompts and transcripts, which the report shows.
     folders = sorted(path.name for path in directory.rollouts_dir.iterdir() if path.is_dir())
     assert folders == ["test_0000", "test_0001", "train_0000", "train_0001"]
     folder = directory.rollouts_dir / "train_0001"
@@ -94,15 +102,10 @@ def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) ->
     assert [one["datapoint_id"] for one in told] == rollouts["datapoint_id"].tolist()
     assert told[0]["turns"][0]["messages"] == {"main": told[0]["turns"][0]["raw_message"]}
     assert "You are Prover" in rollouts["agents", "prompt"][0, 0, 0]
-
-
-def test_a_run_hands_its_models_and_checkpoints_to_the_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(LocalTracker, "log_artifact", lambda *_, **had: told.append(had["type"]))
-    build_text_trainer(_build(tmp_path), _directory(tmp_path)).train()
-    assert sorted(told) == ["checkpoint", "model", "rollouts"]
+    _write_report(directory)
+    page = (directory.path / "report.html").read_text(encoding="utf-8")
+    (tested, *_) = json.loads((folder.parent / "test_0000" / "transcripts.json").read_text())
+    assert all(one in page for one in (tested["turns"][0]["raw_message"], "accepts", "claim"))
 
 
 def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
@@ -264,38 +267,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return _final(trainer), _rollouts(directory), parts.num_requests
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("number", range(15))
-def test_a_run_that_is_killed_at_any_stage_ends_as_if_it_was_not(
-    number: int, when: str, unbroken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = _directory(tmp_path)
-    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
-    trainer = build_text_trainer(parts, directory)
-    run_stage, seen = trainer._run_stage, []
-
-    def run_and_die(stage: Stage, *args: Any, **kwargs: Any) -> None:
-        seen.append(stage)
-        if len(seen) == number + 1 and when == "before":
-            raise Killed
-        run_stage(stage, *args, **kwargs)
-        if len(seen) == number + 1:
-            # The stage is done, and the state has not been saved.
-            raise Killed
-
-    monkeypatch.setattr(trainer, "_run_stage", run_and_die)
-    with pytest.raises(Killed):
-        trainer.train()
-    assert seen[-1] == STAGES[number % 5]
-    ended = _continue(tmp_path, directory, parts)
-    final, rollouts, num_requests = unbroken
-    assert _final(ended) == final
-    assert _rollouts(directory) == rollouts
-    assert parts.num_requests == num_requests, "no completion was asked for twice"
-    keys = [key for key, *_ in parts.service.submitted]
-    assert len(keys) == len(set(keys)) == 4, "no job was submitted twice"
-
-
 class DyingJobs(FakeFineTuning):
     """The first jobs of agents end without a model; the others succeed."""
 
@@ -431,7 +402,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         if what == "answers.jsonl":
-            patch.setattr(answer_journal, "_append", full)
+            patch.setattr(text_rollouts, "_append", full)
         else:
             patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
@@ -443,17 +414,17 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal = answer_journal.AnswerJournal(path)
-    journal.put("one", answer_journal.StoredResponses(("a",), (False,), ("",)))
+    journal = text_rollouts.AnswerJournal(path)
+    journal.put("one", text_rollouts.StoredResponses(("a",), (False,), ("",)))
     # As a full disk does, the limit lets a part of a line through.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         with pytest.raises(RunDirectoryError):
-            journal.put("two", answer_journal.StoredResponses(("b" * 99,), (False,), ("",)))
+            journal.put("two", text_rollouts.StoredResponses(("b" * 99,), (False,), ("",)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    journal.put("three", answer_journal.StoredResponses(("c",), (False,), ("",)))
-    again = answer_journal.AnswerJournal(path)
+    journal.put("three", text_rollouts.StoredResponses(("c",), (False,), ("",)))
+    again = text_rollouts.AnswerJournal(path)
     assert [again.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 
 
@@ -521,19 +492,6 @@ def test_a_dry_run_prices_the_run(tmp_path: Path) -> None:
     assert priced["num_rollouts"] == 4 * 6 + 4 * 8
 
 
-def test_the_report_shows_what_was_said(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
-    trainer = build_text_trainer(_build(tmp_path), directory)
-    directory.write_yaml("hyper_parameters.yaml", trainer.hyper_params.to_dict())
-    trainer.train()
-    _write_report(directory)
-    page = (directory.path / "report.html").read_text(encoding="utf-8")
-    (told, *_) = json.loads((directory.rollouts_dir / "test_0000" / "transcripts.json").read_text())
-    assert told["turns"][0]["raw_message"] in page
-    assert "accepts" in page
-    assert "claim" in page
-
-
 def test_the_groups_are_where_nip_has_them() -> None:
     for name in (
         "create_supervised_fine_tune_job",
@@ -546,7 +504,9 @@ def test_the_groups_are_where_nip_has_them() -> None:
         assert callable(getattr(PureTextSharedModelGroup, name))
 
 
-def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
+def test_statistics_are_those_of_a_hand_worked_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build_text_trainer(_build(tmp_path))
     trainer._prepare_groups()
     rollouts = trainer._sample_rollouts("test", 0)
@@ -567,15 +527,8 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     words = [len(text.split()) for text in texts]
     assert found[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
     assert len(CLAIMS) == 12
-
-
-def test_figures_of_tests_are_asked_for_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # A hook may lack `train`; figures of tests are asked for as such.
     asked = []
-    trainer = build_text_trainer(_build(tmp_path))
-    trainer._prepare_groups()
-    rollouts = trainer._sample_rollouts("test", 0)
 
     def statistics(self: Any, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
         asked.append(train)
@@ -586,3 +539,20 @@ def test_figures_of_tests_are_asked_for_as_such(
     monkeypatch.setattr(type(trainer), "_get_log_stats", lambda self, rollouts: {"own": 2.0})
     assert trainer.figures_of(rollouts)["own"] == 2.0
     assert asked == [False]
+
+
+def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = actors_here.install(monkeypatch)
+    cut = "secret_word.agents.default.model.num_batches=3"
+    resolved = short_experiment("pure_text_ei", tmp_path / "scenario", cut, num_iterations=2)
+    found = [
+        what_was_found(run_in(tmp_path, resolved, f"by-{count}", num_actors=count))
+        for count in (0, 2)
+    ]
+    assert found[0] == found[1]
+    assert sum(one.turn for one in made) >= 3
+    assert len(made) == 2
+    kept = [sum(isinstance(part, Module) for part in one.sender._kept) for one in made]
+    assert kept == [1, 1], "actors keep the current model and none before it"

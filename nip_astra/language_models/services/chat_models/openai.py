@@ -94,12 +94,14 @@ class OpenAIChatModel(ChatModel):
         self._own: OwnService | None = None
         self._connection: OpenAIConnection | None = None
         if parameters.service == "local":
-            weights = _find_weights(parameters.weights, scenario_dir)
+            source, file = resolve_model(parameters.weights, scenario_dir)
+            path = Path(source) / (file or "")
+            weights = str(path.resolve()) if path.exists() else source
             self._own = OwnService.shared(self.name, weights, str(device))
             # Not its address: the port changes.
             self.place = f"local service of {weights} {digest_of_files(weights)}"
         else:
-            key = read_key(parameters.api_key_variable, what=what)
+            key = read_key(parameters.api_key_variable, f"api_key_variable of {what}")
             self._connection = self._connect(parameters.base_url, key)
             self.place = self._connection.base_url
         if parameters.extra_body:
@@ -196,13 +198,6 @@ class OpenAIChatModel(ChatModel):
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return {**given, **self.parameters.extra_body}
-
-
-def _find_weights(reference: str, scenario_dir: Path | None) -> str:
-    """Return the location of weights: a hub id or an absolute path."""
-    source, file = resolve_model(reference, scenario_dir)
-    found = Path(source) / file if file else Path(source)
-    return str(found.resolve()) if found.exists() else source
 
 
 def _headers(request: ChatRequest) -> dict[str, str]:

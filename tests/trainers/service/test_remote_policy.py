@@ -18,10 +18,10 @@ from nip_astra.run import run_experiment
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine
+from tests.kit.experiments import task_trainer
 from tests.kit.resuming import SERVICE_OVERRIDES
 from tests.serve.running import POLICY, TrainingServer, training_server
 from tests.serve.test_training_protocols import iterate
-from tests.trainers.test_service_trainers import trainer_of
 
 MODEL = "task.policy.language_model"
 ADAPTER = (f"{MODEL}.lora.rank=4", f"{MODEL}.lora.alpha=32")
@@ -73,8 +73,8 @@ def test_losses_are_those_with_weights_at_hand(
     if protocol == "tinker":
         pytest.importorskip("tinker")
     common = (*adapter, *SHORT, *through(server, protocol))
-    here = trainer_of("remote_api_grpo", *common)
-    there = trainer_of("remote_api_grpo", *without_weights(tokenizer_dir), *common)
+    here = task_trainer("remote_api_grpo", *common)
+    there = task_trainer("remote_api_grpo", *without_weights(tokenizer_dir), *common)
     assert iterate(there) == pytest.approx(iterate(here), rel=1e-4, abs=1e-5)
     assert there.policy.num_parameters() == 0
     assert there.policy.context_window == here.policy.context_window
@@ -120,17 +120,17 @@ def test_a_run_without_weights_ends_with_the_trained_ones(
 def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
     given = without_weights(tokenizer_dir)
     with pytest.raises(ConfigurationError, match=r"train_service\.backend local.*'remote'"):
-        trainer_of("remote_api_grpo", *given)
+        task_trainer("remote_api_grpo", *given)
     (tokenizer_dir / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"Set language_model\.context_window"):
-        trainer_of("remote_api_grpo", *given)
+        task_trainer("remote_api_grpo", *given)
 
 
 def test_the_model_itself_refuses_to_answer_and_to_score(
     server: TrainingServer, tokenizer_dir: Path
 ) -> None:
     given = (*SHORT, *through(server, "http"), *without_weights(tokenizer_dir))
-    policy: Any = trainer_of("remote_api_grpo", *given).policy
+    policy: Any = task_trainer("remote_api_grpo", *given).policy
     one = torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(ConfigurationError, match=r"cannot score tokens.*training service"):
         policy.logprobs(one.long(), one, one.long(), one)
