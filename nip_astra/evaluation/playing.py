@@ -361,21 +361,6 @@ class _TurnsInOrder(GenerationSession):
             session.close()
 
 
-def speaker_of(
-    proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
-) -> ConversationAgent:
-    """Return an agent with the turns of attacker and reference given by a proposal.
-
-    It speaks in conversations of `num_turns` turns that do not branch.
-    """
-    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
-    # All but the sessions is the reference's, which differs from the attacker in weights alone.
-    model: Any = copy.copy(reference.language_model)
-    model.voices = voices
-    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
-    return replace(reference, language_model=model)
-
-
 def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
     return _TurnsInOrder([model.open_session() for model in voices], turns)
 
@@ -420,11 +405,19 @@ def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOpt
 
 
 def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """Return a sampler of a proposal's conversations, all of which are held in memory."""
+    """Return a sampler whose attacker has the turns of attacker and reference in a proposal.
+
+    Its conversations have `num_turns` turns, do not branch, and are all held in memory.
+    """
     reference = sampler.reference
     # An attacker without known probabilities is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else reference
-    mixed = sampler.with_attacker(speaker_of(proposal, attacker, reference, num_turns))
+    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
+    # All but the sessions is the reference's, which differs from the attacker in weights alone.
+    model: Any = copy.copy(reference.language_model)
+    model.voices = voices
+    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
+    mixed = sampler.with_attacker(replace(reference, language_model=model))
     mixed.max_cache_bytes = None
     return mixed
 
