@@ -94,8 +94,8 @@ def test_conversations_and_turns_open_and_are_filtered_by_a_click(
 
 @pytest.fixture(scope="module")
 def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    said = ["main", "adversarial_main"]
-    moves = [move("verifier", 5, messages={name: [5, 6] for name in said}, decision=2)]
+    channels = ["main", "adversarial_main"]
+    moves = [move("verifier", 5, messages={name: [5, 6] for name in channels}, decision=2)]
     rows = [
         episode(0, symbols=[1, 9, 1, 9, 3]),
         episode(1, label=0, datapoint=image(), rounds=[{"round": 0, "moves": moves}]),
@@ -209,8 +209,8 @@ def test_conversations_are_found_by_text_score_plant_and_cluster(
     assert len(browser.value(SHOWN)) == 20
     use(browser, tool, value)
     assert browser.value(SHOWN) == shown
-    told = f"{len(shown)} of 32 conversations"
-    assert browser.value("document.querySelector('.tools output').textContent") == told
+    shown_of_all = f"{len(shown)} of 32 conversations"
+    assert browser.value("document.querySelector('.tools output').textContent") == shown_of_all
     browser.click("[data-tool=reset]")
     assert len(browser.value(SHOWN)) == 32
     assert browser.complaints() == []
@@ -266,8 +266,8 @@ def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for table, rows in tables.items():
         for problem in range(10_000):
             is_right = problem % 10 > (0 if table == "evaluation" else 4)
-            said = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
-            messages = [["user", f"problem {problem}"], said]
+            answer = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
+            messages = [["user", f"problem {problem}"], answer]
             rows.append({"step": 9, "problem": problem, "reward": float(is_right),
                          "is_right": is_right, "messages": messages})  # fmt: skip
     results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 10_000}}
