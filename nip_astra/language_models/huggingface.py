@@ -60,6 +60,7 @@ from nip_astra.language_models.sampling import (
     find_banned_ids,
     find_end_ids,
 )
+from nip_astra.language_models.scoring import ScoreNeeds
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
@@ -395,12 +396,13 @@ class HuggingFaceLanguageModel(LanguageModel):
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
-        needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
+        transform = None
         if distribution is not None:
-            needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
+            transform = self.token_sampler.transform(distribution, mask_BT)
+        needs = ScoreNeeds(needs_entropy, needs_hidden, transform)
         if self._reader is not None:
             # One pass, as in every process that holds a part of the weights.
-            scores, spent = score_rows(self._reader, rows, max_batch_tokens=None, **needs)
+            scores, spent = score_rows(self._reader, rows, needs, max_batch_tokens=None)
             self.token_count.add(spent)
             return scores
         limits = row_limits(self._decoder, self.device, self.dtype)
@@ -413,15 +415,15 @@ class HuggingFaceLanguageModel(LanguageModel):
                     self._weights_for_scoring(),
                     trie,
                     rows,
+                    needs,
                     max_batch_tokens=self.max_batch_tokens,
-                    **needs,
                 )
             else:
                 with adapter_state(self.module, is_on=self.use_adapter):
                     recomputes = self.recomputes_layers
                     reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
-                    scores, spent = score_rows(reader, rows, max_batch_tokens=limit, **needs)
+                    scores, spent = score_rows(reader, rows, needs, max_batch_tokens=limit)
         self.token_count.add(spent)
         return scores
 
@@ -497,9 +499,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
             self.token_sampler.transform(SamplingDistribution(options), mask_BT),
-            top_k=options.top_k,
-            top_p=options.top_p,
-            vocab_size=int(self.module.config.vocab_size),
+            options,
+            int(self.module.config.vocab_size),
         )
 
     # ---- saving

@@ -190,18 +190,17 @@ class ConversationAgent:
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Raise `ContextLengthError` for the first prompt that exceeds the window."""
-        room = self.language_model.context_window - self.sampling.max_new_tokens
         encoded = self.conversation_format.encode_all(prompts)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
             turn = Turn(is_own=self.role == "target", ids=ids)
             num_tokens = len(self.conversation_format.context([turn]))
-            if num_tokens > room:
+            if num_tokens > self.room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(
                     f"{split} prompt {number} ({shown!r}) has {num_tokens} tokens, but the "
-                    f"{self.role}'s window of {self.language_model.context_window} leaves {room} "
-                    f"before its turn of {self.sampling.max_new_tokens}. Shorten the prompt, or "
-                    f"lower the {self.role}'s max_new_tokens."
+                    f"{self.role}'s window of {self.language_model.context_window} leaves "
+                    f"{self.room} before its turn of {self.sampling.max_new_tokens}. Shorten the "
+                    f"prompt, or lower the {self.role}'s max_new_tokens."
                 )
 
 

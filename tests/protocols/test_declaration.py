@@ -10,7 +10,6 @@ import torch
 from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.protocols.library import NipProtocol
 from nip_astra.protocols.protocol_base import (
     DeterministicSingleVerifierProtocolHandler,
     MessageRounds,
@@ -136,12 +135,6 @@ def test_no_protocol_and_an_unknown_one_are_told_with_those_that_there_are() -> 
         build_protocol_handler(hyper_params(interaction_protocol="nipp"))
 
 
-def test_without_a_section_the_parameters_are_the_defaults() -> None:
-    handler = build_protocol_handler(hyper_params(interaction_protocol="nip"))
-    assert isinstance(handler, NipProtocol)
-    assert handler.parameters == NipProtocol.Parameters()
-
-
 def test_a_protocol_of_ones_own_is_built_by_its_name() -> None:
     before = PROTOCOL_HANDLERS.snapshot()
     try:
@@ -200,8 +193,3 @@ def test_zero_knowledge_is_refused_over_several_verifiers() -> None:
     with pytest.raises(ConfigurationError) as caught:
         ZeroKnowledgeProtocol(hyper_params(), base)
     assert says(caught.value, "TwoVerifiers", "2", "protocol_common.zero_knowledge=false")
-
-
-def test_zero_knowledge_is_refused_over_itself() -> None:
-    with pytest.raises(ConfigurationError, match="ZeroKnowledgeProtocol has 2"):
-        ZeroKnowledgeProtocol(hyper_params(), build("nip", zk={}))

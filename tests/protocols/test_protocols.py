@@ -115,17 +115,6 @@ def test_the_number_of_questions_is_that_of_the_verifiers_turns(
     assert build(name, section, **common).max_verifier_questions == questions
 
 
-def test_each_protocol_reads_the_rounds_of_its_own_section() -> None:
-    for name in ("nip", "debate", "mnip", "multi_channel_test"):
-        handler = build(name, {"max_message_rounds": 6, "min_message_rounds": 3})
-        assert (handler.max_message_rounds, handler.min_message_rounds) == (6, 3)
-    defaults = {"nip": (8, 1), "debate": (8, 1), "mnip": (8, 1), "multi_channel_test": (8, 2)}
-    defaults |= {"adp": (2, 1), "merlin_arthur": (2, 1), "solo_verifier": (1, 1)}
-    for name, rounds in defaults.items():
-        handler = build(name)
-        assert (handler.max_message_rounds, handler.min_message_rounds) == rounds
-
-
 def test_verifiers_lead_and_all_others_follow() -> None:
     assert build("debate").stackelberg_sequence == (("verifier",), ("prover0", "prover1"))
     assert build("solo_verifier").stackelberg_sequence == (("verifier",),)

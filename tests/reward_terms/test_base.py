@@ -43,14 +43,11 @@ def test_values_are_float32_without_gradient() -> None:
     assert values.dtype == torch.float32
     assert not values.requires_grad
     assert values.tolist() == [1.0, 2.0]
-
-
-def test_what_is_added_is_weight_times_value() -> None:
-    assert given([1.0, -2.0], weight=-0.5).added(rollout(["a", "b"])).tolist() == [-0.5, 1.0]
-
-
-def test_a_rollout_without_nodes_is_not_asked_about() -> None:
-    assert given([1.0]).values(rollout([])).shape == (0,)
+    assert given(answer, weight=-0.5).added(rollout(["a", "b"])).tolist() == [-0.5, -1.0]
+    term = given([1.0])
+    assert term.values(rollout([])).shape == (0,)
+    term.observe(rollout(["a"]))
+    term.load_state(term.state())
 
 
 def test_another_number_of_values_is_refused() -> None:
@@ -65,17 +62,6 @@ def test_a_value_that_is_not_finite_is_refused_with_its_probe(wrong: float) -> N
     with pytest.raises(RewardTermError) as caught:
         given(answer).values(rollout(["fine", "you are silly"]))
     assert says(caught.value, "'Given'", "'you are silly'")
-
-
-def test_a_term_without_memory_has_an_empty_state() -> None:
-    term = given([1.0])
-    term.observe(rollout(["a"]))
-    assert term.state() == {}
-    term.load_state({})
-
-
-def test_a_probe_of_white_space_is_empty() -> None:
-    assert rollout(["", " \n", "a"]).is_empty.tolist() == [True, True, False]
 
 
 def test_terms_of_a_parameter_file_are_named_after_their_kind() -> None:
@@ -104,6 +90,10 @@ def test_terms_of_a_parameter_file_are_named_after_their_kind() -> None:
         ({"_type": "cosine_novelty", "reduction": "min"}, "reduction"),
         ({"_type": "cosine_novelty", "embedder": {"kind": "encoder"}}, "needs a model"),
         ({"_type": "gibberish_penalty"}, "threshold"),
+        ({"_type": "failure_rarity", "similarity": 0.0}, "similarity"),
+        ({"_type": "failure_rarity", "min_score": None}, "min_score"),
+        ({"_type": "failure_rarity", "shape": "linear"}, "shape"),
+        ({"_type": "failure_sharing", "min_score": 2}, "min_score"),
         ({"_type": "entropy_bonus", "weight": float("nan")}, "weight"),
         ({"_type": "scorer_term", "scorer": {"_type": "clasifier"}}, "'classifier'"),
     ],

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.errors import ParameterError
 from nip_astra.reward_terms import novelty
-from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from tests.reward_terms.rollouts import rollout, term_of
 
 CAT, DOG, RAIN = "do you like my cat today ?", "do you like my dog today ?", "it rains on mondays ."
@@ -61,22 +60,6 @@ def test_the_inverse_root_by_hand() -> None:
     assert values.tolist() == pytest.approx([1 / 2, 1 / math.sqrt(2), 1.0])
 
 
-def test_failures_that_are_all_of_a_kind_have_no_rarity() -> None:
-    term = rarity()
-    term.observe(failing([CAT] * 7))
-    assert term.values(failing([CAT, DOG])).tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
-
-
-def test_a_larger_similarity_makes_smaller_kinds_down_to_one_spelling() -> None:
-    said = [CAT, DOG, DOG]
-    values = []
-    for similarity in (0.5, 0.95, 1.0):
-        term = rarity(similarity=similarity, shape="inverse_root")
-        term.observe(failing(said))
-        values.append(term.values(failing([CAT])).item())
-    assert values == pytest.approx([0.5, 1 / math.sqrt(2), 1 / math.sqrt(2)])
-
-
 def test_rounding_tells_no_probe_from_itself() -> None:
     said = list(dict.fromkeys(talk(60, seed=0)))
     term = rarity(similarity=1.0, shape="inverse_root")
@@ -90,13 +73,6 @@ def test_what_does_not_fail_earns_nothing_unless_told_otherwise() -> None:
     assert rarity(scaled_by_score=False).added(nodes).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_failure_outranks_what_did_not_fail_whatever_the_weight() -> None:
-    term = rarity(weight=50.0)
-    term.observe(failing([CAT] * 5))
-    added = term.added(failing([CAT, "never said"], [1.0, 0.0]))
-    assert added[0] >= added[1] == 0.0
-
-
 def test_values_do_not_depend_on_what_shares_the_rollout(shape: str) -> None:
     term = rarity(shape=shape)
     for seed in range(3):
@@ -108,12 +84,6 @@ def test_values_do_not_depend_on_what_shares_the_rollout(shape: str) -> None:
     assert together.tolist() == pytest.approx(alone, abs=1e-6)
     assert torch.allclose(turned.flip(0), together, atol=1e-6)
     assert ((together >= 0) & (together <= 1)).all()
-
-
-def test_kinds_not_found_for_the_longest_time_are_forgotten() -> None:
-    term = rarity(max_history=1)
-    term.observe(failing([CAT, CAT, RAIN]))
-    assert term.values(failing([CAT, RAIN])).tolist() == pytest.approx([1.0, 0.0])
 
 
 def test_a_term_that_is_saved_and_loaded_goes_on_bit_for_bit(shape: str, tmp_path: Path) -> None:
@@ -133,14 +103,6 @@ def test_a_term_that_is_saved_and_loaded_goes_on_bit_for_bit(shape: str, tmp_pat
     assert torch.equal(first.pop("vectors"), second.pop("vectors"))
     assert first == second
     assert len(first["probes"]) == 30
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"similarity": 0.0}, {"similarity": 1.5}, {"min_score": None}, {"shape": "linear"}]
-)
-def test_wrong_parameters_are_told(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ParameterError, match=next(iter(wrong))):
-        REWARD_TERMS.get("failure_rarity").Parameters.from_dict(wrong)
 
 
 def sharing(**options: object) -> RewardTerm:
@@ -173,29 +135,8 @@ def test_rollouts_without_failures_or_text_are_defined() -> None:
     assert sharing().values(failing([])).tolist() == []
 
 
-def test_it_evens_out_two_kinds() -> None:
-    many_and_few = sharing().values(failing([CAT] * 9 + [RAIN] * 3))
-    assert float(many_and_few[-1]) > float(many_and_few[0]) > 0
-    even = sharing().values(failing([CAT] * 6 + [RAIN] * 6))
-    assert even.tolist() == pytest.approx([float(even[0])] * 12)
-
-
-def test_nothing_is_remembered() -> None:
-    term = sharing()
-    before = term.values(failing([CAT, RAIN]))
-    term.observe(failing([CAT] * 50))
-    assert torch.equal(term.values(failing([CAT, RAIN])), before)
-    assert term.state() == {}
-
-
 def test_parts_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = failing([CAT, DOG, RAIN, "hello", "", CAT, "my aunt sings"], [1, 0, 1, 1, 1, 1, 0.7])
     whole = sharing().values(nodes)
     monkeypatch.setattr(novelty, "PART_SIZE", 2)
     assert torch.equal(sharing().values(nodes), whole)
-
-
-@pytest.mark.parametrize("options", [{"similarity": 0.0}, {"min_score": 2}, {"shape": "log"}])
-def test_wrong_parameters_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ParameterError, match=next(iter(options))):
-        sharing(**options)

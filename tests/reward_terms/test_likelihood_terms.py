@@ -31,23 +31,12 @@ def test_the_entropy_bonus_estimates_the_entropy_of_what_samples() -> None:
     assert found == pytest.approx(entropy, abs=0.01)
 
 
-def test_a_probe_without_text_earns_no_entropy_however_unlikely_its_end_was() -> None:
-    nodes = rollout(["", "a"], logprobs_NT=torch.full((2, 1), -9.0))
-    assert term_of("entropy_bonus").values(nodes).tolist() == [0.0, 9.0]
-
-
 def test_the_penalty_is_what_the_reference_is_surprised_beyond_the_threshold() -> None:
     nodes = rollout(["a b", "c", "d"], reference_NT=LOGPROBS, mask_NT=MASK)
     values = term_of("gibberish_penalty", threshold=2.5).values(nodes)
     assert values.tolist() == [-0.5, 0.0, 0.0]
     assert term_of("gibberish_penalty", threshold=0.0).values(nodes).tolist() == [-3.0, -1.0, 0.0]
     assert term_of("gibberish_penalty", threshold=3.0).values(nodes).tolist() == [0.0] * 3
-
-
-def test_each_term_reads_its_own_model() -> None:
-    nodes = rollout(["a"], logprobs_NT=torch.tensor([[-1.0]]), reference_NT=torch.tensor([[-7.0]]))
-    assert term_of("entropy_bonus").values(nodes).item() == 1.0
-    assert term_of("gibberish_penalty", threshold=1.0).values(nodes).item() == -6.0
 
 
 @pytest.mark.parametrize("name", ["entropy_bonus", "gibberish_penalty"])

@@ -14,9 +14,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 from tests.kit.toy_protocol_scenario import (
     ToyProtocolScenario,
-    merged,
     toy_hyper_params,
-    toy_instance,
 )
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
@@ -53,10 +51,3 @@ def test_labels_that_are_not_two_are_refused() -> None:
 
     with pytest.raises(DataError, match=r"`y` of the train dataset must be 0 or 1"):
         _build(ThreeLabels)
-
-
-def test_parameters_of_an_agent_that_nobody_plays_are_refused() -> None:
-    agents = merged({"default": {}}, {"verifyer": {"d_hidden": 4}})
-    hyper_params = toy_hyper_params(toy_protocol={"agents": agents})
-    with pytest.raises(ConfigurationError, match=r"'verifyer'.*Did you mean 'verifier'"):
-        toy_instance(hyper_params)

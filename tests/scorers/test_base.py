@@ -59,17 +59,14 @@ def test_scores_are_float32_in_the_order_of_the_texts() -> None:
 
 
 def test_each_distinct_text_is_rated_once() -> None:
-    scorer = FakeScorer(by_length)
-    scorer.score(["a", "b", "a"])
-    assert scorer.score(["b", "c"]).tolist() == pytest.approx([0.1, 0.1])
-    scorer.score(["c", "a"])
-    assert scorer.asked == [["a", "b"], ["c"]]
-
-
-def test_no_texts_give_no_scores() -> None:
-    scorer = FakeScorer(by_length)
+    scorer = FakeScorer(lambda texts: [None if text == "b" else 0.1 for text in texts])
     assert scorer.score([]).shape == (0,)
-    assert scorer.asked == []
+    scorer.score(["a", "b", "a"])
+    scorer.rate([Exchange("a", (Message("user", "hello"),), "user")])
+    ratings = scorer.rate([Exchange("b"), Exchange("c")])
+    assert isnan(ratings.scores_N) == [True, False]
+    assert not ratings.is_error_N.any()
+    assert scorer.asked == [["a", "b"], ["c"]]
 
 
 def test_tensors_and_numbers_of_any_kind_are_taken() -> None:
@@ -112,42 +109,6 @@ def test_the_wrong_number_of_scores_is_told(count: int) -> None:
     assert says(caught.value, f"{count} score", "2 texts")
 
 
-def test_an_error_of_ours_keeps_its_type() -> None:
-    def fail(texts: Sequence[str]) -> list[float]:
-        raise ModelLoadError("no model")
-
-    with pytest.raises(ModelLoadError, match="no model"):
-        FakeScorer(fail).score(["a"])
-
-
-def test_what_failed_is_not_remembered() -> None:
-    answers = iter([[math.nan], [0.25]])
-    scorer = FakeScorer(lambda texts: next(answers))
-    with pytest.raises(ScorerError):
-        scorer.score(["a"])
-    assert scorer.score(["a"]).tolist() == [0.25]
-
-
-def test_none_is_a_text_without_a_verdict_and_no_error() -> None:
-    ratings = FakeScorer(lambda texts: [None, 0.25]).rate([Exchange("a"), Exchange("b")])
-    assert isnan(ratings.scores_N) == [True, False]
-    assert ratings.scores_N.dtype == torch.float32
-    assert ratings.is_error_N.tolist() == [False, False]
-
-
-def test_a_text_without_a_verdict_is_asked_once() -> None:
-    scorer = FakeScorer(lambda texts: [None] * len(texts))
-    assert isnan(scorer.score(["a", "a"])) == [True, True]
-    assert isnan(scorer.score(["a"])) == [True]
-    assert scorer.asked == [["a"]]
-
-
-def test_a_scorer_of_texts_knows_a_text_wherever_it_stands() -> None:
-    scorer = FakeScorer(by_length)
-    scorer.rate([Exchange("a"), Exchange("a", (Message("user", "hello"),), "user")])
-    assert scorer.asked == [["a"]]
-
-
 def test_a_scorer_of_conversations_tells_them_apart_by_history_and_role() -> None:
     scorer = FakeReader(lambda texts: [len(text) / 100 for text in texts])
     short = Exchange("a", (Message("user", "hello"),))
@@ -157,11 +118,6 @@ def test_a_scorer_of_conversations_tells_them_apart_by_history_and_role() -> Non
     assert scorer.read == [short, long, Exchange("a", (), "user"), Exchange("a")]
     scorer.rate([long])
     assert len(scorer.asked) == 1
-
-
-def test_a_conversation_ends_with_the_text() -> None:
-    exchange = Exchange("fine", (Message("user", "how are you"),))
-    assert exchange.conversation == (("user", "how are you"), ("assistant", "fine"))
 
 
 def fails_on(*bad: str) -> Callable[[Sequence[str]], list[float]]:
@@ -197,36 +153,33 @@ def test_what_was_skipped_is_asked_again_and_the_rest_is_not() -> None:
     assert scorer.asked[-1] == ["b"]
 
 
-def test_one_text_that_fails_is_not_tried_twice_in_a_call() -> None:
-    scorer = FakeScorer(fails_on("b"), on_failure="skip")
-    assert scorer.rate([Exchange("b")]).is_error_N.tolist() == [True]
-    assert scorer.asked == [["b"]]
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf, -0.01, 1.01])
-def test_what_is_no_score_is_tried_alone_and_then_an_error(score: float) -> None:
-    scorer = FakeScorer(
-        lambda texts: [score if text == "b" else 0.5 for text in texts], on_failure="skip"
-    )
+@pytest.mark.parametrize(
+    ("answers", "scores", "asked"),
+    [
+        ([[0.5, math.nan], [0.25]], [0.5, 0.25], [["a", "b"], ["b"]]),
+        ([[0.5, math.nan], [math.inf]], [0.5, None], [["a", "b"], ["b"]]),
+        ([[0.5, -0.01], [1.01]], [0.5, None], [["a", "b"], ["b"]]),
+        ([[0.5], [0.25], [0.75]], [0.25, 0.75], [["a", "b"], ["a"], ["b"]]),
+    ],
+)
+def test_a_failed_text_is_tried_alone_and_then_an_error(
+    answers: list[list[float]], scores: list[float | None], asked: list[list[str]]
+) -> None:
+    given = iter(answers)
+    scorer = FakeScorer(lambda texts: next(given), on_failure="skip")
     ratings = scorer.rate([Exchange("a"), Exchange("b")])
-    assert ratings.is_error_N.tolist() == [False, True]
-    assert isnan(ratings.scores_N) == [False, True]
-    assert scorer.asked == [["a", "b"], ["b"]]
+    assert ratings.scores_N.nan_to_num(-1).tolist() == [-1 if x is None else x for x in scores]
+    assert ratings.is_error_N.tolist() == [x is None for x in scores]
+    assert scorer.asked == asked
 
 
-def test_a_score_that_comes_right_alone_counts() -> None:
-    answers = iter([[0.5, math.nan], [0.25]])
-    scorer = FakeScorer(lambda texts: next(answers), on_failure="skip")
-    ratings = scorer.rate([Exchange("a"), Exchange("b")])
-    assert ratings.scores_N.tolist() == [0.5, 0.25]
-    assert not ratings.is_error_N.any()
+@pytest.mark.parametrize("on_failure", ["stop", "skip"])
+def test_a_wrong_configuration_is_never_skipped(on_failure: str) -> None:
+    def fail(texts: Sequence[str]) -> list[float]:
+        raise ModelLoadError("no model")
 
-
-def test_the_wrong_number_of_scores_is_a_failed_call() -> None:
-    scorer = FakeScorer(lambda texts: [0.5], on_failure="skip")
-    ratings = scorer.rate([Exchange("a"), Exchange("b")])
-    assert ratings.scores_N.tolist() == [0.5, 0.5]
-    assert scorer.asked == [["a", "b"], ["a"], ["b"]]
+    with pytest.raises(ModelLoadError, match="no model"):
+        FakeScorer(fail, on_failure=on_failure).score(["a", "b"])
 
 
 def test_a_text_that_failed_for_good_is_not_tried_again() -> None:
@@ -236,14 +189,6 @@ def test_a_text_that_failed_for_good_is_not_tried_again() -> None:
     assert len(scorer.asked) == 1
     with pytest.raises(ScorerError, match="refused three times"):
         FakeScorer(lambda texts: [0.5, error]).score(["a", "b"])
-
-
-def test_a_wrong_configuration_is_never_skipped() -> None:
-    def fail(texts: Sequence[str]) -> list[float]:
-        raise ModelLoadError("no model")
-
-    with pytest.raises(ModelLoadError, match="no model"):
-        FakeScorer(fail, on_failure="skip").score(["a", "b"])
 
 
 def test_a_scorer_that_rates_nothing_is_told() -> None:

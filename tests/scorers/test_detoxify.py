@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
 from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.detoxify import DetoxifyScorer
+from tests.kit.messages import says
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "you", "are", "silly", "good"]
 NAMES = ["toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate"]
@@ -106,19 +107,9 @@ def test_batches_and_padding_change_no_score(folder: Path, batch_size: int) -> N
     assert torch.allclose(build(folder, batch_size=batch_size).score(TEXTS), whole, atol=1e-6)
 
 
-def test_a_single_text_has_a_score(folder: Path) -> None:
-    assert build(folder).score(["good"]).shape == (1,)
-
-
 def test_a_text_longer_than_the_window_is_cut(folder: Path) -> None:
     scores = build(folder).score(["silly " * 24, "silly " * 90])
     assert scores[0] == scores[1]
-
-
-def test_it_is_not_trained(folder: Path) -> None:
-    scorer = build(folder)
-    assert not scorer.score(TEXTS).requires_grad
-    assert not any(p.requires_grad for p in scorer._model.parameters())
 
 
 def test_the_registry_builds_it_from_a_scenario(folder: Path) -> None:
@@ -134,21 +125,12 @@ def test_the_registry_builds_it_from_a_scenario(folder: Path) -> None:
 def test_an_unknown_category_is_told_with_the_categories(folder: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(folder, category="insul")
-    assert "none of that name. Did you mean 'insult'? Its categories: toxicity, severe_toxi" in str(
-        caught.value
-    )
+    assert says(caught.value, "category 'insul'", "'insult'?", "severe_toxicity")
 
 
 def test_a_missing_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError) as caught:
+    with pytest.raises(ModelLoadError, match="No such file or directory"):
         build(folder, checkpoint=str(tmp_path / "none.ckpt"))
-    assert "could not be loaded: [Errno 2] No such file or directory" in str(caught.value)
-    assert "Give a checkpoint as detoxify publishes them, with 'config' and 'state_dict'" in str(
-        caught.value
-    )
-
-
-def test_a_file_that_is_no_checkpoint_of_detoxify_is_told(folder: Path, tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     with pytest.raises(ModelLoadError, match="could not be loaded: it has no 'config'"):
         build(folder, checkpoint=str(tmp_path / "other.ckpt"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import torch
 from nip_astra.errors import (
     BudgetExhaustedError,
     ConfigurationError,
-    ParameterError,
     ScorerError,
 )
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.scorers.base import Exchange, Message, build_scorer
+from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
@@ -97,14 +95,6 @@ def test_it_is_asked_for_the_conversation_as_material_with_the_rubric() -> None:
     assert form["json_schema"]["schema"]["required"] == ["reason", "rating"]
 
 
-def test_each_conversation_is_asked_once() -> None:
-    with chat_stub(lambda body, number: rating(5)) as stub:
-        scorer = build(stub)
-        scorer.rate([Exchange("a", HISTORY), Exchange("a", HISTORY), Exchange("a")])
-        scorer.rate([Exchange("a")])
-        assert len(stub.requests) == 2
-
-
 def test_fields_can_be_left_out_and_added() -> None:
     more = {"seed": 3, "max_completion_tokens": 50}
     with chat_stub([rating(1)]) as stub:
@@ -112,9 +102,6 @@ def test_fields_can_be_left_out_and_added() -> None:
             stub, temperature=None, max_tokens=None, response_format="text", extra_body=more
         ).score(["a"])
     assert set(stub.requests[0]) == {"model", "messages", "seed", "max_completion_tokens"}
-
-
-def test_a_json_object_can_be_asked_for() -> None:
     with chat_stub([rating(1)]) as stub:
         build(stub, response_format="json_object").score(["a"])
     assert stub.requests[0]["response_format"] == {"type": "json_object"}
@@ -180,40 +167,6 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
     assert ratings.scores_N[0].item() == 0.5
 
 
-def test_a_judge_that_answers_late_is_given_up() -> None:
-    never = threading.Event()
-    with chat_stub([Reply(waits_for=never)]) as stub:
-        with pytest.raises(ScorerError, match=r"0\.05 s"):
-            build(stub, timeout=0.05, num_retries=0).score(["a"])
-        never.set()
-
-
-def test_several_are_asked_at_once_and_no_more_than_that() -> None:
-    both = threading.Barrier(2, timeout=20)
-
-    def answer(body: dict[str, Any], number: int) -> Reply:
-        both.wait()  # breaks unless two requests are under way
-        return rating(5)
-
-    with chat_stub(answer) as stub:
-        assert build(stub, concurrency=2).score(list("abcd")).tolist() == [0.5] * 4
-    most, now, lock = 0, 0, threading.Lock()
-
-    def count(body: dict[str, Any], number: int) -> Reply:
-        nonlocal most, now
-        with lock:
-            now += 1
-            most = max(most, now)
-        reply = rating(5)
-        with lock:
-            now -= 1
-        return reply
-
-    with chat_stub(count) as stub:
-        build(stub, concurrency=1).score(list("abcd"))
-    assert most == 1
-
-
 def test_a_wrong_configuration_ends_the_call_and_is_never_skipped() -> None:
     with chat_stub(lambda body, number: Reply(401, body="who are you")) as stub:
         with pytest.raises(ConfigurationError, match=r"status 401\. Check base_url"):
@@ -237,18 +190,6 @@ def test_the_key_is_read_from_the_variable_and_written_nowhere(
     assert "my-own-key" not in caplog.text
 
 
-@pytest.mark.parametrize("value", [None, " "])
-def test_a_key_that_is_not_set_is_told_before_anything_is_asked(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
-) -> None:
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    if value is not None:
-        monkeypatch.setenv("JUDGE_KEY", value)
-    with chat_stub([]) as stub, pytest.raises(ConfigurationError) as caught:
-        build(stub, api_key_variable="JUDGE_KEY")
-    assert "'JUDGE_KEY', which is not set" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -268,24 +209,6 @@ def test_a_rating_is_found_amid_other_words(answer: str, expected: int | None) -
 def test_an_answer_without_a_rating_is_malformed(answer: str) -> None:
     with pytest.raises(MalformedAnswerError, match="has no JSON object with a rating"):
         find_rating(answer)
-
-
-def test_the_registry_builds_it_from_its_parameters(tmp_path: Path) -> None:
-    with chat_stub([rating(5)]) as stub:
-        parameters = JudgeScorer.Parameters(base_url=stub.base_url, model="m")
-        assert parameters.to_dict()["_type"] == "judge"
-        scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=tmp_path)
-        assert scorer.score(["a"]).item() == 0.5
-
-
-def test_its_parameters_are_checked() -> None:
-    with pytest.raises(ParameterError) as caught:
-        JudgeScorer.Parameters.from_dict(
-            {"base_url": "localhost", "timeout": 0, "max_rating": 0, "api_key": "x"}
-        )
-    assert {fault.path for fault in caught.value.faults} == {
-        *("base_url", "model", "timeout", "max_rating", "api_key"),
-    }
 
 
 def test_what_it_took_is_counted_and_remembered_where_a_run_says_so(tmp_path: Path) -> None:

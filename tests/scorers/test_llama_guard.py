@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
-from nip_astra.scorers.base import Exchange, Message, build_scorer
-from nip_astra.scorers.llama_guard import GuardPrompts, LlamaGuardScorer
+from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.llama_guard import LlamaGuardScorer
 from tests.kit.messages import says
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 
@@ -156,13 +156,11 @@ def test_the_prompt_holds_the_whole_conversation(guard: Path) -> None:
     assert prompts_of(scorer, Exchange("a cat", (), "user")) == (
         "<bos> User: a cat judge User: <assistant>"
     )
-
-
-def test_what_one_side_says_twice_in_a_row_is_one_turn(guard: Path) -> None:
     twice = (Message("user", "hello"), Message("user", "you"))
-    assert prompts_of(scorer_of(guard), Exchange("fine", twice)) == (
+    assert prompts_of(scorer, Exchange("fine", twice)) == (
         "<bos> User: hello you Agent: fine judge Agent: <assistant>"
     )
+    assert "Agent:" in prompts_of(scorer, Exchange(""))
 
 
 def test_the_oldest_turns_are_left_out_where_the_window_is_too_short(guard: Path) -> None:
@@ -204,33 +202,27 @@ def test_a_template_whose_turns_are_lists_of_parts_gives_the_same_prompt(
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "error", "reason"),
     [
-        ("<bos> judge", "prompt"),
-        ("{{ raise_exception('never') }}", "TemplateError: never"),
+        ("<bos> judge", ConfigurationError, "prompt"),
+        ("{{ raise_exception('never') }}", ConfigurationError, "TemplateError: never"),
+        (None, ModelLoadError, "chat template"),
     ],
 )
 def test_a_template_that_takes_no_conversation_is_told(
-    guard: Path, tmp_path: Path, template: str, reason: str
+    guard: Path, tmp_path: Path, template: str | None, error: type[Exception], reason: str
 ) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(error) as caught:
         scorer_of(with_template(guard, tmp_path / "m", template))
     assert says(caught.value, "chat template", reason)
 
 
-def test_a_model_without_a_template_is_told(guard: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="chat template"):
-        scorer_of(with_template(guard, tmp_path / "m", None))
-
-
-def test_answers_that_begin_alike_are_told(guard: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'safe'"):
-        scorer_of(guard, unsafe_answer="safe")
-
-
-def test_an_answer_that_the_model_cannot_say_is_told(guard: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'Yes'"):
-        scorer_of(guard, unsafe_answer="Yes")
+@pytest.mark.parametrize("unsafe_answer", ["safe", "Yes"])
+def test_answers_that_begin_alike_or_cannot_be_said_are_told(
+    guard: Path, unsafe_answer: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{unsafe_answer}'"):
+        scorer_of(guard, unsafe_answer=unsafe_answer)
 
 
 def test_answers_of_several_tokens_go_by_their_first(guard: Path) -> None:
@@ -247,11 +239,6 @@ def test_answers_of_several_tokens_go_by_their_first(guard: Path) -> None:
     assert scorer._answer_ids("unsafe") == [7, 9]
 
 
-def test_a_missing_model_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="does not exist"):
-        scorer_of(tmp_path / "none")
-
-
 def test_a_model_that_lacks_weights_is_told(guard: Path, tmp_path: Path) -> None:
     folder = with_config(guard, tmp_path / "m", num_hidden_layers=3)
     with pytest.raises(ModelLoadError) as caught:
@@ -263,16 +250,3 @@ def test_it_can_compute_in_bfloat16(guard: Path) -> None:
     scorer = scorer_of(guard, dtype="bfloat16")
     assert next(scorer._model.parameters()).dtype == torch.bfloat16
     assert torch.allclose(rated(scorer, RUDE), rated(scorer_of(guard), RUDE), atol=0.05)
-
-
-def test_the_registry_builds_it_from_its_parameters(guard: Path) -> None:
-    parameters = LlamaGuardScorer.Parameters(model="scenario://model")
-    assert parameters.to_dict()["_type"] == "llama_guard"
-    scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=guard.parent)
-    assert torch.equal(scorer.rate(RUDE).scores_N, rated(scorer_of(guard), RUDE))
-
-
-def test_an_empty_text_has_a_prompt(guard: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(guard)
-    prompts = GuardPrompts(tokenizer, model="m", preamble="hello", options={})
-    assert prompts.fit((Message("assistant", ""),), 99) is not None

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError, ParameterError
+from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.scorers import toxblock
 from nip_astra.scorers.toxblock import Category, ToxBlockModel, ToxBlockScorer
 
@@ -131,11 +131,6 @@ def test_the_last_hundred_words_are_read() -> None:
     assert silly == longer > kind
 
 
-def test_an_unknown_category_is_refused() -> None:
-    with pytest.raises(ParameterError, match="category"):
-        ToxBlockScorer.Parameters(category="rude")
-
-
 def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toxblock.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(MissingDependencyError) as caught:
@@ -159,11 +154,3 @@ def test_a_file_that_is_no_encoder_is_told_and_runs_nothing(
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
     assert str(tmp_path) in str(caught.value)
     assert "pip install --no-deps tox-block==0.1.2" in str(caught.value)
-
-
-def test_a_folder_without_the_files_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(toxblock, "_find_folder", lambda: tmp_path)
-    with pytest.raises(ModelLoadError, match="not enough values"):
-        ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))

@@ -35,7 +35,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions, TokenRows
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
-from nip_astra.language_models.services.http_client import check_address
+from nip_astra.language_models.services.http_client import check_address, read_key
 from nip_astra.language_models.services.training import (
     LogprobLeaves,
     Loss,
@@ -95,7 +95,9 @@ class TinkerTrainingService(TrainingService):
                 "adamw."
             )
         os.environ.setdefault("TINKER_TELEMETRY", "0")
-        key = _key(options.token_variable)
+        key = read_key(options.token_variable, "train_service.token_variable")
+        if key is None and not read_variable("TINKER_API_KEY"):
+            key = DEFAULT_KEY
         self._await_service()
         self._client = self._call(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
@@ -370,18 +372,6 @@ def _fault_of(url: str) -> str | None:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return str(error) or type(error).__name__
     return f"status {status}" if status >= 500 else None
-
-
-def _key(token_variable: str | None) -> str | None:
-    if token_variable is None:
-        return None if read_variable("TINKER_API_KEY") else DEFAULT_KEY
-    key = read_variable(token_variable) or ""
-    if not key:
-        raise ConfigurationError(
-            f"train_service.token_variable names {token_variable}, which is not set or empty. Set "
-            "it to the API key."
-        )
-    return key
 
 
 def _finish(client: Any) -> None:

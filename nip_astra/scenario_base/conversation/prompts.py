@@ -46,14 +46,20 @@ def read_prompts(
         If a data set is requested and the package datasets is not installed.
     """
     dataset = _as_dataset(reference, scenario_dir)
+    rows: Iterable[tuple[str, Any]]
     if dataset is not None:
-        rows, place = _rows_of_dataset(*dataset), f"the data set {reference!r}"
-    elif Path(reference).suffix == _PARQUET:
-        path = Path(resolve_reference(reference, scenario_dir))
-        rows, place = _rows_of_parquet(path, reference), f"the prompt file {path}"
+        name, split = dataset
+        place = f"the dataset {name!r}, split {split!r},"
+        rows = _loaded(place, name, split=split)
     else:
         path = Path(resolve_reference(reference, scenario_dir))
-        rows, place = _rows_of_file(path, _read_text(path, reference)), f"the prompt file {path}"
+        place = f"the prompt file {path}"
+        if path.suffix != _PARQUET:
+            rows = _rows_of_file(path, _read_text(path, reference))
+        elif path.is_file():
+            rows = _loaded(place, "parquet", data_files=str(path), split="train")
+        else:
+            raise DataError(f"{place} does not exist. Give {_KINDS_OF_FILES}.")
     try:
         prompts = [_prompt_of(row, where, column) for where, row in rows]
     except (RecursionError, ValueError, csv.Error) as error:
@@ -184,16 +190,6 @@ def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | 
     if not is_hub_id and not (isinstance(resolved, Path) and resolved.is_dir()):
         return None
     return str(resolved), found["split"] or "train"
-
-
-def _rows_of_dataset(name: str, split: str) -> Iterable[tuple[str, Any]]:
-    return _loaded(f"the dataset {name!r}, split {split!r},", name, split=split)
-
-
-def _rows_of_parquet(path: Path, reference: str) -> Iterable[tuple[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"the prompt file {reference!r} does not exist. Give {_KINDS_OF_FILES}.")
-    return _loaded(f"the file {path}", "parquet", data_files=str(path), split="train")
 
 
 def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:

@@ -6,7 +6,7 @@ L linear symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -307,17 +307,9 @@ class CombinedAgents(nn.Module):
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
         """Return the logits of an agent's moves, with grad."""
-        if self.division is None:
-            return self[name].policy(frames)
-        agent = self[name]
-        names: list[str] = []
-
-        def compute(rows: slice) -> list[Tensor]:
-            names[:], tensors = _present(agent.policy(FrameRows(frames, rows)))
-            return tensors
-
-        tensors = self.division(compute, len(frames["round"]))
-        return PolicyOutput(**dict(zip(names, tensors, strict=True)))
+        output: PolicyOutput
+        output, _ = self._divided(lambda part: (self[name].policy(part), None), frames)
+        return output
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
@@ -333,40 +325,39 @@ class CombinedAgents(nn.Module):
 
     def values(self, name: str, frames: Observation) -> Tensor:
         """Return an agent's values, [B], with grad."""
-        agent = self[name]
-        if self.division is None:
-            return agent.value(frames)
-        (values_B,) = self.division(
-            lambda rows: [agent.value(FrameRows(frames, rows))], len(frames["round"])
-        )
+        values_B: Tensor
+        _, values_B = self._divided(lambda part: (None, self[name].value(part)), frames)
         return values_B
 
     def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
         """Return both, with grad, from one forward pass of the shared body."""
-        agent = self[name]
-        names: list[str] = []
+        return self._divided(self[name].policy_and_value, frames)
+
+    def _divided(
+        self, compute: Callable[[Observation], tuple[Any, Any]], frames: Observation
+    ) -> tuple[Any, Any]:
+        """Return a policy output and values, either may be None, as computed by all processes."""
         if self.division is None:
-            return agent.policy_and_value(frames)
+            return compute(frames)
+        names: list[str] = []
 
-        def compute(rows: slice) -> list[Tensor]:
-            output, values_B = agent.policy_and_value(FrameRows(frames, rows))
-            names[:], tensors = _present(output)
-            return [*tensors, values_B]
+        def compute_rows(rows: slice) -> list[Tensor]:
+            output, values_B = compute(FrameRows(frames, rows))
+            parts = ({} if output is None else output._asdict()) | {"values": values_B}
+            present = {name: value for name, value in parts.items() if value is not None}
+            names[:] = present
+            return list(present.values())
 
-        *logits, values_B = self.division(compute, len(frames["round"]))
-        return PolicyOutput(**dict(zip(names, logits, strict=True))), values_B
+        tensors = self.division(compute_rows, len(frames["round"]))
+        parts = dict(zip(names, tensors, strict=True))
+        values_B = parts.pop("values", None)
+        return PolicyOutput(**parts) if parts else None, values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
         """Return frames in which an agent may send or decide, bool [B]."""
         number = self.number(name)
         active_BC = frames["active_mask"][:, number]
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
-
-
-def _present(output: PolicyOutput) -> tuple[list[str], list[Tensor]]:
-    """Return names and values of the fields that are not None."""
-    parts = {name: value for name, value in output._asdict().items() if value is not None}
-    return list(parts), list(parts.values())
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:

@@ -182,7 +182,7 @@ class DatasetTask(Task):
 
     def check_lengths(self, policy: ConversationAgent) -> None:
         """Check that no prompt exceeds the policy's context window."""
-        room = policy.language_model.context_window - policy.sampling.max_new_tokens
+        room = policy.room
         for split, rows in self._rows.items():
             for row in rows:
                 # A token has at least one byte, except for those of a chat template.

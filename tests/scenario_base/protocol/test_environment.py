@@ -51,32 +51,6 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
     assert (rounds[:, 1:] == rounds[:, :-1] + 1)[~done[:, :-1]].all()
 
 
-def test_a_message_stands_in_the_history_at_its_round_and_in_its_channel() -> None:
-    game = build_game("debate", {"message_size": 2})
-    environment, agents = game.train_environment, game.combined_agents
-    assert environment is not None
-    assert agents is not None
-    frame = environment.fresh(16)
-    generator = torch.Generator().manual_seed(0)
-    for number in range(3):
-        moves = agents.act(frame, generator)
-        after = environment.advance(frame, moves).observation
-        history = after["message_history"]
-        assert (history[:, number + 1 :] == 0).all()
-        assert history[:, :number].equal(frame["message_history"][:, :number])
-        assert history[:, number].equal(after["message"])
-        active_EAC = frame["active_mask"]
-        sent_EC = active_EAC.sum(dim=1).float()
-        assert after["message"].sum(dim=(-2, -1)).equal(2 * sent_EC)
-        for agent in range(active_EAC.shape[1]):
-            for channel in range(active_EAC.shape[2]):
-                rows = active_EAC[:, agent, channel]
-                symbols = moves.message_BACP[rows, agent, channel]
-                told = after["message"][rows, channel].gather(-1, symbols[..., None])
-                assert (told == 1).all()
-        frame = after
-
-
 def test_the_number_of_frames_must_fill_the_environments() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_game("nip", rl={"frames_per_batch": 65, "steps_per_env_per_iteration": 4})

@@ -1,4 +1,4 @@
-"""Turns, visibility and rewards in words equal hand-worked tables, and the tensor game's."""
+"""Games in words have the turns, visibility and rewards of their protocols."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves
 from nip_astra.samplers.text_rollouts import TextNode
-from nip_astra.scenario_base.protocol.combined import JointMoves
 from nip_astra.scenario_base.text.game import (
     GO_ON,
     TextGame,
@@ -23,49 +22,23 @@ from nip_astra.scenario_base.text.game import (
     parse_messages,
     random_stance,
 )
-from tests.kit.protocol_games import build_game
 from tests.kit.text_games import PROMPTS, FakeChatModel, build_text_game, play
 
 SEQUENTIAL = {"max_message_rounds": 6, "sequential": True}
-TURNS: dict[str, tuple[str, dict[str, Any], list[set[str]]]] = {
-    "nip": ("nip", {"nip": {"max_message_rounds": 4}}, [{"v"}, {"p"}, {"v"}, {"p"}]),
-    "nip, prover first": (
-        "nip",
-        {"nip": {"max_message_rounds": 4}, "protocol_common": {"verifier_first": False}},
-        [{"p"}, {"v"}, {"p"}, {"v"}],
-    ),
-    "adp": ("adp", {}, [{"p"}, {"v"}]),
-    "debate": (
-        "debate",
-        {"debate": {"max_message_rounds": 3}},
-        [{"v"}, {"p0", "p1"}, {"v"}],
-    ),
-    "debate in turn": (
-        "debate",
-        {"debate": SEQUENTIAL},
-        [{"v"}, {"p0"}, {"p1"}, {"v"}, {"p0"}, {"p1"}],
-    ),
-    "debate in turn, prover1 first": (
-        "debate",
-        {
-            "debate": SEQUENTIAL | {"prover0_first": False},
-            "protocol_common": {"verifier_first": False},
-        },
-        [{"p1"}, {"p0"}, {"v"}, {"p1"}, {"p0"}, {"v"}],
-    ),
-    "mnip": ("mnip", {"mnip": {"max_message_rounds": 3}}, [{"v"}, {"p0", "p1"}, {"v"}]),
-    "merlin_arthur": ("merlin_arthur", {}, [{"p0"}, {"v"}]),
-    "solo_verifier": ("solo_verifier", {}, [{"v"}]),
-    "multi_channel_test": (
-        "multi_channel_test",
-        {"multi_channel_test": {"max_message_rounds": 5}},
-        [{"v"}, {"p0", "p1"}, {"p1", "p2"}, {"v"}, {"p0", "p1"}],
-    ),
+PROVER1_FIRST = SEQUENTIAL | {"prover0_first": False}
+VERIFIER_LATER = {"protocol_common": {"verifier_first": False}}
+PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nip": ("nip", {"nip": {"max_message_rounds": 4}}),
+    "nip, prover first": ("nip", {"nip": {"max_message_rounds": 4}} | VERIFIER_LATER),
+    "adp": ("adp", {}),
+    "debate": ("debate", {"debate": {"max_message_rounds": 3}}),
+    "debate in turn": ("debate", {"debate": SEQUENTIAL}),
+    "debate in turn, prover1 first": ("debate", {"debate": PROVER1_FIRST} | VERIFIER_LATER),
+    "mnip": ("mnip", {"mnip": {"max_message_rounds": 3}}),
+    "merlin_arthur": ("merlin_arthur", {}),
+    "solo_verifier": ("solo_verifier", {}),
+    "multi_channel_test": ("multi_channel_test", {"multi_channel_test": {"max_message_rounds": 5}}),
 }
-
-
-def _short(agent: str) -> str:
-    return agent.replace("prover", "p").replace("verifier", "v")
 
 
 def _talk(request: ChatRequest, number: int) -> str:
@@ -83,17 +56,6 @@ def _deciding(text: str) -> FakeChatModel:
     return FakeChatModel(script)
 
 
-@pytest.mark.parametrize(("name", "groups", "expected"), TURNS.values(), ids=TURNS)
-def test_agents_have_their_turns_in_the_rounds_of_the_table(
-    name: str, groups: dict[str, Any], expected: list[set[str]], tmp_path: Path
-) -> None:
-    game = build_text_game(name, tmp_path, **groups)
-    (end,) = play(game, FakeChatModel(_talk))
-    assert [{_short(agent) for agent in node.moves} for node in end.path()] == expected
-    assert end.outcome is not None
-    assert end.outcome.is_out_of_rounds
-
-
 def test_the_episodes_seed_says_who_of_two_speaks_to_arthur(tmp_path: Path) -> None:
     game = build_text_game("merlin_arthur", tmp_path)
     starts = [game.start(0, {"y": 1, "claim": "x"}, seed) for seed in (4, 7)]
@@ -101,54 +63,6 @@ def test_the_episodes_seed_says_who_of_two_speaks_to_arthur(tmp_path: Path) -> N
     assert [list(end.path()[0].moves) for end in ends] == [["prover0"], ["prover1"]]
     # prover0 argues for reject, prover1 for accept, and neither the silent nor the wronged is paid.
     assert [end.path()[1].outcome.rewards for end in ends] == [(1, 0, -1), (1, 0, -1)]  # type: ignore[union-attr]
-
-
-REWARDS = [
-    # protocol, decision, label, rewards in the order of agent_names
-    ("nip", "accept", 1, (1, 1)),
-    ("nip", "accept", 0, (1, -1)),
-    ("nip", "reject", 1, (0, -1)),
-    ("nip", "reject", 0, (0, 1)),
-    ("adp", "accept", 0, (1, -1)),
-    ("adp", "reject", 0, (0, 1)),
-    ("solo_verifier", "reject", 1, (-1,)),
-    ("solo_verifier", "accept", 1, (1,)),
-    ("debate", "accept", 1, (0, 1, 1)),
-    ("debate", "accept", 0, (0, 1, -1)),
-    ("debate", "reject", 0, (1, 0, 1)),
-    ("mnip", "accept", 1, (1, 1, 1)),
-    ("mnip", "accept", 0, (1, 1, -1)),
-    ("mnip", "reject", 0, (0, 0, 1)),
-    ("merlin_arthur", "accept", 1, (0, 1, 1)),
-    ("merlin_arthur", "accept", 0, (0, 1, -1)),
-    ("merlin_arthur", "reject", 0, (1, 0, 1)),
-    ("debate", "reject", 1, (1, 0, -1)),
-    ("mnip", "reject", 1, (0, 0, -1)),
-    ("multi_channel_test", "accept", 1, (1, 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize(("name", "word", "label", "expected"), REWARDS)
-def test_a_decision_pays_what_the_table_says(
-    name: str, word: str, label: int, expected: tuple[int, ...], tmp_path: Path
-) -> None:
-    game = build_text_game(name, tmp_path)
-    start = game.start(0, {"y": label, "claim": "x"}, 0)
-    model = _deciding(f"Decision: {word}")
-    if name == "multi_channel_test":
-        # A decision counts from the second round on, and the verifier's second turn is the fourth.
-        model = FakeChatModel(
-            lambda request, number: (
-                f"Decision: {word}"
-                if "Ask or decide" in request.messages[-1]["content"]
-                else _talk(request, number)
-            )
-        )
-    (end,) = play(game, model, [start])
-    assert end.outcome is not None
-    assert end.outcome.rewards == expected
-    assert end.episode.is_done
-    assert end.outcome.decision == (ACCEPT if word == "accept" else REJECT)
 
 
 def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
@@ -173,10 +87,10 @@ def test_shared_rewards_and_forced_guesses_are_those_of_the_declaration(tmp_path
     assert len(model.requests) == 1, "a decision that is forced is not asked for"
 
 
-@pytest.mark.parametrize(("name", "groups", "_"), TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize(("name", "groups"), PROTOCOLS.values(), ids=PROTOCOLS)
 @pytest.mark.parametrize("label", [0, 1])
 def test_a_game_in_words_pays_and_ends_as_the_tensor_game_of_its_declaration(
-    name: str, groups: dict[str, Any], _: Any, label: int, tmp_path: Path
+    name: str, groups: dict[str, Any], label: int, tmp_path: Path
 ) -> None:
     game = build_text_game(name, tmp_path, **groups)
     rounds = iter(torch.randint(3, (40,), generator=torch.Generator().manual_seed(3)).tolist())
@@ -204,91 +118,23 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
         active_AC = protocol.active_mask(*at, decided_EA)[0]
         speaking = [protocol.agent_names[a] for a in active_AC.any(-1).nonzero().flatten().tolist()]
         assert sorted(node.moves) == sorted(speaking)
-        step = protocol.step(*at, torch.tensor([label]), decided_EA, Moves(_decisions(game, node)))
+        moves = [node.moves.get(agent) for agent in protocol.agent_names]
+        decisions = [CONTINUE if move is None else move.parsed.decision for move in moves]
+        played = Moves(torch.tensor([decisions]))
+        step = protocol.step(*at, torch.tensor([label]), decided_EA, played)
         assert tuple(step.reward_EA[0].tolist()) == node.outcome.rewards
         assert bool(step.is_done[0]) == node.episode.is_done
         decided_EA = step.agent_decided_EA
     assert end.episode.is_done
 
 
-def _decisions(game: TextGame, node: TextNode) -> torch.Tensor:
-    names = game.protocol.agent_names
-    moves = [node.moves[agent].parsed.decision if agent in node.moves else None for agent in names]
-    return torch.tensor([[CONTINUE if one is None else one for one in moves]])
-
-
-@pytest.mark.parametrize(("name", "groups", "_"), TURNS.values(), ids=TURNS)
-def test_the_environment_of_tensors_plays_a_conversation_as_it_was_in_words(
-    name: str, groups: dict[str, Any], _: Any, tmp_path: Path
-) -> None:
-    """The same decisions, put into the environment that networks play in."""
-    game = build_text_game(name, tmp_path, **groups)
-    environment = build_game(name, **groups).train_environment
-    labels_E = environment.first_frames(torch.arange(8))["y"].squeeze(-1)
-    seeds = list(range(8))
-    starts = [
-        game.start(0, {"y": int(label), "claim": "x"}, seed)
-        for label, seed in zip(labels_E.tolist(), seeds, strict=True)
-    ]
-    drawn = iter(torch.randint(3, (99,), generator=torch.Generator().manual_seed(7)).tolist())
-    words = {REJECT: "Decision: reject", ACCEPT: "Decision: accept"}
-
-    def script(request: ChatRequest, number: int) -> str:
-        turn = request.messages[-1]["content"]
-        if "decide" not in turn:
-            return _talk(request, number)
-        decision = next(drawn)
-        decision = ACCEPT if "Last turn" in turn and decision == CONTINUE else decision
-        return words.get(decision, _talk(request, number))
-
-    for place, end in enumerate(play(game, FakeChatModel(script), starts)):
-        frame = environment.first_frames(torch.tensor([place]), torch.tensor([seeds[place]]))
-        for node in end.path():
-            assert node.outcome is not None
-            moves = _symbols(game, node, environment.space.num_symbols)
-            active_AC = frame["active_mask"][0]
-            moved = environment.advance(frame, moves)
-            frame = moved.observation
-            assert tuple(moved.step.reward_EA[0].tolist()) == node.outcome.rewards
-            assert bool(moved.is_done_E[0]) == node.episode.is_done
-            heard_C = frame["message"][0].sum(dim=(-1, -2)) > 0
-            for agent, move in node.moves.items():
-                a = game.protocol.agent_names.index(agent)
-                assert active_AC[a].any()
-                for channel in move.parsed.messages:
-                    assert heard_C[game.protocol.message_channel_names.index(channel)]
-        decided = int(frame["decided"][0])
-        assert decided == end.outcome.decision  # type: ignore[union-attr]
-
-
-def _symbols(game: TextGame, node: TextNode, num_symbols: int) -> JointMoves:
-    """The moves of a round as networks make them: everybody sends the first symbol."""
-    a, c = game.protocol.num_agents, game.protocol.num_channels
-    return JointMoves(
-        decision_BA=_decisions(game, node),
-        message_BACP=torch.zeros(1, a, c, 1, dtype=torch.long),
-        logprobs_BA=torch.zeros(1, a),
-        message_logits_BACPS=torch.zeros(1, a, c, 1, num_symbols),
-        decision_logits_BA3=torch.zeros(1, a, 3),
-    )
-
-
 SEES = {
-    "adp": {"verifier": {"Prover"}, "prover": set[str]()},
     "solo_verifier": {"verifier": set[str]()},
-    "nip": {"verifier": {"Prover"}, "prover": {"Verifier"}},
-    "debate": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier", "Prover1"},
-        "prover1": {"Verifier", "Prover0"},
-    },
     "debate in turn": {
         "verifier": {"Prover0", "Prover1"},
         "prover0": {"Verifier", "Prover1"},
         "prover1": {"Verifier", "Prover0"},
     },
-    # With the seed 0, prover0 is who speaks.
-    "merlin_arthur": {"verifier": {"Prover0"}, "prover0": set[str]()},
     "mnip": {
         "verifier": {"Prover0", "Prover1"},
         "prover0": {"Verifier"},
@@ -308,7 +154,7 @@ SEES = {
 def test_an_agent_reads_what_is_said_in_its_channels_and_nothing_else(
     name: str, tmp_path: Path
 ) -> None:
-    protocol, groups, _ = TURNS[name] if " " in name else (name, {}, [])
+    protocol, groups = PROTOCOLS[name] if " " in name else (name, {})
     game = build_text_game(protocol, tmp_path, **groups)
     (end,) = play(game, FakeChatModel(_talk))
     heard: dict[str, set[str]] = {}
@@ -363,14 +209,6 @@ def test_an_agent_that_hears_nothing_between_two_turns_is_told_to_go_on(tmp_path
     prompt = end.path()[2].moves["prover1"].prompt
     assert [one["role"] for one in prompt] == ["system", "user", "assistant", "user"]
     assert prompt[-1]["content"] == GO_ON
-
-
-def test_provers_argue_for_the_decision_that_pays_them(tmp_path: Path) -> None:
-    game = build_text_game("debate", tmp_path)
-    (end,) = play(game, FakeChatModel(_talk))
-    moves = end.path()[1].moves
-    assert "Argue for reject" in moves["prover0"].prompt[0]["content"]
-    assert "Argue for accept" in moves["prover1"].prompt[0]["content"]
 
 
 def test_a_random_stance_hangs_on_the_datapoint_and_pays_for_its_side(tmp_path: Path) -> None:

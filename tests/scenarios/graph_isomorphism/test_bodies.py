@@ -155,15 +155,6 @@ def test_statistics_of_histories_do_not_tell_nodes_by_their_number() -> None:
     )
 
 
-def test_linear_messages_are_seen() -> None:
-    shape = agent_shape(7, num_linear=3)
-    body, frames = graph_body(shape), graph_frames(7, SIZES, shape)
-    given = body(frames)
-    other = body(frames | {"linear_message_history": frames["linear_message_history"] + 1})
-    for name in (GRAPHS, NODES):
-        assert not torch.allclose(given[name], other[name], atol=1e-3)
-
-
 def test_every_weight_has_a_gradient_and_those_of_the_graph_network_are_known() -> None:
     shape = agent_shape(7, num_linear=2)
     body = graph_body(shape, num_transformer_layers=2)

@@ -133,19 +133,6 @@ def test_provers_answer_what_the_verifier_asked_last(
     assert len(speaking) == {"nip": 1, "multi_channel_test": 2}.get(protocol, 2)
 
 
-def test_a_simulator_may_send_what_a_verifier_may() -> None:
-    common = {"zero_knowledge": True}
-    instance = build(protocol_common=common, **small(agents={"default": {"is_random": True}}))
-    batch = play(instance)
-    n = instance.train_dataset["adjacency"].shape[-1]
-    handler = instance.protocol_handler
-    assert handler is not None
-    for name in (*handler.verifier_names, "simulator"):
-        a = handler.agent_names.index(name)
-        sends_ETC = batch["active_mask"][:, :, a]
-        assert set((batch["agents", "message"][:, :, a, :, 0] // n)[sends_ETC].tolist()) == {0, 1}
-
-
 @pytest.mark.parametrize("protocol", list(InteractionProtocolType))
 def test_every_protocol_is_played(protocol: str) -> None:
     instance = build(interaction_protocol=str(protocol), **small())
@@ -156,28 +143,6 @@ def test_every_protocol_is_played(protocol: str) -> None:
     for agent in instance.agents.values():
         assert isinstance(agent.policy_body, GraphBody)
         assert agent.value_body is not agent.policy_body
-
-
-def test_what_is_sent_are_real_nodes_and_provers_answer_from_the_other_graph() -> None:
-    batch = play(build(**small()))
-    said_ETS = batch["next", "message"].flatten(2)
-    is_real_ETS = batch["node_mask"].flatten(2)
-    assert not (said_ETS.bool() & ~is_real_ETS).any()
-    # Round 0 is the verifier's, who asks, and round 1 the prover's.
-    asked, answered = batch["round"] == 1, batch["next", "round"] == 2
-    rows = asked & answered
-    graph_asked = batch["message"][rows].flatten(1).argmax(-1) >= 11
-    graph_answered = batch["next", "message"][rows].flatten(1).argmax(-1) >= 11
-    assert rows.sum() >= 4
-    assert torch.equal(graph_asked, ~graph_answered)
-
-
-def test_linear_messages_of_two_positions_are_sent_by_agents_of_all_sorts() -> None:
-    agents = {"default": {"is_random": True}, "verifier": {"is_random": False, "d_gnn": 4}}
-    section = small(include_linear_message_space=True, message_size=2, agents=agents)
-    batch = play(build(**section))
-    assert batch["agents", "message"].shape == (8, 6, 2, 1, 2)
-    assert batch["agents", "linear_message"].shape == (8, 6, 2, 1, 2)
 
 
 def test_the_seed_of_the_experiment_changes_the_networks_and_not_the_pairs() -> None:

@@ -274,25 +274,6 @@ def test_padding_between_the_nodes_of_a_graph_is_left_out() -> None:
     torch.testing.assert_close(of_nodes, expected.unflatten(1, (2, 5))[:, :, :3])
 
 
-def test_tokens_between_the_nodes_of_a_graph_are_not_read() -> None:
-    graphs, nodes = (x.detach() for x in numbers((2, 2, WIDTH), (2, 10, WIDTH)))
-    other = torch.where(HOLE.reshape(2, 10, 1), nodes, nodes + 1)
-    weights = LayerWeights(*(x.detach() for x in layer_weights()))
-    first, second = (native.read(Pairs(graphs, x, HOLE), weights) for x in (nodes, other))
-    torch.testing.assert_close(first.graphs(), second.graphs())
-    is_node = HOLE.reshape(2, 10)
-    torch.testing.assert_close(first.nodes()[is_node], second.nodes()[is_node])
-
-
-def test_a_mask_of_other_numbers_than_true_and_false_goes_through_torch() -> None:
-    given, weights = small_network()
-    numbers = given._replace(is_node_B2n=given.is_node_B2n.long())
-    for found, expected in zip(
-        native.tanh_network(numbers, weights), native.tanh_network(given, weights), strict=True
-    ):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -353,22 +334,6 @@ def test_inputs_may_lie_in_any_order_and_weights_need_not_learn() -> None:
     )
 
 
-def test_a_reading_that_began_without_derivatives_has_them_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graphs, nodes = numbers((2, 2, WIDTH), (2, 6, WIDTH))
-    pairs = Pairs(graphs, nodes, torch.ones(2, 2, 3, dtype=torch.bool))
-    weights, found = layer_weights(), []
-    for switch in ("1", "0"):
-        monkeypatch.setenv(SWITCH, switch)
-        reading = native.read(pairs, weights)
-        with torch.no_grad():
-            reading.graphs()
-        found.append(gradients_of(reading.nodes(), [graphs, nodes]))
-    assert all(gradient.any() for gradient in found[0])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("field", ["is_node_B2n", "graphs_B2D"])
 def test_what_lies_elsewhere_is_not_given_to_c(field: str) -> None:
     given = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
@@ -391,15 +356,6 @@ def test_a_second_derivative_needs_no_layer_that_learns() -> None:
     (second,) = torch.autograd.grad(first.square().sum(), given.node_ED)
     assert second.isfinite().all()
     assert second.any()
-
-
-def test_layers_without_c_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, _, inputs = CASES["many layers"]()
-    found = layer(*inputs)
-    monkeypatch.setenv(SWITCH, "0")
-    other = layer(*inputs)
-    assert not is_native(other)
-    torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_told_by_what_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

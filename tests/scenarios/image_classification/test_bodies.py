@@ -47,13 +47,6 @@ def test_each_group_halves_the_image_and_rounds_down(
     assert found.shape == (5, (height >> groups) * (width >> groups), 6)
 
 
-def test_channels_double_from_the_second_group_on() -> None:
-    grid = make_grid(groups=3)
-    body = make_body(grid, make_shape(grid), num_block_groups=3)
-    widths = [group.blocks[0].convolution.out_channels for group in body.groups]
-    assert widths == [4, 8, 16]
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_symbol_is_the_place_of_the_image_that_it_names(stride: int) -> None:
     grid = make_grid()

@@ -68,11 +68,6 @@ def test_the_same_parameters_give_the_same_datasets() -> None:
     assert not torch.equal(first.train["image"][:50], other.train["image"][:50])
 
 
-def test_a_larger_share_to_test_on_leaves_less_to_train_on() -> None:
-    datasets = build(make_balanced=False, test_share=0.5)
-    assert [len(split) for split in datasets] == [898, 899]
-
-
 def test_merge_gives_half_of_the_classes_each_label_by_seed() -> None:
     groups = []
     for seed in (0, 1):
@@ -81,14 +76,6 @@ def test_merge_gives_half_of_the_classes_each_label_by_seed() -> None:
         groups.append({number for number, labels in found.items() if labels == {0}})
         assert len(groups[-1]) == 5
     assert groups[0] != groups[1]
-
-
-def test_an_odd_number_of_classes_gives_label_0_the_smaller_half() -> None:
-    from nip_astra.scenarios.images.data import _label_of_class
-
-    label = _label_of_class(ImageDatasetParameters(), torch.tensor([4, 5, 9]).repeat(3))
-    assert label is not None
-    assert sorted(label(torch.tensor([4, 5, 9])).tolist()) == [0, 1, 1]
 
 
 def test_select_two_takes_the_first_class_for_0_and_leaves_the_others_out() -> None:

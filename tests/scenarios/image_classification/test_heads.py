@@ -42,13 +42,6 @@ def test_logits_of_every_visible_channel_and_position() -> None:
     assert output.linear_logits_BVPL.shape == (5, 1, 3, 4)
 
 
-def test_an_agent_without_a_decision_or_linear_symbols_has_no_logits_of_them() -> None:
-    shape = make_shape(GRID, has_decision=False)
-    output = make_head(shape)(represent(shape), make_frames(GRID, shape))
-    assert output.decision_logits_B3 is None
-    assert output.linear_logits_BVPL is None
-
-
 def test_the_logit_of_a_symbol_is_that_of_its_latent_pixel() -> None:
     shape = make_shape(GRID, message_size=2)
     head, frames = make_head(shape), make_frames(GRID, shape)
@@ -59,14 +52,6 @@ def test_the_logit_of_a_symbol_is_that_of_its_latent_pixel() -> None:
     moved = (head(changed, frames).message_logits_BVPS - before).abs()
     assert (moved[..., 7] > 0).all()
     assert moved[..., [*range(7), *range(8, 16)]].abs().max() == 0
-
-
-def test_which_latent_pixel_is_chosen_depends_on_the_whole_image() -> None:
-    shape = make_shape(GRID)
-    head, frames, read = make_head(shape), make_frames(GRID, shape), represent(shape)
-    before = head(read, frames).message_logits_BVPS
-    after = head({**read, "image": read["image"] + 1.0}, frames).message_logits_BVPS
-    assert not torch.allclose(after.log_softmax(-1), before.log_softmax(-1))
 
 
 def test_impossible_symbols_are_masked() -> None:
@@ -90,12 +75,6 @@ def test_the_round_is_read_where_that_is_asked_for(includes_round: bool) -> None
     assert values[0].shape == (5,)
     assert torch.equal(*decisions) is not includes_round
     assert torch.equal(*values) is not includes_round
-
-
-def test_the_solo_head_says_one_of_two_labels() -> None:
-    shape = make_shape(GRID)
-    logits = make_head(shape, solo_head)(represent(shape), make_frames(GRID, shape))
-    assert logits.shape == (5, 2)
 
 
 @pytest.mark.parametrize(

@@ -129,12 +129,6 @@ def test_without_test_images_the_others_are_split_by_class(
     assert all(int(split["y"].sum()) == 3 for split in found)
 
 
-def test_a_scenario_may_bring_its_images_along(tmp_path: Path) -> None:
-    write_parquet_file(tmp_path)
-    parameters = ImageDatasetParameters(name="local", path="scenario://images.parquet")
-    assert len(build_image_datasets(parameters, scenario_dir=tmp_path).train) > 0
-
-
 @pytest.mark.parametrize(
     ("name", "hub_id", "config", "image", "label"),
     [
@@ -166,87 +160,6 @@ def test_datasets_of_the_hub_are_asked_for_by_id_and_read_by_their_columns(
     assert found.train["image"].shape == (NUM_TRAIN, 1 if mode == "L" else 3, 5, 6)
 
 
-def test_a_hub_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*given: Any) -> None:
-        raise ConnectionError("no route to the hub.\nTry later.")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(DataError, match=r"'mnist' .*ylecun/mnist.*no route to the hub"):
-        build(None, "mnist")
-
-
-def test_without_the_library_its_installation_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[images\]'"):
-        build(None, "cifar10")
-
-
-def test_a_path_that_does_not_exist_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere does not exist. Give the path of a file"):
-        build(tmp_path / "nowhere")
-
-
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "images.parquet"
-    path.write_text("no Parquet")
-    with pytest.raises(DataError, match=r"images\.parquet"):
-        build(path)
-
-
-def test_a_missing_column_is_told_with_those_that_are_there(tmp_path: Path) -> None:
-    path = tmp_path / "images.parquet"
-    make_split(4, image="photo").to_parquet(path)
-    with pytest.raises(DataError, match=r"'image'.* 'photo', 'label'"):
-        build(path)
-
-
-def test_no_training_images_are_told(tmp_path: Path) -> None:
-    datasets.DatasetDict(validation=make_split(4)).save_to_disk(tmp_path / "images")
-    with pytest.raises(DataError, match="'validation'"):
-        build(tmp_path / "images")
-
-
-@pytest.mark.parametrize("wrong", ["cat", 0.5, -1])
-def test_a_class_that_is_no_number_is_told(tmp_path: Path, wrong: Any) -> None:
-    path = tmp_path / "images.parquet"
-    make_split(4, labels=[wrong] * 4).to_parquet(path)
-    with pytest.raises(DataError, match=f"'label'.*{wrong!r}"):
-        build(path)
-
-
-def save_rows(folder: Path, images: list[Image.Image]) -> Path:
-    made = datasets.Dataset.from_dict(
-        {"image": images, "label": [number % 2 for number in range(len(images))]}
-    ).cast_column("image", datasets.Image())
-    made.save_to_disk(folder)
-    return folder
-
-
-def test_images_of_several_sizes_are_refused(tmp_path: Path) -> None:
-    images = [picture(number, size=(4, 4 + number // 4)) for number in range(8)]
-    with pytest.raises(DataError, match=r"shapes: \[3, 4, 4\], \[3, 5, 4\]"):
-        build(save_rows(tmp_path / "images", images))
-
-
-def test_images_to_test_on_of_another_shape_are_refused(tmp_path: Path) -> None:
-    splits = {"train": make_split(8), "test": make_split(8, mode="L")}
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "images")
-    with pytest.raises(DataError, match=r"\[3, 5, 6\] .*\[1, 5, 6\]"):
-        build(tmp_path / "images")
-
-
-def test_images_of_more_than_8_bits_are_refused(tmp_path: Path) -> None:
-    images = [Image.new("I;16", (4, 4)) for _ in range(8)]
-    with pytest.raises(DataError, match="'I;16'"):
-        build(save_rows(tmp_path / "images", images))
-
-
-def test_transparent_images_become_coloured(tmp_path: Path) -> None:
-    images = [picture(number).convert("RGBA") for number in range(8)]
-    found = build(save_rows(tmp_path / "images", images), test_share=0.5)
-    assert found.train["image"].shape[1] == 3
-
-
 def test_images_that_are_left_out_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,10 +178,74 @@ def test_images_that_are_left_out_are_not_read(
     assert len(read) == 4 + NUM_TEST
 
 
-def test_one_label_alone_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "images.parquet"
-    make_split(8, labels=[3] * 8).to_parquet(path)
-    with pytest.raises(DataError, match=r"\[1\]"):
-        build(path, make_balanced=False)
-    with pytest.raises(DataError, match="no images"):
-        build(path)
+def test_a_hub_or_a_library_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*given: Any) -> None:
+        raise ConnectionError("no route to the hub.\nTry later.")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"'mnist' .*ylecun/mnist.*no route to the hub"):
+        build(None, "mnist")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[images\]'"):
+        build(None, "cifar10")
+
+
+def save_images(folder: Path, images: list[Image.Image]) -> Path:
+    labels = [number % 2 for number in range(len(images))]
+    made = datasets.Dataset.from_dict({"image": images, "label": labels})
+    made.cast_column("image", datasets.Image()).save_to_disk(folder)
+    return folder
+
+
+def write_sizes(folder: Path) -> Path:
+    return save_images(folder, [picture(n, size=(4, 4 + n // 4)) for n in range(8)])
+
+
+def write_deep(folder: Path) -> Path:
+    return save_images(folder, [Image.new("I;16", (4, 4)) for _ in range(8)])
+
+
+def parquet(folder: Path, **options: Any) -> Path:
+    make_split(8, **options).to_parquet(f"{folder}.parquet")
+    return folder.with_suffix(".parquet")
+
+
+def splits(folder: Path, **of_split: datasets.Dataset) -> Path:
+    datasets.DatasetDict(of_split).save_to_disk(folder)
+    return folder
+
+
+def no_parquet(folder: Path) -> Path:
+    folder.with_suffix(".parquet").write_text("no Parquet")
+    return folder.with_suffix(".parquet")
+
+
+WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "no such folder": (lambda folder: folder, "images does not exist"),
+    "no Parquet": (no_parquet, r"images\.parquet"),
+    "another column": (lambda folder: parquet(folder, image="photo"), "'image'.* 'photo'"),
+    "no training images": (lambda folder: splits(folder, dev=make_split(4)), "'dev'"),
+    "classes of words": (lambda folder: parquet(folder, labels=["cat"] * 8), "'label'.*'cat'"),
+    "fractions": (lambda folder: parquet(folder, labels=[0.5] * 8), r"'label'.*0\.5"),
+    "negative classes": (lambda folder: parquet(folder, labels=[-1] * 8), "'label'.*-1"),
+    "one class": (lambda folder: parquet(folder, labels=[3] * 8), "no images"),
+    "several sizes": (write_sizes, r"shapes: \[3, 4, 4\], \[3, 5, 4\]"),
+    "grey images to test on": (
+        lambda folder: splits(folder, train=make_split(8), test=make_split(8, mode="L")),
+        r"\[3, 5, 6\] .*\[1, 5, 6\]",
+    ),
+    "more than 8 bits": (write_deep, "'I;16'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_images_that_cannot_be_used_are_told(tmp_path: Path, wrong: str) -> None:
+    write, facts = WRONG[wrong]
+    with pytest.raises(DataError, match=facts):
+        build(write(tmp_path / "images"))
+
+
+def test_transparent_images_become_coloured(tmp_path: Path) -> None:
+    images = [picture(number).convert("RGBA") for number in range(8)]
+    found = build(save_images(tmp_path / "images", images), test_share=0.5)
+    assert found.train["image"].shape[1] == 3

@@ -83,15 +83,6 @@ def test_every_protocol_is_played(protocol: str) -> None:
         assert agent.value(frames).shape == (48,)
 
 
-def test_zero_knowledge_long_messages_and_linear_symbols_are_played() -> None:
-    section = small(message_size=2, include_linear_message_space=True, d_linear_message_space=5)
-    instance = build(protocol_common={"zero_knowledge": True}, **section)
-    batch = play(instance)
-    assert batch["agents", "message"].shape[-1] == 2
-    assert batch["linear_message_history"].shape[-1] == 5
-    assert instance.agents["simulator"].policy(batch.reshape(-1)).decision_logits_B3 is not None
-
-
 def test_gradients_reach_every_network_of_an_agent() -> None:
     instance = build(**small())
     frames = play(instance).reshape(-1)
@@ -100,12 +91,6 @@ def test_gradients_reach_every_network_of_an_agent() -> None:
     total = output.message_logits_BVPS.square().sum() + agent.value(frames).square().sum()
     (total + output.decision_logits_B3.square().sum()).backward()
     assert all(weight.grad is not None for weight in agent.parameters())
-
-
-def test_what_agents_say_is_a_symbol_more_or_less_for_each_halving() -> None:
-    for groups, num_symbols in ((1, 16), (2, 4)):
-        instance = build(**small(num_block_groups=groups))
-        assert play(instance)["message"].shape[-1] == num_symbols
 
 
 def test_too_many_halvings_are_refused_with_how_many_there_may_be() -> None:
