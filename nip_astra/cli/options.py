@@ -155,15 +155,11 @@ def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         del parameters["given"]
         own = list(parameters)
         for name in (*names, "debug"):
-            is_flag = get_args(OPTIONS[name])[0] is bool
-            parameters.setdefault(
+            parameters[name] = inspect.Parameter(
                 name,
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=False if is_flag else None,
-                    annotation=OPTIONS[name],
-                ),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if get_args(OPTIONS[name])[0] is bool else None,
+                annotation=OPTIONS[name],
             )
 
         @functools.wraps(command)
