@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.errors import ModelAbilityError, ModelLoadError
+from nip_astra.errors import ModelAbilityError, ModelLoadError, NonFiniteOutputError
 from nip_astra.language_models.sampling import Draw as Draw
 from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
 from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
 from nip_astra.language_models.sampling import SupportMask
-from nip_astra.language_models.scoring import require_finite
 from nip_astra.language_models.sequences import (
     GenerationRequest,
     Progress,
@@ -151,6 +150,26 @@ def _pad(
     padded = pad_sequence(ids, batch_first=True, padding_side=side)
     mask = pad_sequence(masks, batch_first=True, padding_side=side)
     return padded.to(device), mask.to(device)
+
+
+def require_finite(
+    logprobs_BT: Tensor, mask_BT: Tensor, *, role: str, model: object, during: object
+) -> None:
+    """Raise for NaN log-probabilities of a turn; padding is not checked.
+
+    One logit that is NaN or +inf makes all log-probabilities of its position NaN.
+    """
+    is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
+    if not bool(is_nan_BT.any()):
+        return
+    row, position = is_nan_BT.nonzero()[0].tolist()
+    num_rows = int(is_nan_BT.any(dim=1).sum())
+    name = getattr(model, "source", None) or type(model).__name__
+    raise NonFiniteOutputError(
+        f"the {role}'s model {name} returned NaN logits in {during}: token {position + 1} of row "
+        f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
+        "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
+    )
 
 
 class GenerationSession(ABC):

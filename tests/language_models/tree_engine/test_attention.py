@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as torch_flex
 
+from nip_astra.language_models import scoring
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.tree_engine import attention, tree_scores
+from nip_astra.language_models.tree_engine import attention
 from nip_astra.language_models.tree_engine.attention import (
     FlexTrieAttention,
     TrieAttention,
@@ -231,8 +232,8 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
     generator = torch.Generator().manual_seed(0)
     contexts, ids_BT = (torch.randint(6, 20, (8, n), generator=generator) for n in (20, 10))
     dense = learnt()
-    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
-    monkeypatch.setattr(tree_scores, "trie_attention", by_blocks)
+    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device: True)
+    monkeypatch.setattr(scoring, "trie_attention", by_blocks)
     rows = functools.partial(build_trie, max_row_tokens=60)
     monkeypatch.setattr("nip_astra.language_models.huggingface.build_trie", rows)
     tiny_model.max_batch_tokens = 64
@@ -246,8 +247,8 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
 def test_flex_attention_reads_prompts_that_share_a_beginning_in_several_passes(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
-    limits = tree_scores.row_limits(tiny_model._decoder, torch.device("cuda"), torch.float32)
+    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device: True)
+    limits = scoring.row_limits(tiny_model._decoder, torch.device("cuda"), torch.float32)
     prompts = [[2, *[number] * 199] for number in range(10, 26)]
     trie = build_trie(
         [[*one, *answer] for one in prompts for answer in ([5] * 40, [6] * 40)], **limits
