@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import compress
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import kv_cache, sessions
-from tests.kit.tiny import load_backend, uniforms_of
+from tests.kit.tiny import uniforms_of
 
 OPTIONS = SamplingOptions(max_new_tokens=5)
 
@@ -183,31 +182,3 @@ def test_contexts_that_continue_no_row_are_read_anew(
     assert not session._tree.blocks
     reopened = session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS).generation
     assert torch.equal(reopened.ids_BT, first.ids_BT)
-
-
-def test_a_session_uses_the_weights_as_they_are_when_it_opens(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
-    uniforms = torch.rand(4, 5)
-    before = tiny_model.generate([[2, 4, 6]], 4, uniforms, OPTIONS)
-    with torch.no_grad():
-        for parameter in tiny_model.parameters():
-            parameter.mul_(-1.5)
-    after = tiny_model.generate([[2, 4, 6]], 4, uniforms, OPTIONS)
-    assert not torch.equal(before.ids_BT, after.ids_BT)
-
-
-def test_bfloat16_samples_and_scores_close_to_float32(tiny_model_dir: Path) -> None:
-    models = [load_backend(tiny_model_dir, dtype=dtype) for dtype in ("float32", "bfloat16")]
-    assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
-    uniforms = uniforms_of(30, 5)
-    exact, rounded = (m.generate([[2, 4, 6]], 30, uniforms, OPTIONS) for m in models)
-    assert torch.isfinite(rounded.logprobs_BT).all()
-    mask = exact.mask_BT
-    contexts = torch.tensor([[2, 4, 6]] * 30)
-    scored = [model.logprobs(contexts, contexts > 0, exact.ids_BT, mask) for model in models]
-    difference = (scored[0] - scored[1]).detach().abs().max()
-    assert 0 < float(difference) < 0.5
-    scored[1].sum().backward()
-    gradients = [p.grad for p in models[1].parameters()]
-    assert all(g is not None and g.dtype == torch.float32 for g in gradients)
