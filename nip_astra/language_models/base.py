@@ -364,10 +364,7 @@ class _UncachedSession(GenerationSession):
         self.model = model
 
     def generate(
-        self,
-        *rows: *DrawnRows,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
+        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
     ) -> Turns:
         generation = self.model.generate(*rows)
         if spans is None:
@@ -553,8 +550,6 @@ LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry(
 )
 
 
-def register_language_model(
-    name: str,
-) -> Callable[[type[TokenModel]], type[TokenModel]]:
+def register_language_model(name: str) -> Callable[[type[TokenModel]], type[TokenModel]]:
     """Register a `TokenModel` subclass under its `_type` in parameter files; a decorator."""
     return LANGUAGE_MODELS.register(name)

@@ -20,13 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    Generation,
-    TokenCount,
-    TokenRows,
-    TokenScores,
-    pad_left,
-)
+from nip_astra.language_models.base import Generation, TokenCount, TokenRows, TokenScores, pad_left
 from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import ScoreNeeds, chosen_logprobs, spread
 
@@ -172,11 +166,7 @@ def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def score_rows(
-    reader: RowReader,
-    rows: TokenRows,
-    needs: ScoreNeeds,
-    *,
-    max_batch_tokens: int | None,
+    reader: RowReader, rows: TokenRows, needs: ScoreNeeds, *, max_batch_tokens: int | None
 ) -> tuple[TokenScores, TokenCount]:
     """Score each continuation token, in one pass without `max_batch_tokens`; also count
     the work.
