@@ -361,8 +361,7 @@ def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> N
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}],
+    "asked", [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}]
 )
 def test_a_target_with_other_engine_options_gets_its_own(
     model_dir: Path, asked: dict[str, Any]
@@ -476,9 +475,7 @@ def test_engines_in_actors_with_other_tokens_are_refused(
         load(model_dir, num_engines=2)
 
 
-def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(
-    model_dir: Path,
-) -> None:
+def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(model_dir: Path) -> None:
     attacker = load(model_dir, lora={"rank": 4, "target_modules": ["q_proj"]})
     target = attacker.base_for(VllmLanguageModel.Parameters(model=str(model_dir)))
     assert isinstance(target, VllmLanguageModel)

@@ -234,9 +234,7 @@ def test_answers_keep_to_a_response_format_beside_free_ones(
 
 
 def test_a_form_that_cannot_be_enforced_is_an_unknown_form(
-    model: LocalChatModel,
-    byte_model: HuggingFaceLanguageModel,
-    monkeypatch: pytest.MonkeyPatch,
+    model: LocalChatModel, byte_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
     forms = [

@@ -168,9 +168,7 @@ def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLangu
     assert spent.forwarded == 3 + int((lengths - 1).sum())
 
 
-def test_contexts_that_continue_no_row_are_read_anew(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
+def test_contexts_that_continue_no_row_are_read_anew(tiny_model: HuggingFaceLanguageModel) -> None:
     session = tiny_model.open_session()
     assert isinstance(session, sessions.CachedSession)
     uniforms = uniforms_of(2, 5)
