@@ -75,8 +75,8 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
     # Evenly spaced uniform numbers draw each token as often as its probability says.
     count = 2000
     uniforms = (torch.arange(count) + 0.5).unsqueeze(1) / count
-    said = tiny_model.generate([CONTEXTS[1]], count, uniforms, options).ids_BT.flatten()
-    shares = said.bincount(minlength=tiny_model.module.config.vocab_size) / count
+    drawn = tiny_model.generate([CONTEXTS[1]], count, uniforms, options).ids_BT.flatten()
+    shares = drawn.bincount(minlength=tiny_model.module.config.vocab_size) / count
     tokens = [[int(token)] for token in shares.nonzero()]
     rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
     kept = tiny_model.support_mask(*rows, options) if options.cuts else None
@@ -144,7 +144,7 @@ def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
     assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, False, True, True]]
 
 
-def test_kept_tokens_of_positions_come_in_the_order_asked_for() -> None:
+def test_kept_tokens_have_the_order_of_the_given_positions() -> None:
     kept = SupportMask(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
     found = kept.at([2, 0])
     assert found.ids_K.tolist() == [8, 9, 4, 5, 6]

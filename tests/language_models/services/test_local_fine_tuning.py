@@ -112,8 +112,8 @@ def test_an_example_that_the_window_does_not_hold_fails_the_job(
     long = "a " * tiny_model.context_window
     examples: list[Any] = [LIKED, LIKED._replace(rejected=long)]
     if method == "supervised":
-        said = {"role": "assistant", "content": "yes"}
-        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, said))]  # type: ignore[typeddict-item]
+        answer = {"role": "assistant", "content": "yes"}
+        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, answer))]  # type: ignore[typeddict-item]
     service = open_service()
     ended = _train(service, _submit(service, method, examples=examples))
     assert ended.status is JobStatus.FAILED

@@ -76,7 +76,9 @@ def test_in_bfloat16_blocks_are_no_less_exact_than_whole_rows(
         assert in_blocks < 1.2 * in_rows
 
 
-def test_a_block_leaves_out_what_none_of_its_tokens_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_leaves_out_tokens_that_none_of_its_tokens_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 15)
     trie = _trie()
     last = attention.blocks_of(trie, group=3)[-1]
@@ -175,7 +177,7 @@ def test_the_cpu_keeps_dense_attention() -> None:
 
 
 @pytest.mark.usefixtures("_small_flex")
-def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
+def test_a_kernel_that_cannot_be_compiled_is_replaced_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
