@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
@@ -50,8 +50,6 @@ class Generation:
 
 TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
-
-
 ScoredDraws: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, SamplingOptions]
 """`TokenRows`, and the options by which their continuations were drawn."""
 DrawnRows: TypeAlias = tuple[Sequence[Sequence[int]], int, Tensor, SamplingOptions]
@@ -96,9 +94,8 @@ class TokenCount:
 
     def add(self, other: TokenCount) -> None:
         """Add another count."""
-        for field in fields(TokenCount):
-            name = field.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        added = vars(other)
+        vars(self).update({name: count + added[name] for name, count in vars(self).items()})
 
 
 class Counted:
@@ -109,14 +106,12 @@ class Counted:
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
         """Yield the work done within the block, filled in when it ends."""
-        before = replace(self.token_count)
-        spent = TokenCount()
+        before, spent = vars(replace(self.token_count)), TokenCount()
         try:
             yield spent
         finally:
-            for field in fields(TokenCount):
-                name = field.name
-                setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
+            after = vars(self.token_count)
+            vars(spent).update({name: count - before[name] for name, count in after.items()})
 
     @contextmanager
     def rescoring(self) -> Iterator[None]:
