@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError, ServiceRequestError
+from nip_astra.errors import (
+    ConfigurationError,
+    RunDirectoryError,
+    ServiceRequestError,
+    reason_of,
+)
 from nip_astra.evaluation.api import locate
 from nip_astra.evaluation.families.base import run_of
 from nip_astra.experiment_settings import ExperimentSettings
@@ -99,10 +104,9 @@ def push_to_hub(
                 commit_message=f"Trained with nip_astra: run {path.resolve().name}",
             )
         except (HfHubHTTPError, OSError) as error:
-            reason = str(error).strip().partition("\n")[0]
             raise ServiceRequestError(
-                f"{repo_id} could not be published: {reason} Log in with `hf auth login`, or check "
-                "the name and the network."
+                f"{repo_id} could not be published: {reason_of(error)}. Log in with `hf auth "
+                "login`, or check the name and the network."
             ) from error
     return str(getattr(found, "repo_url", None) or f"{api.endpoint}/{repo_id}")
 

@@ -5,6 +5,7 @@ Shape suffixes: `S` scored position, `X` hidden unit, `V` vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ MAX_LOGITS = 1 << 24
 """Maximum logits computed at once without gradients: 64 MiB of float32."""
 MAX_KEPT_LOGITS = 1 << 26
 """Maximum logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
+
+
+@dataclass(frozen=True)
+class ScoreNeeds:
+    """Outputs of scoring besides log-probabilities, and the distribution of all of them."""
+
+    entropy: bool = False
+    hidden: bool = False
+    transform: LogitsTransform | None = None
+    """None for the model's own distribution."""
 
 
 def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class Grammars:
         self._arguments = tokenizer, end_ids, vocab_size
         self._library = llguidance
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
         self._executor = llguidance.LLExecutor(torch.get_num_threads())
         try:
             self._vocabulary = llguidance.hf.from_tokenizer(
@@ -96,19 +96,14 @@ class Grammars:
     def matcher(self, grammar: str) -> Any:
         """Return a matcher at the start of a text; `ConfigurationError` for an invalid grammar."""
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                limits = self._library.LLParserLimits(verbose_errors=False)
-                found = self._library.LLMatcher(
-                    self._vocabulary, grammar, log_level=0, limits=limits
-                )
-                if found.is_error():
-                    raise ConfigurationError(_reason(found))
-                self._compiled[grammar] = found
-            self._compiled.move_to_end(grammar)
-            while len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            return found.deep_copy()
+            return self._compiled(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> Any:
+        limits = self._library.LLParserLimits(verbose_errors=False)
+        found = self._library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        if found.is_error():
+            raise ConfigurationError(_reason(found))
+        return found
 
     def mask(self, logits_RV: Tensor, matchers: Sequence[Any | None]) -> None:
         """Set the logits of tokens that a row's matcher rejects to -inf; None rejects none."""

@@ -294,7 +294,7 @@ def test_links_out_of_a_run_of_others_are_refused(
 def test_a_link_inside_a_run_of_others_is_followed(cli: CommandLine, run: Path) -> None:
     (run / "environment.json").write_text("{}")
     (run / "latest").symlink_to("model")
-    assert cli("report", "runs/one").code == 0
+    cli.ok("report", "runs/one")
 
 
 def test_a_sweep_of_others_runs_nothing_without_approval(
@@ -324,8 +324,7 @@ def test_a_sweep_of_others_runs_nothing_without_approval(
 def test_a_sweep_of_the_user_goes_on_without_a_question(cli: CommandLine, tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo"], seeds=[0])
     SweepRunner(plan, tmp_path / "sweep")._prepare_folder()
-    said = cli("sweep", str(tmp_path / "sweep"), "--dry-run")
-    assert said.code == 0, said.err
+    cli.ok("sweep", str(tmp_path / "sweep"), "--dry-run")
 
 
 def test_a_sweep_writes_through_no_link_of_others(cli: CommandLine, tmp_path: Path) -> None:

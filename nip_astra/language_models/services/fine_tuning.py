@@ -184,15 +184,8 @@ KEY_FIELD = "nip_astra_key"
 """Metadata field with a job's key."""
 LONGEST_KEY = 64
 """Length limit of metadata, in characters."""
-STATUSES = {
-    "validating_files": JobStatus.QUEUED,
-    "queued": JobStatus.QUEUED,
-    "running": JobStatus.RUNNING,
-    "paused": JobStatus.RUNNING,
-    "succeeded": JobStatus.SUCCEEDED,
-    "failed": JobStatus.FAILED,
-    "cancelled": JobStatus.CANCELLED,
-}
+OTHER_STATUSES = {"validating_files": JobStatus.QUEUED, "paused": JobStatus.RUNNING}
+"""Statuses of OpenAI's protocol with another name or meaning here."""
 
 
 class FineTuningParameters(SubParameters):
@@ -226,7 +219,7 @@ class OpenAIFineTuning(FineTuningService):
         self._pause = pause
         self._connection = OpenAIConnection(
             parameters.base_url,
-            api_key=read_key(parameters.api_key_variable, what=what),
+            api_key=read_key(parameters.api_key_variable, f"api_key_variable of {what}"),
             timeout=parameters.timeout,
             what=what,
         )
@@ -382,9 +375,9 @@ def _job_of(job: Any) -> FineTuningJob:
             "fine-tuning job. Check base_url."
         )
     message = getattr(job.error, "message", None) if job.error is not None else None
-    status = STATUSES.get(job.status)
-    if status is None:
-        message = f"its status {job.status!r} is not one of {', '.join(STATUSES)}"
-    return FineTuningJob(
-        job.id, status or JobStatus.FAILED, job.fine_tuned_model or None, message or None
-    )
+    try:
+        status = OTHER_STATUSES.get(job.status) or JobStatus(job.status)
+    except ValueError:
+        known = ", ".join([*JobStatus, *OTHER_STATUSES])
+        status, message = JobStatus.FAILED, f"its status {job.status!r} is not one of {known}"
+    return FineTuningJob(job.id, status, job.fine_tuned_model or None, message or None)

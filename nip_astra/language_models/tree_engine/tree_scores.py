@@ -14,8 +14,13 @@ from torch import Tensor
 
 from nip_astra.language_models.base import TokenCount, TokenRows, TokenScores
 from nip_astra.language_models.plain_forward import spread
-from nip_astra.language_models.sampling import LogitsTransform, SupportMask
-from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.sampling import (
+    LogitsTransform,
+    SamplingOptions,
+    SupportMask,
+    keep_likely,
+)
+from nip_astra.language_models.scoring import MAX_LOGITS, ScoreNeeds, token_logprobs_and_entropy
 from nip_astra.language_models.tree_engine.attention import (
     SMALLEST_IN_BLOCKS,
     trie_attention,
@@ -69,11 +74,9 @@ def score_trie(
     weights: Weights,
     trie: TokenTrie,
     rows: TokenRows,
+    needs: ScoreNeeds,
     *,
     max_batch_tokens: int,
-    needs_entropy: bool,
-    needs_hidden: bool,
-    transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
     """Score each continuation token with the trie of `sequences_to_read`, and count the work."""
     _, context_mask_BC, ids_BT, mask_BT = rows
@@ -103,10 +106,10 @@ def score_trie(
     hidden_SX = hidden_NX[nodes_S]
     ids_S = ids_BT[mask_BT].to(device)
     scores = token_logprobs_and_entropy(
-        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, transform=transform
+        hidden_SX, ids_S, weights, needs_entropy=needs.entropy, transform=needs.transform
     )
     spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
-    return spread(mask_BT, *scores, hidden_SX.float() if needs_hidden else None), spent
+    return spread(mask_BT, *scores, hidden_SX.float() if needs.hidden else None), spent
 
 
 def find_support(
@@ -114,21 +117,22 @@ def find_support(
     hidden_SX: Tensor,
     ids_S: Tensor,
     transform: LogitsTransform,
-    *,
-    top_k: int | None,
-    top_p: float,
+    options: SamplingOptions,
     vocab_size: int,
 ) -> SupportMask:
-    """Compute `LogitsTransform.find_support` on the CPU, in chunks to bound the logits' memory."""
-    parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
-    masks = [
-        transform.at(part.tolist())
-        .find_support(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
-        .to(torch.device("cpu"))
-        for part in (part.to(hidden_SX.device) for part in parts)
-        if len(part)
-    ]
-    return SupportMask(
-        torch.cat([torch.zeros(0, dtype=torch.int32), *(mask.ids_K for mask in masks)]),
-        torch.cat([torch.zeros(0, dtype=torch.long), *(mask.counts_S for mask in masks)]),
-    )
+    """Return the tokens that `top_k` and `top_p` keep, always with the drawn one, on the CPU.
+
+    Sampling may take another path through the model, whose rounding moves that token across the
+    threshold. Chunks bound the memory for logits.
+    """
+    ids, counts = [torch.zeros(0, dtype=torch.int32)], [torch.zeros(0, dtype=torch.long)]
+    size = max(1, MAX_LOGITS // vocab_size)
+    for start in range(0, len(ids_S), size):
+        part = slice(start, start + size)
+        positions = range(len(ids_S))[part]
+        logits_SV = transform.at(positions).apply(head(hidden_SX[part]).float())
+        is_kept_SV = keep_likely(logits_SV, top_k=options.top_k, top_p=options.top_p)
+        is_kept_SV.scatter_(1, ids_S[part].unsqueeze(1), True)
+        ids.append(is_kept_SV.nonzero()[:, 1].int().cpu())
+        counts.append(is_kept_SV.sum(dim=1).cpu())
+    return SupportMask(torch.cat(ids), torch.cat(counts))

@@ -20,7 +20,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
 from nip_astra.run import _write_report
-from nip_astra.samplers import answer_journal
+from nip_astra.samplers import text_rollouts
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
@@ -398,7 +398,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         if what == "answers.jsonl":
-            patch.setattr(answer_journal, "_append", full)
+            patch.setattr(text_rollouts, "_append", full)
         else:
             patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
@@ -410,17 +410,17 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    journal = answer_journal.AnswerJournal(path)
-    journal.put("one", answer_journal.StoredResponses(("a",), (False,), ("",)))
+    journal = text_rollouts.AnswerJournal(path)
+    journal.put("one", text_rollouts.StoredResponses(("a",), (False,), ("",)))
     # As a full disk does, the limit lets a part of a line through.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         with pytest.raises(RunDirectoryError):
-            journal.put("two", answer_journal.StoredResponses(("b" * 99,), (False,), ("",)))
+            journal.put("two", text_rollouts.StoredResponses(("b" * 99,), (False,), ("",)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    journal.put("three", answer_journal.StoredResponses(("c",), (False,), ("",)))
-    again = answer_journal.AnswerJournal(path)
+    journal.put("three", text_rollouts.StoredResponses(("c",), (False,), ("",)))
+    again = text_rollouts.AnswerJournal(path)
     assert [again.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 
 

@@ -101,7 +101,7 @@ class OpenAIChatModel(ChatModel):
             # Not its address: the port changes.
             self.place = f"local service of {weights} {digest_of_files(weights)}"
         else:
-            key = read_key(parameters.api_key_variable, what=what)
+            key = read_key(parameters.api_key_variable, f"api_key_variable of {what}")
             self._connection = self._connect(parameters.base_url, key)
             self.place = self._connection.base_url
         if parameters.extra_body:
