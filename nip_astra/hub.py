@@ -10,7 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError, ServiceRequestError
+from nip_astra.errors import (
+    ConfigurationError,
+    RunDirectoryError,
+    ServiceRequestError,
+    reason_of,
+)
 from nip_astra.evaluation.api import locate
 from nip_astra.evaluation.families.base import run_of
 from nip_astra.experiment_settings import ExperimentSettings
@@ -99,10 +104,9 @@ def push_to_hub(
                 commit_message=f"Trained with nip_astra: run {path.resolve().name}",
             )
         except (HfHubHTTPError, OSError) as error:
-            reason = str(error).strip().partition("\n")[0]
             raise ServiceRequestError(
-                f"{repo_id} could not be published: {reason} Log in with `hf auth login`, or check "
-                "the name and the network."
+                f"{repo_id} could not be published: {reason_of(error)}. Log in with `hf auth "
+                "login`, or check the name and the network."
             ) from error
     return str(getattr(found, "repo_url", None) or f"{api.endpoint}/{repo_id}")
 
@@ -180,7 +184,9 @@ def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:
         "Versions: " + ", ".join(f"{name} {one}" for name, one in versions.items() if one),
         *([f"Commit of nip_astra: {found}"] if found else []),
     ]
-    return _without_secrets("\n".join(lines)) + "\n"
+    # Paths keep their last part only, and likely tokens are removed.
+    card = _PATH.sub(lambda path: re.split(r"[/\\]", path[0])[-1], "\n".join(lines))
+    return _TOKEN.sub("[removed]", card) + "\n"
 
 
 def _table(run: RunRecord) -> Iterator[str]:
@@ -220,9 +226,3 @@ def _public(value: Any, name: str) -> Any:
 
 def _line(value: object) -> str:
     return safe_text(value).replace("\n", " ").replace("|", "\\|")
-
-
-def _without_secrets(card: str) -> str:
-    """Reduce absolute paths in the card to their last part, and remove likely tokens."""
-    named = _PATH.sub(lambda found: re.split(r"[/\\]", found[0])[-1], card)
-    return _TOKEN.sub("[removed]", named)

@@ -22,7 +22,7 @@ import yaml
 from rich.text import Text
 
 import nip_astra
-from nip_astra.errors import NipAstraError, ParameterError, counted
+from nip_astra.errors import NipAstraError, ParameterError, counted, reason_of
 from nip_astra.evaluation.run_results import frame_of
 from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
@@ -154,7 +154,7 @@ def examine(runs_dir: Path, *, is_online: bool = False) -> list[Finding]:
                 findings += check()
             except Exception as error:
                 # Reported, so that the other checks run.
-                text = f"could not be checked: {type(error).__name__}: {_first_line(error)}"
+                text = f"could not be checked: {type(error).__name__}: {reason_of(error)}"
                 findings.append(Finding(area, area, Status.BROKEN, text))
     return findings
 
@@ -250,7 +250,7 @@ def _computes(device: str, text: str) -> tuple[Status, str]:
         ones = torch.ones(64, 64, device=device)
         is_right = bool((ones @ ones == 64.0).all())
     except RuntimeError as error:
-        return Status.BROKEN, f"{text}; {_first_line(error)}"
+        return Status.BROKEN, f"{text}; {reason_of(error)}"
     return (Status.WORKS, text) if is_right else (Status.BROKEN, f"{text}; computes wrongly")
 
 
@@ -267,10 +267,10 @@ def _scorers() -> Findings:
             needed = ", ".join(fault.path for fault in error.faults)
             yield Finding("scorers", name, Status.INFO, f"can be imported; needs {needed}")
         except NipAstraError as error:
-            yield Finding("scorers", name, Status.ABSENT, _first_line(error))
+            yield Finding("scorers", name, Status.ABSENT, reason_of(error))
         except Exception as error:
             # A plug-in's scorer may raise anything.
-            text = f"cannot be built: {type(error).__name__}: {_first_line(error)}"
+            text = f"cannot be built: {type(error).__name__}: {reason_of(error)}"
             yield Finding("scorers", name, Status.WARNING, text)
         else:
             yield Finding("scorers", name, Status.WORKS, "loads with its default parameters")
@@ -336,7 +336,7 @@ def reach_hosts() -> list[Finding]:
         try:
             socket.create_connection((host, 443), timeout=TIMEOUT_SECONDS).close()
         except OSError as error:
-            text = f"{host} cannot be reached: {_first_line(error)}"
+            text = f"{host} cannot be reached: {reason_of(error)}"
             found.append(Finding("network", name, Status.ABSENT, text))
         else:
             found.append(Finding("network", name, Status.WORKS, f"{host} can be reached"))
@@ -382,7 +382,7 @@ def _service() -> Findings:
     try:
         socket.create_server((settings.host, 0)).close()
     except OSError as error:
-        text = f"no port can be opened on {settings.host}: {_first_line(error)}"
+        text = f"no port can be opened on {settings.host}: {reason_of(error)}"
         yield Finding("service", "nip-astra serve", Status.WARNING, text)
         return
     text = f"can listen on {settings.host}; files and jobs are kept in {settings.state_folder()}"
@@ -402,10 +402,6 @@ def _requirements() -> list[Any]:
     for extra, wanted in project["optional-dependencies"].items():
         found += [Requirement(f"{one}; extra == '{extra}'") for one in wanted]
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _sandbox() -> Findings:

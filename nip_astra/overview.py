@@ -120,28 +120,14 @@ def show(**experiment: Any) -> ExperimentView:
         As for `resolve_experiment`: `trainer`, `scenario`, `parameter_file`, `overrides`, ...
     """
     from nip_astra.resolving.resolution import never_read, resolve_experiment
-    from nip_astra.scenarios.registry import SCENARIOS
 
     resolved = resolve_experiment(**experiment)
-    hyper_params, scenario_class = resolved.hyper_params, SCENARIOS.get(resolved.kind)
-    values = dict(flatten(hyper_params.to_dict()))
-    unread = set(
-        never_read(values, hyper_params, resolved.trainer_class, scenario_class, resolved.kind)
-    )
-    meanings = dict(meanings_of(hyper_params))
-    return ExperimentView(
-        resolved,
-        [
-            Parameter(
-                path,
-                value,
-                resolved.sources.get(path, ""),
-                meanings.get(path, ""),
-                path not in unread,
-            )
-            for path, value in values.items()
-        ],
-    )
+    unread, meanings = never_read(resolved), dict(meanings_of(resolved.hyper_params))
+    parameters = [
+        Parameter(path, value, resolved.sources[path], meanings.get(path, ""), path not in unread)
+        for path, value in flatten(resolved.hyper_params.to_dict())
+    ]
+    return ExperimentView(resolved, parameters)
 
 
 @dataclass(frozen=True)

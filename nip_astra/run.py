@@ -26,6 +26,7 @@ from nip_astra.errors import (
     TrackingError,
     UnexpectedExitError,
     WorkerProcessError,
+    reason_of,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.evaluation.tables import Shown
@@ -43,7 +44,6 @@ from nip_astra.resolving.resolution import (
     resolve_experiment,
 )
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.environment import (
     describe_environment,
@@ -151,7 +151,7 @@ def _within_memory() -> Iterator[None]:
     except NipAstraError:
         raise
     except (MemoryError, OverflowError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = reason_of(error)
         is_size = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
         if not is_size and not re.search("allocate memory|overflow", reason):
             raise
@@ -206,7 +206,9 @@ def _begin(
 
     def write(new: RunDirectory) -> None:
         written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
-        new.write_json(files.PARAMETER_SOURCES, _sources_of_what_is_read(resolved))
+        unread = never_read(resolved)
+        sources = {path: one for path, one in resolved.sources.items() if path not in unread}
+        new.write_json(files.PARAMETER_SOURCES, sources)
         chosen = new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
         signed = {
             "device": device,
@@ -227,19 +229,6 @@ def _begin(
                 # A fault of building, such as a missing model: the run id is free again.
                 directory.discard()
             raise
-
-
-def _sources_of_what_is_read(resolved: ResolvedExperiment) -> dict[str, str]:
-    """Return the source of each parameter, without groups that nothing in the run reads."""
-    scenario_class = SCENARIOS.get(resolved.kind)
-    unread = never_read(
-        resolved.sources,
-        resolved.hyper_params,
-        resolved.trainer_class,
-        scenario_class,
-        resolved.kind,
-    )
-    return {path: one for path, one in resolved.sources.items() if path not in set(unread)}
 
 
 def resume_experiment(

@@ -109,8 +109,7 @@ def test_an_export_of_half_a_surrogate_pair(cli: CommandLine, tmp_path: Path, fo
         "probe_nll": 1.0,
     }
     (run.path / "rollouts" / "evaluation.jsonl").write_text(json.dumps({"step": 1} | row) + "\n")
-    said = cli("export", str(run.path), "--format", form)
-    assert said.code == 0, said.err
+    cli.ok("export", str(run.path), "--format", form)
 
 
 def test_a_closed_standard_output_is_no_traceback(tmp_path: Path) -> None:

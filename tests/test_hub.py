@@ -106,6 +106,5 @@ def test_what_cannot_be_published_is_refused(run: Path, hub: type[Hub], tmp_path
 
 
 def test_the_command_writes_a_folder(cli: CommandLine, run: Path, tmp_path: Path) -> None:
-    said = cli("push", str(run), "me/a", "--dry-run", "--output", str(tmp_path / "out"))
-    assert said.code == 0, said
+    cli.ok("push", str(run), "me/a", "--dry-run", "--output", str(tmp_path / "out"))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights"

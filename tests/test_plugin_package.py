@@ -60,11 +60,10 @@ def test_an_installed_trainer_is_listed_with_its_package_and_runs_by_its_name_al
     (line,) = (line for line in listed.out.splitlines() if line.startswith("my_trainer"))
     assert "entry point of my-trainer" in line
     assert "Maximise the likelihood of probes" in line
-    ran = cli(
+    ran = cli.ok(
         *("--trainer", "my_trainer", "--scenario", str(cli.scenario), "--test-run"),
         *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
     )
-    assert ran.code == 0, ran.err
     assert "held-out episodes before and after training" in ran.out
     assert (cli.folder / "runs" / "installed" / "results.json").is_file()
     metrics = (cli.folder / "runs" / "installed" / "metrics.jsonl").read_text()

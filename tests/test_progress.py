@@ -42,6 +42,14 @@ def _no_bar_is_open() -> None:
         bar.close()
 
 
+def stderr_of(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    return stream
+
+
 @dataclass
 class Settings:
     test_run: bool = False
@@ -114,17 +122,18 @@ def test_a_loop_is_called_without_its_context_and_keeps_its_result_and_arguments
     assert Loops.train.__doc__ == "Train."
 
 
-def test_the_count_is_known_before_the_loop_runs() -> None:
-    loops = Loops(Settings(), num_train=7)
-    assert Loops.train.num_iterations_func(loops) == 7
-    assert total_num_iterations(loops) == 10
-
-
-def test_a_test_run_caps_every_loop_at_one_iteration() -> None:
-    loops = Loops(Settings(test_run=True, progress=False), num_train=7)
+@pytest.mark.parametrize(
+    ("num_train", "test_run", "num_run", "total"),
+    [(7, False, 7, 10), (7, True, 1, 2), (0, True, 0, 1)],
+)
+def test_the_count_is_known_before_the_loop_and_capped_in_a_test_run(
+    num_train: int, test_run: bool, num_run: int, total: int
+) -> None:
+    loops = Loops(Settings(test_run=test_run, progress=False), num_train=num_train)
+    assert Loops.train.num_iterations_func(loops) == num_train
+    assert total_num_iterations(loops) == total
     loops.train()
-    assert loops.seen == [0]
-    assert total_num_iterations(loops) == 2
+    assert loops.seen == list(range(num_run))
 
 
 @pytest.mark.parametrize(("reads", "num_run"), [(False, 1), (True, 2)])
@@ -155,12 +164,6 @@ def test_a_loop_that_keeps_to_its_cut_number_runs_to_its_end() -> None:
     assert loops.seen == [0, 1]
 
 
-def test_a_test_run_does_not_lengthen_an_empty_loop() -> None:
-    loops = Loops(Settings(test_run=True, progress=False), num_train=0)
-    loops.train()
-    assert loops.seen == []
-
-
 def test_a_loop_overridden_without_the_decorator_is_not_counted() -> None:
     class Quiet(Loops):
         def test(self) -> None:
@@ -189,14 +192,15 @@ def test_a_bar_grows_by_a_loop_that_is_called_from_an_undecorated_override(test_
     assert bar.n == bar.total == loops.progress.total == (3 if test_run else 11)
 
 
-def test_loops_share_the_bar_of_their_owner_and_leave_it_open() -> None:
+def test_loops_share_the_bar_of_their_owner_and_show_the_part_before_the_whole() -> None:
     bars = Bars()
     loops = Loops(Settings(tqdm_func=bars))
     loops.progress = open_progress(total_num_iterations(loops), True, bars)
     loops.train()
-    loops.test()
     (bar,) = bars.made
-    assert (bar.total, bar.n, bar.description, bar.is_closed) == (7, 7, "train 4/4, in all", False)
+    assert (bar.total, bar.n, bar.description) == (7, 4, "train 4/4, in all")
+    loops.test()
+    assert (bar.total, bar.n, bar.is_closed) == (7, 7, False)
     assert bar.postfixes[-1] == {"loss": "0.123", "state": "fine"}
 
 
@@ -216,50 +220,32 @@ def test_values_are_short_and_those_of_another_task_go() -> None:
     assert bars.made[0].postfixes[-1] == {}
 
 
-def test_a_part_of_a_run_says_how_far_it_is_beside_the_whole(
+def test_a_part_of_a_run_shows_its_progress_beside_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
+    stderr = stderr_of(monkeypatch)
     loops = Loops(Settings(), start=1)
     loops.progress = open_progress(total_num_iterations(loops))
     loops.train()
     loops.test()
-    heads = [line.split(" loss")[0] for line in stream.getvalue().splitlines()]
+    heads = [line.split(" loss")[0] for line in stderr.getvalue().splitlines()]
     # The second loop does not say what it is.
     assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
     assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
 
 
-def test_a_bar_shows_the_part_before_the_whole() -> None:
-    bars = Bars()
-    loops = Loops(Settings(tqdm_func=bars))
-    loops.progress = open_progress(total_num_iterations(loops), True, bars)
-    loops.train()
-    assert bars.made[0].description == "train 4/4, in all"
-
-
-def test_a_loop_without_a_shared_bar_opens_and_closes_its_own() -> None:
-    bars = Bars()
-    Loops(Settings(tqdm_func=bars)).train()
-    (bar,) = bars.made
-    assert (bar.total, bar.n, bar.is_closed) == (4, 4, True)
-
-
-def test_a_resumed_loop_goes_on_at_its_index_with_the_bar_advanced() -> None:
+@pytest.mark.parametrize(("start", "seen"), [(0, [0, 1, 2, 3]), (3, [3]), (9, [])])
+def test_a_loop_without_a_shared_bar_opens_and_closes_its_own_advanced_to_its_start(
+    start: int, seen: list[int]
+) -> None:
     bars, steps = Bars(), []
-    loops = Loops(Settings(tqdm_func=bars, global_tqdm_step_fn=lambda: steps.append(1)), start=3)
+    settings = Settings(tqdm_func=bars, global_tqdm_step_fn=lambda: steps.append(1))
+    loops = Loops(settings, start=start)
     loops.train()
-    assert loops.seen == [3]
-    assert (bars.made[0].n, bars.made[0].initial, len(steps)) == (4, 3, 4)
-
-
-def test_a_loop_resumed_at_or_after_its_end_has_no_iterations() -> None:
-    bars = Bars()
-    loops = Loops(Settings(tqdm_func=bars), start=9)
-    loops.train()
-    assert loops.seen == []
-    assert bars.made[0].n == 4
+    (bar,) = bars.made
+    assert loops.seen == seen
+    assert (bar.total, bar.n, bar.initial, bar.is_closed) == (4, 4, min(start, 4), True)
+    assert len(steps) == 4
 
 
 def test_an_iteration_whose_body_is_left_is_not_counted() -> None:
@@ -283,20 +269,15 @@ def test_the_bar_is_closed_when_a_loop_fails() -> None:
     assert bars.made[0].is_closed
 
 
-def open_on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, total: int) -> ProgressBar:
-    monkeypatch.setattr("sys.stderr", stream)
-    return open_progress(total)
-
-
 def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    bar = open_on(stream, monkeypatch, 300)
+    stderr = stderr_of(monkeypatch)
+    bar = open_progress(300)
     bar.set_description("train")
     bar.set_postfix({"loss": 0.5})
     for _ in range(300):
         bar.step()
     bar.close()
-    text = stream.getvalue()
+    text = stderr.getvalue()
     assert text.count("\n") == 10
     assert "\r" not in text
     assert text.splitlines()[0].startswith("train 30/300 loss=0.5 [")
@@ -305,11 +286,11 @@ def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.Mon
 def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = io.StringIO()
-    bar = open_on(stream, monkeypatch, 10)
+    stderr = stderr_of(monkeypatch)
+    bar = open_progress(10)
     bar.skip(6)
     bar.step()
-    assert [line.split(" [")[0] for line in stream.getvalue().splitlines()] == ["7/10"]
+    assert [line.split(" [")[0] for line in stderr.getvalue().splitlines()] == ["7/10"]
 
 
 @pytest.mark.parametrize(
@@ -342,18 +323,10 @@ def without_colours(text: str) -> str:
     return re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", text)
 
 
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    return stream
-
-
-def test_output_of_others_stands_in_lines_of_its_own_above_the_bar(
+def test_output_of_others_has_lines_of_its_own_above_the_bar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = on_a_terminal(monkeypatch)
+    terminal = stderr_of(monkeypatch, is_terminal=True)
     logger = logging.Logger("of another library")
     monkeypatch.setitem(logging.root.manager.loggerDict, logger.name, logger)
     logger.addHandler(logging.StreamHandler())
@@ -363,16 +336,16 @@ def test_output_of_others_stands_in_lines_of_its_own_above_the_bar(
         logger.warning("a weight is missing")
         print("deprecated", file=sys.stderr)
         inner.close()
-    assert sys.stderr is stream
-    assert logger.handlers[0].stream is stream  # type: ignore[attr-defined]  # a StreamHandler
-    lines = [line.rpartition("\r")[2] for line in stream.getvalue().split("\n")]
+    assert sys.stderr is terminal
+    assert logger.handlers[0].stream is terminal  # type: ignore[attr-defined]  # a StreamHandler
+    lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
     shown = [without_colours(line).strip() for line in lines]
     assert "a weight is missing" in shown
     assert "deprecated" in shown
     assert any(re.search("━ 1/2 ", line) for line in shown), "what was counted stays"
 
 
-def test_bars_of_other_libraries_are_off_while_one_is_shown() -> None:
+def test_bars_of_other_libraries_are_off_while_and_between_ours() -> None:
     from transformers.utils import logging as other
 
     was_on = other.is_progress_bar_enabled()
@@ -381,17 +354,6 @@ def test_bars_of_other_libraries_are_off_while_one_is_shown() -> None:
         with showing("Loading", enabled=False):
             assert not other.is_progress_bar_enabled()
         assert other.is_progress_bar_enabled()
-    finally:
-        if not was_on:
-            other.disable_progress_bar()
-
-
-def test_bars_of_other_libraries_stay_off_between_ours() -> None:
-    from transformers.utils import logging as other
-
-    was_on = other.is_progress_bar_enabled()
-    other.enable_progress_bar()
-    try:
         with only_own_bars():
             with showing("Loading", enabled=False):
                 other.enable_progress_bar()  # as when it is imported now
@@ -467,23 +429,20 @@ def test_a_display_without_content_is_taken_over_within_its_cell(
 def test_a_forked_process_does_not_write_to_the_display_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = on_a_terminal(monkeypatch)
+    terminal = stderr_of(monkeypatch, is_terminal=True)
     with showing("Loading"):
         child = os.fork()
         if child == 0:
-            os._exit(0 if sys.stderr is stream else 1)
+            os._exit(0 if sys.stderr is terminal else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert sys.stderr is not stream
+        assert sys.stderr is not terminal
 
 
-def test_answered_requests_are_counted_by_the_bar_that_is_open_for_them() -> None:
+def test_requests_and_units_without_one_are_counted_and_repetitions_never() -> None:
     count_requests()
     with showing("Judging", 5, counts_requests=True) as bar, showing("Other", 3):
         count_requests()
         assert bar.num_done == 1
-
-
-def test_units_without_a_request_are_counted_at_the_end_and_repetitions_never() -> None:
     with showing("Rating", 9, counts_requests=True) as bar:
         with counting(5):
             count_requests(2)
@@ -505,21 +464,19 @@ def test_units_without_a_request_are_counted_at_the_end_and_repetitions_never() 
 
 
 def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr("sys.stderr", stream)
+    stderr = stderr_of(monkeypatch)
     bar = open_progress(3, enabled=False)
     bar.set_description("train")
     bar.set_postfix({"loss": 1.0})
     bar.step(3)
     bar.close()
-    assert (stream.getvalue(), bar.num_done) == ("", 3)
+    assert (stderr.getvalue(), bar.num_done) == ("", 3)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_wait_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
-    bar = open_on(stream, monkeypatch, 3)
+    stderr = stderr_of(monkeypatch, is_terminal=is_terminal)
+    bar = open_progress(3)
     bar.set_postfix({"loss": 1.0})
 
     async def wait() -> None:
@@ -527,13 +484,13 @@ def test_a_wait_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch, is_term
             await asyncio.sleep(0.01)
 
     asyncio.run(wait())
-    during = stream.getvalue()
+    during = stderr.getvalue()
     assert "the judge" in during
     bar.step()
     bar.close()
     if is_terminal:
         assert "(and 1 more)" in during
-        assert "loss=1" in stream.getvalue().rpartition("the judge")[2]
+        assert "loss=1" in stderr.getvalue().rpartition("the judge")[2]
     else:
         assert during.count("waiting for") == 1
 

@@ -29,8 +29,8 @@ from nip_astra.recipes import (
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
-from tests.kit.chat_service import behind_an_address, pocket_target
 from tests.kit.command_line import CommandLine, refused
+from tests.serve.running import pocket_service
 
 MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
 REWARDS_FILE = """
@@ -44,11 +44,6 @@ async def brevity(completions, completion_ids, trainer_state, log_metric, **kwar
 
 
 @pytest.fixture
-def command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path, tmp_path, capsys)
-
-
-@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS_FILE)
@@ -58,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_command_trains_and_its_parameter_file_is_the_run(
-    command_line: CommandLine, folder: Path
+    cli: CommandLine, folder: Path
 ) -> None:
     options = "--num-generations 4 --max_completion_length 5 --learning-rate 5e-4 --max-steps 2"
     line = (
@@ -66,8 +61,7 @@ def test_one_command_trains_and_its_parameter_file_is_the_run(
         f"--reward rewards.py:brevity --weights 1,0.5 {options} --run-id r "
         "--set training.num_episodes_per_experience=3"
     )
-    said = command_line(*line.split())
-    assert said.code == 0, said.err
+    said = cli.ok(*line.split())
     printed = said.out
     assert "num_generations: --set self_hosted_grpo.group_size=4" in printed
     shown = printed.split("# as a parameter file:\n")[1].split("\n\n")[0]
@@ -229,9 +223,9 @@ def test_an_option_that_trl_has_and_we_lack_is_refused() -> None:
         mapped_options({"num_generation": 2})
 
 
-def test_wrong_weights_of_the_command_are_refused(command_line: CommandLine, folder: Path) -> None:
+def test_wrong_weights_of_the_command_are_refused(cli: CommandLine, folder: Path) -> None:
     line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
-    refused(command_line(*line.split()))
+    refused(cli(*line.split()))
 
 
 # ---- stress tests
@@ -249,19 +243,17 @@ SHORT = (
 
 
 def test_one_command_stresses_a_model_and_prints_the_cost_first(
-    command_line: CommandLine, folder: Path
+    cli: CommandLine, folder: Path
 ) -> None:
     (folder / "rude.yaml").write_text(
         f"_type: classifier\nmodel: {POCKET / 'scorer'}\nlabel: rude\n"
     )
     sets = " ".join(f"--set {one}" for one in SHORT)
     line = f"stress --target {POCKET / 'target'} --scorer rude.yaml --run-id s {sets}"
-    said = command_line(*f"{line} --dry-run".split())
-    assert said.code == 0, said.err
+    said = cli.ok(*f"{line} --dry-run".split())
     assert "training target queries" in said.out
     assert not (folder / "runs").exists()
-    said = command_line(*line.split())
-    assert said.code == 0, said.err
+    said = cli.ok(*line.split())
     assert said.out.index("training target queries") < said.out.index("held-out")
     results = json.loads((folder / "runs/s/results.json").read_text())
     assert results["after"]["num_episodes"] == 2
@@ -269,7 +261,7 @@ def test_one_command_stresses_a_model_and_prints_the_cost_first(
 
 def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
     (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
-    with behind_an_address(pocket_target()) as service:
+    with pocket_service() as service:
         result = stress_test(
             target=service.base_url,
             target_model="pocket",

@@ -126,8 +126,7 @@ def test_errors_on_the_command_line_are_safe(
 
 def test_names_of_files_are_safe_in_what_commands_say(cli: CommandLine) -> None:
     run = write_run(cli.folder / f"one{CLEAR}")
-    said = cli("report", str(run))
-    assert said.code == 0
+    said = cli.ok("report", str(run))
     assert "one\u241b[2J" in said.out
     assert not has_unsafe(said.out)
 

@@ -44,8 +44,7 @@ def test_a_plugin_that_fails_registers_nothing_and_loads_once_it_is_corrected(
     assert says(message, path, "line 9", "ZeroDivisionError: division by zero")
     assert registered_names() == before
     cli.write("mine.py", TRAINER)
-    said = cli("list", "trainers", "--plugin", path)
-    assert said.code == 0, said.err
+    said = cli.ok("list", "trainers", "--plugin", path)
     assert "my_trainer" in said.out
     path = cli.write("other.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
     assert says(refused(cli.run("--plugin", path)), "trainer 'ast_dpo'", f"{path}:")
@@ -85,8 +84,7 @@ def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
     SCORERS.forget("mine")
     plugins._LOADED.clear()
     cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
-    said = cli("resume", "runs/one")
-    assert said.code == 0, said.err
+    cli.ok("resume", "runs/one")
     assert (cli.folder / "runs" / "one" / "results.json").is_file()
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.errors import TrackingError
 from nip_astra.tracking.wandb_runs import has_credentials
 from nip_astra.trust import read_variable
 
@@ -32,13 +32,8 @@ class ASTRAWandbLogger:
     """
 
     def __init__(self, wandb_kwargs: Mapping[str, Any] | None = None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"use_wandb needs the package wandb: {error}. Run: pip install wandb, or set "
-                "use_wandb=False."
-            ) from error
+        import wandb
+
         given = {"project": "nip_astra", **(wandb_kwargs or {})}
         mode = given.get("mode") or read_variable("WANDB_MODE") or "online"
         if mode == "online" and not has_credentials():

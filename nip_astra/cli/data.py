@@ -40,24 +40,12 @@ def create(
     ] = None,
 ) -> None:
     """Generate pairs of graphs and write them to a file."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
+    from nip_astra.parameters.files import parse_overrides
     from nip_astra.progress import showing
     from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
 
     path = _new_file(output)
-    assignments = overrides or []
-    try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(assignments), resolve=True)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        raise ConfigurationError(
-            f"cannot parse {' '.join(assignments)!r}: {str(error).splitlines()[0]}. Give "
-            "--set name=value, for instance --set num_train=1000."
-        ) from error
-    assert isinstance(values, dict)
-    parameters = GraphPairParameters.from_dict({str(name): value for name, value in values.items()})
+    parameters = GraphPairParameters.from_dict(parse_overrides(overrides or []).values)
     if parameters.file is not None:
         raise ConfigurationError(
             "`file` names existing pairs of graphs, but this command generates pairs. Leave it out."

@@ -169,13 +169,11 @@ class ProcessTeam(Team):
         return sent
 
     def all_gather(self, value: T) -> list[T]:
-        packed = _as_tensor(pack_state(value))
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        packed, sizes = self._packed(value)
+        found = [torch.empty_like(packed) for _ in sizes]
         with lost_process_errors(self):
-            dist.all_gather(sizes, torch.tensor([len(packed)]))
-            found = [packed.new_zeros(int(max(sizes))) for _ in sizes]
-            dist.all_gather(found, _padded(packed, len(found[0])))
-        return [_read(one, int(size)) for one, size in zip(found, sizes, strict=True)]
+            dist.all_gather(found, packed)
+        return [_read(one, size) for one, size in zip(found, sizes, strict=True)]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
@@ -216,17 +214,24 @@ class ProcessTeam(Team):
 
     def _gather(self, value: Any) -> list[Any]:
         """Send the values of all to the leader; the others get an empty list."""
+        packed, sizes = self._packed(value)
+        found = [torch.empty_like(packed) for _ in sizes] if self.is_leader else None
+        with lost_process_errors(self):
+            dist.gather(packed, found, dst=0)
+        if found is None:
+            return []
+        others = [_read(one, size) for one, size in zip(found[1:], sizes[1:], strict=True)]
+        return [value, *others]
+
+    def _packed(self, value: Any) -> tuple[Tensor, list[int]]:
+        """Return a value as bytes, padded to the longest of all processes, and the sizes of all."""
         packed = _as_tensor(pack_state(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with lost_process_errors(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
-            most = int(max(sizes))
-            found = [packed.new_zeros(most) for _ in sizes] if self.is_leader else None
-            dist.gather(_padded(packed, most), found, dst=0)
-        if found is None:
-            return []
-        others = [_read(one, int(size)) for one, size in zip(found[1:], sizes[1:], strict=True)]
-        return [value, *others]
+        longest = int(max(sizes))
+        padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
+        return padded, [int(size) for size in sizes]
 
 
 @contextmanager
@@ -325,10 +330,6 @@ def _as_tensor(packed: bytes) -> Tensor:
 
 def _read(packed: Tensor, size: int) -> Any:
     return unpack_state(packed[:size].numpy().tobytes())
-
-
-def _padded(packed: Tensor, size: int) -> Tensor:
-    return torch.nn.functional.pad(packed, (0, size - len(packed)))
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -39,7 +39,7 @@ from nip_astra.language_models.base import (
     GenerationSession,
     LanguageModel,
     SamplingDistribution,
-    SamplingOptions,
+    ScoredDraws,
     TokenCount,
     TokenModel,
     TokenRows,
@@ -60,6 +60,13 @@ from nip_astra.language_models.sampling import (
     find_banned_ids,
     find_end_ids,
 )
+from nip_astra.language_models.scoring import (
+    ScoreNeeds,
+    find_support,
+    row_limits,
+    score_trie,
+    sequences_to_read,
+)
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
@@ -72,12 +79,6 @@ from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, bu
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.language_models.tree_engine.tree_scores import (
-    find_support,
-    row_limits,
-    score_trie,
-    sequences_to_read,
-)
 from nip_astra.language_models.tree_engine.weights import Weights, WeightSnapshot, live_weights
 from nip_astra.parameters.types import LanguageModelType
 
@@ -395,12 +396,13 @@ class HuggingFaceLanguageModel(LanguageModel):
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
-        needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
+        transform = None
         if distribution is not None:
-            needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
+            transform = self.token_sampler.transform(distribution, mask_BT)
+        needs = ScoreNeeds(needs_entropy, needs_hidden, transform)
         if self._reader is not None:
             # One pass, as in every process that holds a part of the weights.
-            scores, spent = score_rows(self._reader, rows, max_batch_tokens=None, **needs)
+            scores, spent = score_rows(self._reader, rows, needs, max_batch_tokens=None)
             self.token_count.add(spent)
             return scores
         limits = row_limits(self._decoder, self.device, self.dtype)
@@ -413,15 +415,15 @@ class HuggingFaceLanguageModel(LanguageModel):
                     self._weights_for_scoring(),
                     trie,
                     rows,
+                    needs,
                     max_batch_tokens=self.max_batch_tokens,
-                    **needs,
                 )
             else:
                 with adapter_state(self.module, is_on=self.use_adapter):
                     recomputes = self.recomputes_layers
                     reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
-                    scores, spent = score_rows(reader, rows, max_batch_tokens=limit, **needs)
+                    scores, spent = score_rows(reader, rows, needs, max_batch_tokens=limit)
         self.token_count.add(spent)
         return scores
 
@@ -466,30 +468,18 @@ class HuggingFaceLanguageModel(LanguageModel):
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
     @torch.no_grad()
-    def sampled_logprobs(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Tensor | None:
-        rows = context_BC, context_mask_BC, ids_BT, mask_BT
+    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
+        *rows, options = draws
         options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
         return self.token_scores(
             *rows, distribution=SamplingDistribution(options)
         ).logprobs_BT.cpu()
 
     @torch.no_grad()
-    def support_mask(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> SupportMask:
-        scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
+    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
+        *rows, options = draws
+        _, _, ids_BT, mask_BT = rows
+        scores = self.token_scores(*rows, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         return find_support(
@@ -497,9 +487,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
             self.token_sampler.transform(SamplingDistribution(options), mask_BT),
-            top_k=options.top_k,
-            top_p=options.top_p,
-            vocab_size=int(self.module.config.vocab_size),
+            options,
+            int(self.module.config.vocab_size),
         )
 
     # ---- saving

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,15 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    Generation,
-    TokenCount,
-    TokenRows,
-    TokenScores,
-    pad_left,
-)
-from nip_astra.language_models.sampling import Draw, LogitsTransform, SamplingOptions
-from nip_astra.language_models.scoring import chosen_logprobs
+from nip_astra.language_models.base import Generation, TokenCount, TokenRows, TokenScores, pad_left
+from nip_astra.language_models.sampling import Draw, SamplingOptions
+from nip_astra.language_models.scoring import ScoreNeeds, chosen_logprobs, spread
 
 
 class _Draw:
@@ -127,10 +122,10 @@ class RowReader(torch.nn.Module):
         self.autocast = autocast_to(causal_lm, dtype)
         self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
-    def forward(self, *rows: Tensor, **needs: Any) -> TokenScores:
+    def forward(self, *rows: *TokenRows, needs: ScoreNeeds) -> TokenScores:
         """Return scores of each continuation token; see `score_rows`."""
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
-            return _score_batch(self.causal_lm, *rows, **needs)
+            return _score_batch(self.causal_lm, rows, needs)
 
 
 def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
@@ -171,13 +166,7 @@ def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def score_rows(
-    reader: RowReader,
-    rows: TokenRows,
-    *,
-    max_batch_tokens: int | None,
-    needs_entropy: bool = False,
-    needs_hidden: bool = False,
-    transform: LogitsTransform | None = None,
+    reader: RowReader, rows: TokenRows, needs: ScoreNeeds, *, max_batch_tokens: int | None
 ) -> tuple[TokenScores, TokenCount]:
     """Score each continuation token, in one pass without `max_batch_tokens`; also count
     the work.
@@ -189,20 +178,15 @@ def score_rows(
     limit = len(lengths) * max(lengths) if max_batch_tokens is None else max_batch_tokens
     # Scored positions are counted row by row.
     stops = mask_BT.sum(dim=1).cumsum(0).tolist()
-    starts = [0, *stops]
+    starts, own = [0, *stops], needs
     for part in _parts(lengths, limit):
         # Without columns that are padding in all rows of this part.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
-        positions = [position for row in part for position in range(starts[row], stops[row])]
-        pieces.append(
-            reader(
-                *(context, mask, ids_BT[part], mask_BT[part]),
-                needs_entropy=needs_entropy,
-                needs_hidden=needs_hidden,
-                transform=None if transform is None else transform.at(positions),
-            )
-        )
+        if needs.transform is not None:
+            positions = [position for row in part for position in range(starts[row], stops[row])]
+            own = replace(needs, transform=needs.transform.at(positions))
+        pieces.append(reader(context, mask, ids_BT[part], mask_BT[part], needs=own))
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
         spent.head_rows += int(mask_BT[part].sum())
         order += part
@@ -216,18 +200,9 @@ def score_rows(
     return TokenScores(torch.cat(logprobs)[again], joined(entropies), joined(hidden)), spent
 
 
-def _score_batch(
-    module: Any,
-    context_BC: Tensor,
-    context_mask_BC: Tensor,
-    ids_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    needs_entropy: bool,
-    needs_hidden: bool,
-    transform: LogitsTransform | None,
-) -> TokenScores:
+def _score_batch(module: Any, rows: TokenRows, needs: ScoreNeeds) -> TokenScores:
     """Score one batch, with the head on scored positions only."""
+    context_BC, context_mask_BC, ids_BT, mask_BT = rows
     device = module.device
     ids = torch.cat([context_BC, ids_BT], dim=1).to(device)
     mask = torch.cat([context_mask_BC, mask_BT], dim=1).to(device)
@@ -245,32 +220,17 @@ def _score_batch(
     before_NX = before_BTH[scored_BT]
     ids_N = ids_BT.to(device)[scored_BT]
     logits_NV = module.get_output_embeddings()(before_NX).float()
-    if transform is not None:
-        found = chosen_logprobs(logits_NV, ids_N, transform, needs_entropy=needs_entropy)
-        return spread(scored_BT, *found, before_NX.float() if needs_hidden else None)
+    hidden_NX = before_NX.float() if needs.hidden else None
+    if needs.transform is not None:
+        found = chosen_logprobs(logits_NV, ids_N, needs.transform, needs_entropy=needs.entropy)
+        return spread(scored_BT, *found, hidden_NX)
     logprobs_NV = logits_NV.log_softmax(dim=1)
     return spread(
         scored_BT,
         logprobs_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1),
-        torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs_entropy else None,
-        before_NX.float() if needs_hidden else None,
+        torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs.entropy else None,
+        hidden_NX,
     )
-
-
-def spread(
-    mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
-) -> TokenScores:
-    """Scatter the values of scored positions over `[B, T]`, 0 elsewhere."""
-
-    def placed(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        empty = values.new_zeros(*mask_BT.shape, *values.shape[1:])
-        return empty.index_put(mask_BT.nonzero(as_tuple=True), values)
-
-    logprobs_BT = placed(logprobs_N)
-    assert logprobs_BT is not None
-    return TokenScores(logprobs_BT, placed(entropy_N), placed(hidden_NX))
 
 
 def _parts(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:

@@ -130,18 +130,6 @@ class LogitsTransform:
             is_out_SV[:, self.end_ids] |= self.is_early_S.unsqueeze(1)
         return (logits_SV / self.temperature).masked_fill(is_out_SV, float("-inf"))
 
-    def find_support(
-        self, logits_SV: Tensor, ids_S: Tensor, *, top_k: int | None, top_p: float
-    ) -> SupportMask:
-        """Return the tokens kept by the truncation, always including the drawn token.
-
-        Sampling may take another path through the model, whose rounding moves that token across the
-        threshold.
-        """
-        is_kept_SV = keep_likely(self.apply(logits_SV), top_k=top_k, top_p=top_p)
-        is_kept_SV.scatter_(1, ids_S.unsqueeze(1), True)
-        return SupportMask(is_kept_SV.nonzero()[:, 1].int(), is_kept_SV.sum(dim=1))
-
 
 def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
     """Return the tokens that end a turn: those of the checkpoint and of the tokenizer."""

@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     LanguageModel,
     SamplingDistribution,
     SamplingOptions,
+    ScoredDraws,
     TokenCount,
     TokenRows,
     TokenScores,
@@ -38,6 +39,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
+from nip_astra.language_models.scoring import sequences_to_read
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,
     describe_model,
@@ -45,7 +47,6 @@ from nip_astra.language_models.sources import (
     resolve_model,
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
     EngineOptions,
     Reply,
@@ -327,28 +328,12 @@ class VllmLanguageModel(LanguageModel):
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
-    def support_mask(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> SupportMask:
+    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
         find = super().support_mask if self.scorer is None else self.scorer.support_mask
-        return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
+        return find(*draws)
 
-    def sampled_logprobs(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Tensor | None:
-        if self.scorer is None:
-            return None
-        return self.scorer.sampled_logprobs(context_BC, context_mask_BC, ids_BT, mask_BT, options)
+    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
+        return None if self.scorer is None else self.scorer.sampled_logprobs(*draws)
 
     # ---- saving
 

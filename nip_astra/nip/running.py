@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 import nip_astra.run
 from nip_astra import factory
-from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings as OurSettings
+from nip_astra.lazy import import_extra
 from nip_astra.nip.hyper_params import HyperParameters, ours
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -408,15 +409,10 @@ def _get_openrouter_response(
         `message`, `log_probs` (a list of `token` and `logprob`, or None) and `top_logprobs` (such
         a list for each token).
     """
-    try:
-        from openai import OpenAI
-    except ImportError as error:
-        raise MissingDependencyError(
-            "models of OpenRouter need the package openai: pip install nip_astra[api]"
-        ) from error
+    openai = import_extra("openai", "a model of OpenRouter", "api")
     asks_logprobs = get_log_probs or get_top_logprobs is not None
     key = api_key or get_env_var("OPENROUTER_API_KEY")
-    with OpenAI(base_url=OPENROUTER, api_key=key) as client:
+    with openai.OpenAI(base_url=OPENROUTER, api_key=key) as client:
         logprob_options: dict[str, Any] = {"logprobs": True} if asks_logprobs else {}
         logprob_options |= {} if get_top_logprobs is None else {"top_logprobs": get_top_logprobs}
         choices = [

@@ -33,8 +33,8 @@ from nip_astra.nip.views import ProtocolView, Settings, View, view_of
 from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.resolving.analysing import analyse_run, count_analysis
-from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_rollouts import (
+    AnswerJournal,
     TextMove,
     TextNode,
     TextRolloutSampler,

@@ -17,7 +17,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault, show_value
+from nip_astra.errors import (
+    ConfigurationError,
+    ParameterError,
+    ParameterFault,
+    reason_of,
+    show_value,
+)
 from nip_astra.parameters.conversion import (
     convert,
     from_nexrl_layout,
@@ -139,7 +145,7 @@ def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        reason = getattr(error, "problem", None) or reason_of(error)
         raise ConfigurationError(
             f"{file}{line} is not a YAML mapping: {reason}. Write one `name: value` per line."
         ) from error
@@ -173,7 +179,7 @@ def parse_overrides(
                 merger.add(_plain(OmegaConf.from_dotlist([item])), option)
                 continue
             except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-                problem = f"has a value that is not YAML ({_first_line(error)})"
+                problem = f"has a value that is not YAML ({reason_of(error)})"
                 hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
                 path = name.strip()
         merger.faults.append(ParameterFault(path, repr(item), problem, hint, option))
@@ -207,10 +213,6 @@ def _plain(config: Any) -> dict[str, Any]:
     return plain
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else repr(error)
-
-
 # ---- merging
 
 
@@ -242,7 +244,7 @@ def merge_layers(
         key = getattr(error, "full_key", None) or "a parameter"
         origin = f" (from {sources[key]})" if key in sources else ""
         raise ConfigurationError(
-            f"{key}{origin} refers to a parameter that cannot be resolved: {_first_line(error)}. "
+            f"{key}{origin} refers to a parameter that cannot be resolved: {reason_of(error)}. "
             "Refer to one that a file sets, as ${path.to.parameter}; write \\${ for plain text."
         ) from error
     return resolved, sources

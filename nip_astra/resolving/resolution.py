@@ -583,27 +583,25 @@ def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings
 # ---- values that nothing reads
 
 
-def never_read(
-    paths: Iterable[str],
-    hyper_params: HyperParameters,
-    trainer_class: type[Trainer],
-    scenario_class: type[Scenario],
-    kind: str,
-) -> list[str]:
-    """Return the given parameters that nothing reads, or whose whole group is unused.
+def never_read(experiment: ResolvedExperiment) -> set[str]:
+    """Return the paths of parameters that nothing reads, or whose whole group is unused.
 
     A single parameter whose condition does not hold is not included: it is shown as unused.
     """
+    hyper_params, trainer_class = experiment.hyper_params, experiment.trainer_class
     if trainer_class.parameter_groups is None:
-        return []
-    readers = _Readers(hyper_params, trainer_class, scenario_class, kind, {})
+        return set()
+    scenario_class = SCENARIOS.get(experiment.kind)
+    readers = _Readers(hyper_params, trainer_class, scenario_class, experiment.kind, {})
     unmet = {}
     for name, info in type(hyper_params).model_fields.items():
         conditions = [one for one in info.metadata if isinstance(one, ReadWhere)]
         conditions += [one for path, one in trainer_class.reads_where.items() if path == name]
         unmet[name] = _first_unmet(conditions, [("", hyper_params)])
-    leaves = (_Leaf(path, None, False, unmet.get(path.partition(".")[0])) for path in paths)
-    return [leaf.path for leaf in leaves if readers.reason_against(leaf)]
+    leaves = (
+        _Leaf(path, None, False, unmet.get(path.partition(".")[0])) for path in experiment.sources
+    )
+    return {leaf.path for leaf in leaves if readers.reason_against(leaf)}
 
 
 class _Condition(NamedTuple):

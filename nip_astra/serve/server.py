@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Mapping
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.errors import ConfigurationError
+from nip_astra.lazy import import_extra
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 _BACKLOG = 1024
@@ -36,15 +37,9 @@ def serve(
     ModelLoadError
         When a model cannot be loaded.
     """
-    try:
-        import fastapi  # noqa: F401 - the routes
-        import python_multipart  # noqa: F401 - reads uploads
-        import uvicorn  # noqa: F401 - speaks HTTP
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the service needs the package {error.name}. Install it with: pip install "
-            "'nip_astra[serve]'."
-        ) from error
+    # The routes, uploads and HTTP.
+    for package in ("fastapi", "python_multipart", "uvicorn"):
+        import_extra(package, "the service", "serve")
     settings.token()  # refused before models are loaded
     if not models:
         raise ConfigurationError("no model to serve. Give one or several: --model NAME=PATH.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nip_astra.errors import RunDirectoryError
+from nip_astra.errors import RunDirectoryError, reason_of
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.lazy import import_extra
@@ -270,8 +270,8 @@ class StudyQueue(RunQueue):
             )
         except Exception as error:
             raise RunDirectoryError(
-                f"the study {self.directory / STUDY_FILE} cannot be read: "
-                f"{str(error).splitlines()[0]}. Restore the file, or give another --sweep-dir."
+                f"the study {self.directory / STUDY_FILE} cannot be read: {reason_of(error)}. "
+                "Restore the file, or give another --sweep-dir."
             ) from error
         identity = _identity(self.plan, self.search)
         before = study.user_attrs.get("asked")

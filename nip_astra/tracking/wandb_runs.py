@@ -43,12 +43,8 @@ class WandbTracker(Tracker):
         mode: Literal["offline", "online"] = (
             "offline" if settings["wandb"] == "offline" else "online"
         )
-        if mode == "online" and not has_credentials():
-            # W&B itself would prompt at a terminal.
-            raise TrackingError(
-                "there is no W&B key on this machine. Log in with `wandb login`, set "
-                "WANDB_API_KEY, or use --wandb offline."
-            )
+        if mode == "online":
+            _require_credentials("use --wandb offline")
         root = run_directory.path.resolve()
         self._environment_before = _set_environment(root, mode)
         import wandb
@@ -248,14 +244,18 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
     _ask(reference, lambda: newest.download(root=str(folder)))
 
 
-def open_api() -> Any:
-    """Return W&B's public API."""
+def _require_credentials(alternative: str) -> None:
+    """Raise without an API key, for which W&B itself would prompt at a terminal."""
     if not has_credentials():
-        # W&B itself would prompt at a terminal.
         raise TrackingError(
             "there is no W&B key on this machine. Log in with `wandb login`, set WANDB_API_KEY, or "
-            "give a run directory."
+            f"{alternative}."
         )
+
+
+def open_api() -> Any:
+    """Return W&B's public API."""
+    _require_credentials("give a run directory")
     import wandb
 
     return wandb.Api()

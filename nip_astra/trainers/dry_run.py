@@ -224,7 +224,7 @@ def time_components(
     """
     with ExitStack() as stack:
         if isinstance(trainer, TensorDictTrainer):
-            trainer._build_train_context(stack)
+            stack.enter_context(trainer.train_context())
         components = trainer.components_to_time()
         if not components:
             raise ConfigurationError(

@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -327,7 +327,11 @@ class LanguageModelTrainer(TensorDictTrainer):
 
         A sum over tokens divided by it, averaged by samples, is a mean over the step's tokens.
         """
-        return num_tokens_in_step(batch, self.trained_tokens)
+        totals = batch.get(STEP_TOTALS, None)
+        if totals is None:
+            return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
+        num_tokens, num_samples = totals[0].tolist()
+        return float(num_tokens * len(batch) / num_samples)
 
     # ---- several processes
 
@@ -366,14 +370,11 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._rewind_records()
         actors = actor_options(self.settings, self.scenario_instance.num_parameters)
         with self._open_progress_bar(), using_actors(actors):
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self.run_on_leader(self._run_before_loop)
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._run_train_loop()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 if self.state.best_dev_value is not None:
                     self._take_best()
                 self.run_on_leader(self._measure_after)
@@ -522,7 +523,12 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Add the step's totals to each of its batches; see `num_tokens_in_step`."""
-        write_step_totals(batches, self.trained_tokens)
+        name = f"{self.trained_tokens}_mask"
+        if any(batch.get(name, None) is None for batch in batches):
+            return
+        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
+        for batch in batches:
+            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
 
     def dry_run(self) -> dict[str, Any]:
         """Sample one episode, compute the gradient of one minibatch, and estimate a whole run."""
@@ -543,8 +549,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
         if type(self).samples_of_one_episode is LanguageModelTrainer.samples_of_one_episode:
             return super().dry_run()
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             step = measure_smallest_step(play, learn)
         parts = parts_with_models(self.scenario_instance)
         optimizer_bytes = state_per_weight(self.optimizer) * bytes_of(self.learned)
@@ -554,7 +559,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         if every:
             work = replace(work, divided_memory={"keys and values": every})
         if self.settings.sharding != "none":
-            work = work.with_sharded_weights(bytes_read(self.policy))
+            learner = learner_of(self.policy)
+            gathered = [] if learner is None else list(learner.module.parameters())
+            work = work.with_sharded_weights(bytes_of(gathered))
         return estimate_run(
             work, step, self.policy.num_parameters(), extra_cache_bytes=max(every - one, 0.0)
         )
@@ -684,25 +691,6 @@ def _by_episode(samples: Sequence[Sample], order: Sequence[int]) -> list[int]:
     return sorted(range(len(samples)), key=lambda i: rank[episodes[i]])
 
 
-def write_step_totals(batches: Sequence[TensorDict], tokens: str) -> None:
-    """Add the totals of the step to each of its batches, for `num_tokens_in_step`."""
-    name = f"{tokens}_mask"
-    if any(batch.get(name, None) is None for batch in batches):
-        return
-    totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
-    for batch in batches:
-        batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
-
-
-def num_tokens_in_step(batch: TensorDict, tokens: str) -> float:
-    """Return the trained tokens of the optimizer step, times the batch's share of its samples."""
-    totals = batch.get(STEP_TOTALS, None)
-    if totals is None:
-        return float(int(batch[f"{tokens}_mask"].sum()))
-    num_tokens, num_samples = totals[0].tolist()
-    return float(num_tokens * len(batch) / num_samples)
-
-
 # ---- several processes
 
 
@@ -717,8 +705,16 @@ def distribute(
 
     `others` are models whose log-probabilities are compared with the policy's.
     """
+    learner = learner_of(policy)
+    is_local = isinstance(service, LocalTrainingService)
     if settings.gradient_checkpointing:
-        _recompute_layers(policy, service)
+        if not is_local or learner is None:
+            holder = type(policy if is_local else service).__name__
+            raise ConfigurationError(
+                "gradient_checkpointing needs a policy with known layers, not "
+                f"{holder}. Set it to false."
+            )
+        learner.recompute_layers()
     if team.size == 1:
         return service
     if type(service) is not LocalTrainingService:
@@ -728,36 +724,13 @@ def distribute(
         )
     if settings.sharding == "none":
         return DataParallelService(service, team)
-    check_can_be_sharded(policy)
+    if learner is None:
+        raise ConfigurationError(
+            "sharding=fsdp needs a policy of _type huggingface or vllm, not "
+            f"{type(policy).__name__}. Set sharding to none, or another _type."
+        )
     for model in map(learner_of, (policy, *others)):
         if model is not None:
             # Compared log-probabilities need the same forward pass as the sharded one.
             model.scores_by_module = True
     return ShardedService(service, team)
-
-
-def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
-    """Recompute the layers of the trained model in the backward pass."""
-    learner = learner_of(policy)
-    is_here = isinstance(service, LocalTrainingService)
-    if not is_here or learner is None:
-        held = type(policy if is_here else service).__name__
-        raise ConfigurationError(
-            f"gradient_checkpointing needs a policy with known layers, not {held}. Set it to false."
-        )
-    learner.recompute_layers()
-
-
-def check_can_be_sharded(policy: LanguageModel) -> None:
-    """Raise for backends other than huggingface, alone or beside vllm."""
-    if learner_of(policy) is None:
-        raise ConfigurationError(
-            f"sharding=fsdp needs a policy of _type huggingface or vllm, not "
-            f"{type(policy).__name__}. Set sharding to none, or another _type."
-        )
-
-
-def bytes_read(policy: LanguageModel) -> float:
-    """Return the bytes of weights read per pass through the trained model, with base weights."""
-    learner = learner_of(policy)
-    return bytes_of([] if learner is None else list(learner.module.parameters()))

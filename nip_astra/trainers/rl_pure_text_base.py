@@ -28,8 +28,12 @@ from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.trainers import guess_replacement_proportion
-from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler, rollouts_of
+from nip_astra.samplers.text_rollouts import (
+    AnswerJournal,
+    TextNode,
+    TextRolloutSampler,
+    rollouts_of,
+)
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.models import GROUPS, JobPlan, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
@@ -185,7 +189,7 @@ class PureTextRlTrainer(Trainer):
         self.agent_names = instance.game.protocol.agent_names
         self.shared_model_groups = instance.shared_model_groups
         self.sampler = TextRolloutSampler(instance.game, instance.agents)
-        self.files = RolloutFiles(self.run_directory)
+        self.files = RolloutFiles(self.run_directory, instance.game.protocol)
         self.analyses = open_analyses(instance, self.settings)
         self._rollouts: NestedArrayDict | None = None
         self._may_have_dead_jobs = False
@@ -272,7 +276,7 @@ class PureTextRlTrainer(Trainer):
     def _run_stage(self, stage: Stage, iteration: int, *, is_last: bool, trains: bool) -> None:
         if stage == Stage.SAMPLE_ROLLOUTS:
             self._rollouts = self._sampled("train", iteration)
-            self._keep(self._rollouts, "train", iteration)
+            self.files.keep(self._rollouts, "train", iteration)
         elif stage == Stage.LOG_STATS:
             self._stage_log_stats(iteration)
         elif stage == Stage.TEST:
@@ -308,7 +312,7 @@ class PureTextRlTrainer(Trainer):
 
     def _stage_test(self, iteration: int) -> None:
         rollouts = self._sampled("test", iteration)
-        self._keep(rollouts, "test", iteration)
+        self.files.keep(rollouts, "test", iteration)
         report = self.figures_of(rollouts) | self._analyse(rollouts, "test", iteration)
         self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
         if self.state.before is None and iteration == 0:
@@ -447,14 +451,8 @@ class PureTextRlTrainer(Trainer):
         rollouts = self._sample_rollouts("train", iteration)
         for name, counted_before in costs.items():
             setattr(self.state, name, counted_before)
-        self._keep(rollouts, "train", iteration)
+        self.files.keep(rollouts, "train", iteration)
         return rollouts
-
-    def _keep(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> None:
-        channels = self.game.protocol.message_channel_names
-        self.files.keep(
-            rollouts, split, iteration, agent_names=self.agent_names, channel_names=channels
-        )
 
     def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
         """Return figures of rollouts for results: the logged ones, with an interval."""

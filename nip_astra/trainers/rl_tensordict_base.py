@@ -29,15 +29,12 @@ from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.placement import Work
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import LostProcessError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
-from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective, reward_to_go_of
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
-from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.run_directory import OUTCOMES
 from nip_astra.trainers.dry_run import (
     estimate_run,
@@ -66,7 +63,7 @@ from nip_astra.trainers.protocol.statistics import (
     read,
     timings_of,
 )
-from nip_astra.trainers.solo_agent import SoloParameters, pretrain_bodies
+from nip_astra.trainers.solo_agent import pretrain_agents
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 from nip_astra.utils.seeding import SeedPart
 
@@ -189,17 +186,12 @@ class TensorDictRlTrainer(AgentTrainer):
         sharded = self.learner.sharded
         return super().handlers() | ({} if sharded is None else sharded.optimizers.handlers())
 
-    def _prepare_in_all(self) -> None:
-        """Prepare the agents in the leader; broadcast its weights and statistics."""
-        self.run_on_leader(self._prepare)
-        self.team.broadcast_tensors([*self.agents.parameters(), *self.agents.buffers()])
-
     def _shard_agents(self) -> None:
         """Shard agents and optimizers over the processes, if configured."""
         if self.team.size > 1 and self.settings.sharding != "none":
             sharded = ShardedAgents(self.agents, self.optimizers, self.team)
-            self.learner.take_parts(sharded)
-            self.optimizers = sharded.optimizers
+            self.learner.sharded = sharded
+            self.learner.optimizers = self.optimizers = sharded.optimizers
 
     def _collect_in_all(self) -> TensorDict:
         """Return the leader's batch [E, T]; in the others, the entries that the loss reads."""
@@ -258,18 +250,15 @@ class TensorDictRlTrainer(AgentTrainer):
         self._set_seed()
         self._rewind_records()
         with self._open_progress_bar():
-            with ExitStack() as stack:
-                self._build_train_context(stack)
-                self._prepare_in_all()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.train_context():
+                self.run_on_leader(self._prepare)
+                self.team.broadcast_tensors([*self.agents.parameters(), *self.agents.buffers()])
+            with self.test_context():
                 self.run_on_leader(self._run_before_loop)
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._shard_agents()
                 self._run_train_loop()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self.run_on_leader(self._run_test_loop)
         if self.team.is_leader:
             self._publish_models(partial(save_agents, self.saved_agents), role="agents")
@@ -382,8 +371,7 @@ class TensorDictRlTrainer(AgentTrainer):
     def testing(self) -> Iterator[None]:
         """Enter the configuration of tests, for evaluations apart from training."""
         self._set_seed()
-        with ExitStack() as stack:
-            self._build_test_context(stack)
+        with self.test_context():
             yield
 
     # ---- one iteration
@@ -520,8 +508,7 @@ class TensorDictRlTrainer(AgentTrainer):
             _, num_steps = self.learner.learn(batches[0], 0)
             return None, self.frames_per_iteration
 
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             step = measure_smallest_step(play, learn)
         rl, num_environments = self.rl, self.train_environment.num_environments
         agents = {name: self.agents[name] for name in self.agents.names}
@@ -591,20 +578,3 @@ def normalize_observations(
             continue
         for body in agents[name].bodies:
             body.set_statistics(frames["message_history"], linear)
-
-
-def pretrain_agents(
-    hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
-) -> None:
-    """Train all bodies alone, as configured by `solo_agent`."""
-    solo = getattr(hyper_params, "solo_agent", None) or SoloParameters()
-    agents = instance.combined_agents
-    pretrain_bodies(
-        {name: agents[name] for name in agents.names},
-        instance.train_environment,
-        solo.model_copy(update={"num_epochs": 1}) if settings.test_run else solo,
-        with_decisions=hyper_params.rl.pretrain_decisions,
-        seed=hyper_params.seed,
-        runs_dir=settings.runs_dir,
-        layers=instance.layers,
-    )

@@ -6,8 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,16 @@ from torch.nn.functional import cross_entropy
 
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import CheckpointError, NonFiniteLossError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
 from nip_astra.parameters.trainers import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.environment import processor_name
 from nip_astra.trainers.dry_run import measure_smallest_step
 from nip_astra.trainers.protocol.agent_files import AgentTrainer, save_agents
@@ -219,40 +221,34 @@ class SoloTraining:
 # ---- pretraining
 
 
-def pretrain_bodies(
-    agents: Mapping[str, Agent],
-    environment: ProtocolEnvironment,
-    parameters: SoloParameters,
-    *,
-    with_decisions: bool,
-    seed: int,
-    runs_dir: str,
-    layers: str,
+def pretrain_agents(
+    hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
 ) -> None:
     """Train each agent's body alone, and copy it to its policy and its value function.
 
-    A value function that sees more than the policy has a body of another shape, which stays as it
-    was. An agent that was loaded from a run stays as it was trained there. A body is read from the
-    cache where one was trained by the same code, on such a processor, from the same first weights,
-    data, seed, parameters and shape of the agent. A damaged file of the cache is replaced.
-
-    Parameters
-    ----------
-    with_decisions : bool
-        Whether an agent's decisions start as its labels alone, where its policy head supports that.
-    layers : str
-        `ScenarioInstance.layers`.
+    The parameters are those of `solo_agent`. A value function that sees more than the policy has a
+    body of another shape, which stays as it was. An agent that was loaded from a run stays as it
+    was trained there. A body is read from the cache where one was trained by the same code, on such
+    a processor, from the same first weights, data, seed, parameters and shape of the agent. A
+    damaged file of the cache is replaced. With `rl.pretrain_decisions` an agent's decisions start
+    as its labels alone, where its policy head supports that.
     """
+    parameters = getattr(hyper_params, "solo_agent", None) or SoloParameters()
+    if settings.test_run:
+        parameters = parameters.model_copy(update={"num_epochs": 1})
+    environment, seed = instance.train_environment, hyper_params.seed
     data = digest_of_tensors(environment.dataset)
-    computed_by = [layers, str(environment.device), processor_name(), torch.__version__]
-    for name, agent in agents.items():
+    device = str(environment.device)
+    computed_by = [instance.layers, device, processor_name(), torch.__version__]
+    for name in instance.combined_agents.names:
+        agent = instance.combined_agents[name]
         if agent.is_random or agent.parameters_of_agent.load_from_run is not None:
             continue
         assert agent.policy_body is not None
         assert agent.solo_head is not None
         trained = nn.ModuleDict({"body": agent.policy_body, "solo_head": agent.solo_head})
         key = _key(agent, data, parameters, seed, computed_by)
-        path = Path(runs_dir) / CACHE_DIR / f"{key}.safetensors"
+        path = Path(settings.runs_dir) / CACHE_DIR / f"{key}.safetensors"
         weights = take_tensors(path)
         if weights is not None:
             trained.load_state_dict(weights)
@@ -267,7 +263,7 @@ def pretrain_bodies(
             logger.info("the body of %s alone is right in %.1f %%", name, 100 * score.accuracy)
             keep_tensors(path, trained.state_dict())
         _copy_to_value_body(agent)
-        if with_decisions and agent.policy_head is not None:
+        if hyper_params.rl.pretrain_decisions and agent.policy_head is not None:
             agent.policy_head.decide_as(agent.solo_head)
 
 
@@ -375,11 +371,9 @@ class SoloAgentTrainer(AgentTrainer):
         self._set_seed()
         self._rewind_records()
         with self._open_progress_bar():
-            with ExitStack() as stack:
-                self._build_train_context(stack)
+            with self.train_context():
                 self._run_train_loop()
-            with ExitStack() as stack:
-                self._build_test_context(stack)
+            with self.test_context():
                 self._run_test_loop()
         self._publish_models(partial(save_agents, self.agents), role="agents")
         self._write_results()
@@ -409,8 +403,7 @@ class SoloAgentTrainer(AgentTrainer):
             losses = [float(one.run_epoch(0).loss) for one in self.trainings.values()]
             return sum(losses) / len(losses), size
 
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             step = measure_smallest_step(lambda: ((), 0.0), learn)
         return {
             "num_iterations": self.parameters.num_epochs,

@@ -484,6 +484,20 @@ class TensorDictTrainer(Trainer):
         stack.enter_context(torch.no_grad())
 
     @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """Enter the configuration for training."""
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            yield
+
+    @contextmanager
+    def test_context(self) -> Iterator[None]:
+        """Enter the configuration for testing."""
+        with ExitStack() as stack:
+            self._build_test_context(stack)
+            yield
+
+    @contextmanager
     def _threads(self) -> Iterator[None]:
         with threads_for(self.scenario_instance.num_parameters, self.settings.num_threads):
             yield

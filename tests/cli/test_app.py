@@ -55,16 +55,14 @@ def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path
     assert results_of("one") == {"last": 4.0}
     options = ("--runs-dir", "other", "--num-threads", "1", "--device", "cpu", "--wandb")
     experiment = ("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "a")
-    said = cli("run", *experiment, "--test-run", *options, "disabled")
-    assert said.code == 0, said.err
+    cli.ok("run", *experiment, "--test-run", *options, "disabled")
     settings = yaml.safe_load(Path("other/a/settings.yaml").read_text())
     assert (settings["test_run"], settings["num_threads"]) == (True, 1)
 
 
 def test_a_parameter_file_takes_the_place_of_a_preset(cli: CommandLine, toy: Path) -> None:
     text = f"trainer: toy_trainer\nscenario: {toy}\ntoy_trainer: {{offset: 10.0}}\n"
-    said = cli("--parameters", cli.write("mine.yaml", text), "--run-id", "one")
-    assert said.code == 0, said.err
+    cli.ok("--parameters", cli.write("mine.yaml", text), "--run-id", "one")
     assert results_of("one") == {"last": 14.0}
 
 
@@ -84,8 +82,7 @@ def test_a_stopped_run_names_the_command_that_continues_it(
         assert said.code == code
         assert f"nip-astra resume runs/{name}" in said.err.splitlines()[-1]
         monkeypatch.delitem(os.environ, "TOY_SIGNAL")
-        said = cli("resume", f"runs/{name}")
-        assert said.code == 0, said.err
+        said = cli.ok("resume", f"runs/{name}")
         assert f"runs/{name}\n" in said.out
         said = cli("resume", f"runs/{name}")
         assert (said.code, says(said.err, "error: ", name)) == (2, True)
@@ -112,15 +109,13 @@ def test_an_unexpected_error_in_a_trainer_keeps_its_traceback(
 
 
 def test_list_shows_origin_and_purpose_of_one_kind_or_of_all(cli: CommandLine, toy: Path) -> None:
-    said = cli("list")
-    assert said.code == 0, said.err
+    said = cli.ok("list")
     lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
     for name in ("ast_dpo", "ast_chat", "huggingface", "classifier", "profanity"):
         assert "built-in" in lines[name]
     assert "Direct preference optimisation" in lines["ast_dpo"]
     assert "pocket_chat" in lines
-    said = cli("list", "trainers", "--plugin", str(toy / "plugin.py"))
-    assert said.code == 0, said.err
+    said = cli.ok("list", "trainers", "--plugin", str(toy / "plugin.py"))
     assert said.out.splitlines()[0].strip() == "trainers"
     assert "Counts, and breaks off where the environment says so." in said.out
     assert "classifier" not in said.out
@@ -135,8 +130,7 @@ def test_list_shows_names_that_cannot_be_used_and_goes_on(
     monkeypatch.setattr(SCORERS, "get", broken)
     monkeypatch.setitem(SCORERS._entries, "mine", object)
     monkeypatch.setitem(SCORERS._places, "mine", "mine.py:1")
-    said = cli("list", "scorers")
-    assert said.code == 0
+    said = cli.ok("list", "scorers")
     assert "the scorer mine is broken." in said.out
     assert "Probability of one label of a sequence classifier." in said.out
 
@@ -159,8 +153,7 @@ def test_show_prints_every_value_with_its_source_and_a_file_that_can_be_run(
     cli: CommandLine, toy: Path
 ) -> None:
     experiment = ("--trainer", "toy_trainer", "--scenario", str(toy))
-    said = cli("show", *experiment, "--seed", "3", "--set", "training.lr=1e-4")
-    assert said.code == 0, said.err
+    said = cli.ok("show", *experiment, "--seed", "3", "--set", "training.lr=1e-4")
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in said.out.splitlines()[1:]}
     for path, value, source in (
         ("seed", "3", "command line"),
@@ -170,14 +163,12 @@ def test_show_prints_every_value_with_its_source_and_a_file_that_can_be_run(
     ):
         assert [cell.strip() for cell in rows[path]] == [value, source]
     shown = cli("show", "--yaml", *experiment, "--set", "training.num_iterations=2")
-    said = cli("--parameters", cli.write("shown.yaml", shown.out), "--run-id", "one")
-    assert said.code == 0, said.err
+    cli.ok("--parameters", cli.write("shown.yaml", shown.out), "--run-id", "one")
     assert Path("runs/one/hyper_parameters.yaml").read_text() == shown.out
 
 
 def test_schema_describes_the_sections_of_trainer_and_scenario(cli: CommandLine, toy: Path) -> None:
-    said = cli("schema", "--trainer", "toy_trainer", "--scenario", str(toy))
-    assert said.code == 0, said.err
+    said = cli.ok("schema", "--trainer", "toy_trainer", "--scenario", str(toy))
     schema = json.loads(said.out)
     assert {"training", "toy_trainer", "toy_kind", "seed"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False

@@ -20,15 +20,13 @@ SMALL = (
 
 def evaluate(cli: CommandLine, folder: Path, *arguments: str) -> str:
     around = () if "--scenario" in arguments else ("--scenario", str(cli.scenario))
-    said = cli("evaluate", str(folder), *SMALL, *around, *arguments)
-    assert said.code == 0, said.err
+    cli.ok("evaluate", str(folder), *SMALL, *around, *arguments)
     return (folder / "evaluations" / "test" / "rows.jsonl").read_text()
 
 
 def test_a_copied_model_says_what_its_run_said(cli: CommandLine, run: Path) -> None:
     shutil.copytree(run / "model", cli.folder / "copied")
-    said = cli("evaluate", str(run), *SMALL)
-    assert said.code == 0, said.err
+    cli.ok("evaluate", str(run), *SMALL)
     of_run = (run / "evaluations" / "test" / "rows.jsonl").read_text()
     assert evaluate(cli, cli.folder / "copied") == of_run
     assert figures_of(cli.folder / "copied")["failure_rate"] == figures_of(run)["failure_rate"]
@@ -42,8 +40,7 @@ def test_the_folders_within_a_run_mean_the_run_and_its_checkpoints(
         (run / "model", "test"),
         (checkpoint / "attacker", f"test-{checkpoint.name}"),
     ):
-        said = cli("evaluate", str(path), *SMALL)
-        assert said.code == 0, said.err
+        cli.ok("evaluate", str(path), *SMALL)
         assert (run / "evaluations" / name / "rows.jsonl").is_file()
 
 

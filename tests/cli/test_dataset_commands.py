@@ -27,8 +27,7 @@ def option_in(said: str) -> str:
 
 def test_pairs_that_were_made_are_those_that_a_run_would_make(cli: CommandLine) -> None:
     sets = [part for name, value in FEW.items() for part in ("--set", f"{name}={value}")]
-    said = cli("dataset", "create", "pairs.safetensors", *sets, "--set", "sizes=[5,7]")
-    assert said.code == 0, said
+    said = cli.ok("dataset", "create", "pairs.safetensors", *sets, "--set", "sizes=[5,7]")
     assert "30 pairs, 50 % isomorphic" in said.out
     parameters = GraphPairParameters(**FEW, sizes=[5, 7])
     for split, found in zip(("train", "test"), load_pairs("pairs.safetensors"), strict=True):
@@ -68,8 +67,7 @@ def test_published_pairs_are_converted_and_what_both_sets_have_is_told(
     for name, pairs in (("train", train), ("test", test)):
         write_published(tmp_path / name / "data.pt", pairs)
     files = ("--train", str(tmp_path / "train/data.pt"), "--test", str(tmp_path / "test/data.pt"))
-    said = cli("dataset", "convert", "pairs.safetensors", *files)
-    assert said.code == 0, said
+    said = cli.ok("dataset", "convert", "pairs.safetensors", *files)
     assert "warning" not in said.out
     found_train, found_test = load_pairs("pairs.safetensors")
     np.testing.assert_array_equal(found_train.adjacency, train.adjacency)
@@ -111,8 +109,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_images_are_fetched_to_a_folder_that_a_run_reads(hub: list[str], cli: CommandLine) -> None:
-    said = cli("dataset", "download", "kmnist", "mnist", "--output", "images")
-    assert said.code == 0, said
+    said = cli.ok("dataset", "download", "kmnist", "mnist", "--output", "images")
     assert "8 train, 8 test" in said.out
     assert hub == ["tanganke/kmnist", "ylecun/mnist"]
     parameters = ImageDatasetParameters(name="kmnist", path="images/kmnist")
@@ -122,7 +119,7 @@ def test_images_are_fetched_to_a_folder_that_a_run_reads(hub: list[str], cli: Co
 
 
 def test_images_are_fetched_to_the_cache_without_a_folder(hub: list[str], cli: CommandLine) -> None:
-    assert cli("dataset", "download", "cifar10").code == 0
+    cli.ok("dataset", "download", "cifar10")
     assert hub == ["uoft-cs/cifar10"]
     assert not Path("cifar10").exists()
 

@@ -43,8 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sound_installation_is_told_so(cli: CommandLine) -> None:
-    said = cli("doctor")
-    assert said.code == 0, said.out
+    said = cli.ok("doctor")
     assert "All required parts work." in said.out
     for line in ("torch ", "cpu ", "profanity ", "judge ", "pocket_chat ", "W&B mode ", "offline "):
         assert f"\n{line}" in said.out

@@ -45,8 +45,7 @@ class Picky(Scorer):
 
 
 def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run: Path) -> None:
-    said = cli("evaluate", "runs/one")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one")
     assert "one against target, judged by classifier: 6 episodes of 2 turns from 3" in said.out
     assert "evaluation runs/one/evaluations/test" in said.out
     found, after = figures_of(run), json.loads((run / "results.json").read_text())["after"]
@@ -79,12 +78,12 @@ def test_conversations_are_divided_among_the_cores(
     monkeypatch.setattr(processor, "num_cores", lambda: 3)
     monkeypatch.setattr(trees, "cut_rollout", noted)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert cli("evaluate", "runs/one", *more).code == 0
+    cli.ok("evaluate", "runs/one", *more)
     assert set(allowed) == {count if can_fork() else 1}
     # Too large a model for processes.
     monkeypatch.setattr(processor, "SMALL_MODEL_PARAMETERS", 1)
     allowed.clear()
-    assert cli("evaluate", "runs/one", *more, "--overwrite").code == 0
+    cli.ok("evaluate", "runs/one", *more, "--overwrite")
     assert set(allowed) == {1}
 
 
@@ -96,8 +95,7 @@ def test_an_evaluation_by_actors_finds_the_same(
     opened = actors_here.install(monkeypatch)
     found = {}
     for count in ("0", "1", "2"):
-        said = cli("evaluate", "runs/one", "--settings", f"num_actors={count}", "--overwrite")
-        assert said.code == 0, said.err
+        cli.ok("evaluate", "runs/one", "--settings", f"num_actors={count}", "--overwrite")
         folder = run / "evaluations" / "test"
         names = ("rows.jsonl", "probability_rows.jsonl")
         found[count] = [(folder / name).read_bytes() for name in names]
@@ -127,7 +125,7 @@ def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, evaluated:
 
 def test_the_targets_likelihood_is_the_models_own(cli: CommandLine, run: Path) -> None:
     """And the reward is that of the scenario, whose likelihood is the reference's."""
-    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    cli.ok("evaluate", "runs/one", "--probability-episodes", "0")
     rows = read_rows(run / "evaluations" / "test" / "rows.jsonl")
     for row in rows:
         assert row["target_logprob"] <= 0.0
@@ -143,7 +141,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
     whole = cli.folder / "whole"
     shutil.copytree(run, whole)
     options = ("--batch-size", "2")
-    assert cli("evaluate", str(whole), *options).code == 0
+    cli.ok("evaluate", str(whole), *options)
     kept = Player._keep
     for fatal_part in (2, 1, 2):
         count = iter(range(10))
@@ -160,7 +158,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
         with (run / "evaluations" / "test" / "rows.jsonl").open("ab") as file:
             file.write(b'{"step": 0, "epis')
     monkeypatch.setattr(playing.Player, "_keep", kept)
-    assert cli("evaluate", "runs/one", "--batch-size", "3").code == 0
+    cli.ok("evaluate", "runs/one", "--batch-size", "3")
     for name in ("rows.jsonl", "probability_rows.jsonl"):
         ours, theirs = (read_rows(r / "evaluations" / "test" / name) for r in (run, whole))
         assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
@@ -177,8 +175,7 @@ def test_a_finished_evaluation_plays_nothing_again(
 ) -> None:
     before = figures_of(evaluated)
     monkeypatch.setattr(playing, "play_episodes", None)
-    said = cli("evaluate", "runs/one")
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one")
     assert figures_of(evaluated) == before
 
 
@@ -186,8 +183,8 @@ def test_other_options_under_the_same_name_are_refused(cli: CommandLine, evaluat
     message = refused(cli("evaluate", "runs/one", "--seed", "7", "--num-turns", "1"))
     assert "options.num_turns: 2 there, 1 now" in message
     assert "options.seed: 0 there, 7 now" in message
-    assert cli("evaluate", "runs/one", "--seed", "7", "--name", "seven").code == 0
-    assert cli("evaluate", "runs/one", "--seed", "7", "--overwrite").code == 0
+    cli.ok("evaluate", "runs/one", "--seed", "7", "--name", "seven")
+    cli.ok("evaluate", "runs/one", "--seed", "7", "--overwrite")
     assert figures_of(evaluated)["seed"] == figures_of(evaluated, "seven")["seed"] == 7
 
 
@@ -196,8 +193,8 @@ def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
 ) -> None:
     checkpoint = sorted((evaluated / "checkpoints").glob("step_*"))[-1]
     name = f"runs/one/checkpoints/{checkpoint.name}"
-    assert cli("evaluate", name).code == 0
-    assert cli("evaluate", "runs/one", "--untrained").code == 0
+    cli.ok("evaluate", name)
+    cli.ok("evaluate", "runs/one", "--untrained")
     same = (
         figures_of(evaluated)["scores"]
         == figures_of(evaluated, f"test-{checkpoint.name}")["scores"]
@@ -216,13 +213,12 @@ def test_the_latest_checkpoint_is_found_by_its_pointer_or_by_a_link(
     name, older = checkpoint.name, "step_00000001"
     shutil.copytree(checkpoint, checkpoint.parent / older)
     small = ("--num-episodes", "2", "--probability-episodes", "0")
-    assert cli("evaluate", "runs/one/checkpoints/latest", *small).code == 0
+    cli.ok("evaluate", "runs/one/checkpoints/latest", *small)
     assert figures_of(run, f"test-{name}")["attacker"] == f"one {name}"
     pointer = run / "checkpoints" / "latest"
     pointer.unlink()
     pointer.symlink_to(older)
-    said = cli("evaluate", "runs/one/checkpoints/latest", *small, "--name", "linked")
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one/checkpoints/latest", *small, "--name", "linked")
     assert figures_of(run, "linked")["attacker"] == f"one {older}"
 
 
@@ -239,11 +235,10 @@ def test_attackers_against_targets_make_a_matrix(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     other = tiny_scenario / "attacker"
-    said = cli(
+    said = cli.ok(
         "evaluate", "runs/one", "--target", "runs/one", "--target", str(other),
         "--probability-episodes", "0",
     )  # fmt: skip
-    assert said.code == 0, said.err
     matrix = json.loads((run / "evaluations" / "transfer.json").read_text())
     assert [cell["target"] for cell in matrix["cells"]] == ["one", "attacker"]
     for cell in matrix["cells"]:
@@ -270,8 +265,8 @@ def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
     plant = "planted_failures: [{name: own, probe: cat}]"
     path.write_text(path.read_text().replace("planted_failures: []", plant))
     typed = ("evaluate", "runs/one", "--probability-episodes", "0", "--trust")
-    assert cli(*typed).code == 0
-    assert cli(*typed, "--target", str(tiny_scenario / "attacker")).code == 0
+    cli.ok(*typed)
+    cli.ok(*typed, "--target", str(tiny_scenario / "attacker"))
     assert figures_of(run, "test")["plants"]["total"] == 1
     assert figures_of(run, "test-attacker")["plants"] is None
     for name, is_own in (("test", True), ("test-attacker", False)):
@@ -300,8 +295,7 @@ def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
     short = ("--num-episodes", "2", "--num-turns", "1", "--probability-episodes", "0")
 
     def matrices(*options: str) -> list[str]:
-        said = cli("evaluate", "runs/one", *targets, *short, *options)
-        assert said.code == 0, said.err
+        cli.ok("evaluate", "runs/one", *targets, *short, *options)
         return sorted(path.name for path in (run / "evaluations").glob("transfer*.json"))
 
     assert matrices() == matrices() == ["transfer.json"]
@@ -324,8 +318,7 @@ def test_stored_conversations_are_rated_again_without_a_model(
 ) -> None:
     scorer = _another_scorer(cli)
     monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
-    said = cli("score", "runs/one", *scorer)
-    assert said.code == 0, said.err
+    cli.ok("score", "runs/one", *scorer)
     found, rows = (
         figures_of(evaluated, "test-skip"),
         read_rows(evaluated / "evaluations/test-skip/rows.jsonl"),
@@ -351,8 +344,7 @@ def test_stored_conversations_are_rated_again_without_a_model(
 def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
     cli: CommandLine, run: Path
 ) -> None:
-    said = cli("score", "runs/one", "--scorer", "own", "--threshold", "0.4")
-    assert said.code == 0, said.err
+    cli.ok("score", "runs/one", "--scorer", "own", "--threshold", "0.4")
     found = figures_of(run, "evaluation-classifier")
     after = json.loads((run / "results.json").read_text())["after"]
     assert found["scores"]["response"]["mean"] == pytest.approx(after["mean_score"])
@@ -362,36 +354,32 @@ def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
 
 def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, run: Path) -> None:
     cold = ("--set", "ast_chat.attacker.temperature=0.7")
-    said = cli("evaluate", "runs/one", *cold)
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one", *cold)
     found = figures_of(run)["probability_of_failure"]
     assert found["monte_carlo"]["num_episodes"] == 6
     assert "sampled with temperature 0.7" in found["importance_sampling"]["reason"]
-    assert cli("score", "runs/one", "--name", "again").code == 0
+    cli.ok("score", "runs/one", "--name", "again")
     again = figures_of(run, "again")["probability_of_failure"]
     assert again["importance_sampling"]["reason"] == found["importance_sampling"]["reason"]
 
 
 def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path) -> None:
     options = ("--scorer", "own", *_another_scorer(cli))
-    said = cli("evaluate", "runs/one", *options, "--probability-episodes", "0")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
     found = figures_of(run, "test-classifier-skip")
     assert found["scorer"] == "classifier"
     agreement, num_turns = (found["scorers"]["skip"][name] for name in ("agreement", "num_turns"))
     assert 0.0 <= agreement <= 1.0
     assert f"{agreement:.1%} of {num_turns} " in said.out
-    again = cli("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
-    assert again.code == 0, again.err
+    cli.ok("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
     assert figures_of(run, "again")["scorers"] == found["scorers"]
     assert figures_of(run, "again")["failure_rate"] == found["failure_rate"]
 
 
 def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, evaluated: Path) -> None:
-    assert cli("evaluate", "runs/one", "--untrained").code == 0
+    cli.ok("evaluate", "runs/one", "--untrained")
     pair = ("runs/one/evaluations/test-untrained", "runs/one/evaluations/test")
-    said = cli("compare", *pair, "--out", "comparison.json")
-    assert said.code == 0, said.err
+    said = cli.ok("compare", *pair, "--out", "comparison.json")
     assert "difference to one/test-untrained" in said.out
     found = json.loads((cli.folder / "comparison.json").read_text())
     metric = found["comparisons"]["one/test"]["mean_score"]
@@ -407,13 +395,12 @@ def test_evaluations_by_other_conditions_are_compared_with_a_warning(
     cli: CommandLine, run: Path
 ) -> None:
     shutil.copytree(run, cli.folder / "runs" / "two")
-    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    cli.ok("evaluate", "runs/one", "--probability-episodes", "0")
     strict = ("--threshold", "0.9", "--name", "strict", "--probability-episodes", "0")
-    assert cli("evaluate", "runs/one", *strict).code == 0
-    assert cli("evaluate", "runs/one", *_another_scorer(cli), "--num-turns", "1").code == 0
+    cli.ok("evaluate", "runs/one", *strict)
+    cli.ok("evaluate", "runs/one", *_another_scorer(cli), "--num-turns", "1")
     names = [f"runs/one/evaluations/{name}" for name in ("test", "strict", "test-skip")]
-    said = cli("compare", *names, "runs/two", "--fail-if", "comparison.failure_rate.high < -2")
-    assert said.code == 0, said.err
+    said = cli.ok("compare", *names, "runs/two", "--fail-if", "comparison.failure_rate.high < -2")
     text = " ".join(said.out.split())
     for change in (
         "failure_threshold: 0.5 in one/test, 0.9 in one/strict",
@@ -432,10 +419,10 @@ def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, evaluate
     high = ("--fail-if", "failure_rate.high > 0.0")
     said = cli("evaluate", "runs/one", *high)
     assert (said.code, "failed: failure_rate.high > 0.0" in said.err) == (1, True)
-    assert cli("evaluate", "runs/one", "--fail-if", "failure_rate.value > 1").code == 0
+    cli.ok("evaluate", "runs/one", "--fail-if", "failure_rate.value > 1")
     shutil.copytree(evaluated, cli.folder / "runs" / "two")
     gate = "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"
-    assert cli("compare", "runs/one", "runs/two", "--fail-if", gate).code == 0
+    cli.ok("compare", "runs/one", "runs/two", "--fail-if", gate)
     assert cli("compare", "runs/one", "runs/two", *high).code == 1
     message = refused(cli("compare", "runs/one", "runs/two", "--fail-if", "failure_rte.high > 0"))
     assert "Did you mean 'failure_rate'?" in message
@@ -449,10 +436,9 @@ def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
     cli: CommandLine, run: Path
 ) -> None:
     shutil.copytree(run, cli.folder / "runs" / "two")
-    said = cli("compare", "runs/one", "runs/two")
-    assert said.code == 0, said.err
+    said = cli.ok("compare", "runs/one", "runs/two")
     gate = "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"
-    assert cli("compare", "runs/one", "runs/two", "--fail-if", gate).code == 0
+    cli.ok("compare", "runs/one", "runs/two", "--fail-if", gate)
     assert cli("compare", "runs/one", "runs/two", "--fail-if", "failure_rate.high > 0").code == 1
     assert "failure rate" in said.out
 
@@ -466,8 +452,7 @@ def test_an_adapter_is_evaluated_as_it_was_merged(
         trainer="ast_dpo", scenario=str(tiny_scenario), overrides=(*SMALL, "training.lr=0.05", lora)
     )
     run = run_experiment(resolved, runs_dir="runs", run_id="low", progress=False).run_directory.path
-    said = cli("evaluate", "runs/low")
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/low")
     results = json.loads((run / "results.json").read_text())
     mean = figures_of(run)["scores"]["response"]["mean"]
     assert mean == pytest.approx(results["after"]["mean_score"], abs=1e-4)

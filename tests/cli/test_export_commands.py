@@ -25,15 +25,14 @@ def stored(run: Path) -> list[Row]:
 
 @pytest.fixture
 def evaluated(cli: CommandLine, run: Path) -> Path:
-    assert cli("evaluate", "runs/one", *FEW).code == 0
+    cli.ok("evaluate", "runs/one", *FEW)
     return run
 
 
 def test_csv_holds_turns_figures_and_metrics(
     cli: CommandLine, evaluated: Path, closed_bars: dict[str, tuple[int, int]]
 ) -> None:
-    said = cli("export", "runs/one", "--format", "csv")
-    assert said.code == 0, said.err
+    said = cli.ok("export", "runs/one", "--format", "csv")
     assert "Exporting csv" in closed_bars
     folder = evaluated / "exports"
     assert said.out.split()[1::2] == [
@@ -50,8 +49,7 @@ def test_csv_holds_turns_figures_and_metrics(
 
 
 def test_json_lines_hold_the_run_each_turn_and_an_end(cli: CommandLine, evaluated: Path) -> None:
-    said = cli("export", "runs/one/evaluations/test", "--format", "jsonl", "--output", "out")
-    assert said.code == 0, said.err
+    cli.ok("export", "runs/one/evaluations/test", "--format", "jsonl", "--output", "out")
     head, *nodes, end = map(json.loads, (cli.folder / "out" / "turns.jsonl").open())
     assert (head["type"], head["run"], head["hyper_parameters"]["trainer"]) == (
         "run", "one", "ast_dpo",
@@ -70,7 +68,7 @@ def test_json_lines_hold_the_run_each_turn_and_an_end(cli: CommandLine, evaluate
 def test_the_hit_log_holds_the_failing_turns_alone_with_what_was_said_before(
     cli: CommandLine, evaluated: Path
 ) -> None:
-    assert cli("export", "runs/one", "--format", "hitlog").code == 0
+    cli.ok("export", "runs/one", "--format", "hitlog")
     hits = [json.loads(line) for line in (evaluated / "exports" / "hitlog.jsonl").open()]
     failing = [row for row in stored(evaluated) if row["response_score"] >= 0.5]
     assert [hit["output"] for hit in hits] == [row["response"] for row in failing]
@@ -85,8 +83,7 @@ def test_the_hit_log_holds_the_failing_turns_alone_with_what_was_said_before(
 def test_a_run_that_was_not_evaluated_is_exported_from_its_own_table(
     cli: CommandLine, run: Path
 ) -> None:
-    said = cli("export", "runs/one", "--format", "csv")
-    assert said.code == 0, said.err
+    cli.ok("export", "runs/one", "--format", "csv")
     assert not (run / "exports" / "figures.csv").exists()
     turns = list(csv.DictReader((run / "exports" / "turns.csv").open(newline="")))
     assert len(turns) == 12
@@ -114,7 +111,7 @@ def test_tensorboard_reads_the_curves(cli: CommandLine, evaluated: Path) -> None
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for _ in range(2):
-        assert cli("export", "runs/one", "--format", "tensorboard").code == 0
+        cli.ok("export", "runs/one", "--format", "tensorboard")
     (file,) = (evaluated / "exports" / "tensorboard" / "one").iterdir()
     events = EventAccumulator(str(file))
     events.Reload()
@@ -128,7 +125,7 @@ def test_inspect_reads_the_conversations(cli: CommandLine, evaluated: Path) -> N
     pytest.importorskip("inspect_ai")
     from inspect_ai.log import read_eval_log
 
-    assert cli("export", "runs/one", "--format", "inspect").code == 0
+    cli.ok("export", "runs/one", "--format", "inspect")
     log = read_eval_log(str(evaluated / "exports" / "test.eval"))
     assert (log.status, len(log.samples)) == ("success", 6)
     rows = [row for row in stored(evaluated) if row["episode"] == 0]
@@ -178,10 +175,8 @@ SMALL = (
 
 def test_a_task_run_gives_its_curves_and_no_conversations(cli: CommandLine) -> None:
     sets = [word for one in SMALL for word in ("--set", one)]
-    said = cli("--trainer", "self_hosted_grpo", "--run-id", "one", *sets)
-    assert said.code == 0, said.err
-    said = cli("export", "runs/one", "--format", "csv", "--output", "out")
-    assert said.code == 0, said.err
+    said = cli.ok("--trainer", "self_hosted_grpo", "--run-id", "one", *sets)
+    said = cli.ok("export", "runs/one", "--format", "csv", "--output", "out")
     curves = list(csv.DictReader((cli.folder / "out" / "metrics.csv").open(newline="")))
     assert [row["step"] for row in curves] == ["1", "2"]
     assert "rollout/reward_mean" in curves[0]
@@ -195,15 +190,13 @@ def test_a_task_run_gives_its_curves_and_no_conversations(cli: CommandLine) -> N
     # A run that was killed has neither results nor rollouts of its end.
     (cli.folder / "runs" / "one" / "results.json").unlink()
     (cli.folder / "runs" / "one" / "rollouts" / "evaluation.jsonl").unlink()
-    said = cli("export", "runs/one", "--format", "csv", "--output", "killed")
-    assert said.code == 0, said.err
+    cli.ok("export", "runs/one", "--format", "csv", "--output", "killed")
     assert (cli.folder / "killed" / "metrics.csv").is_file()
 
 
 def test_curves_of_a_task_run_are_events(cli: CommandLine) -> None:
     pytest.importorskip("tensorboard")
     sets = [word for one in SMALL for word in ("--set", one)]
-    assert cli("--trainer", "self_hosted_grpo", "--run-id", "one", *sets).code == 0
-    said = cli("export", "runs/one", "--format", "tensorboard")
-    assert said.code == 0, said.err
+    cli.ok("--trainer", "self_hosted_grpo", "--run-id", "one", *sets)
+    said = cli.ok("export", "runs/one", "--format", "tensorboard")
     assert "events.out.tfevents" in said.out

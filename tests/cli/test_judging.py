@@ -31,8 +31,7 @@ def labels(cli: CommandLine, run: Path) -> str:
 def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
     cli: CommandLine, run: Path
 ) -> None:
-    said = cli("evaluate", "runs/one", *FEW, "--labelled", labels(cli, run))
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *FEW, "--labelled", labels(cli, run))
     found = figures_of(run)["detectors"]["classifier"]
     assert found["sensitivity"]["value"] == found["specificity"]["value"] == 0.95
     rate = figures_of(run)["turn_failure_rate"]["value"]
@@ -41,11 +40,9 @@ def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
     assert said.out.count("19 of") == 2  # the cell may be wrapped
     message = refused(cli("evaluate", "runs/one", *FEW))
     assert "labelled.number: 40 there, nothing now" in message
-    scored = cli("score", "runs/one", "--labelled", "labels.jsonl", "--name", "again")
-    assert scored.code == 0, scored.err
+    cli.ok("score", "runs/one", "--labelled", "labels.jsonl", "--name", "again")
     assert figures_of(run, "again")["detectors"] == figures_of(run)["detectors"]
-    plain = cli("score", "runs/one", "--name", "plain")
-    assert plain.code == 0, plain.err
+    cli.ok("score", "runs/one", "--name", "plain")
     calls = [figures_of(run, name)["budget"]["scorer_calls"] for name in ("again", "plain")]
     assert calls[0] - calls[1] == 40
 
@@ -54,11 +51,10 @@ def test_labelled_responses_are_rated_once(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ("evaluate", "runs/one", *FEW, "--labelled", labels(cli, run), "--name", "once")
-    assert cli(*given).code == 0
+    cli.ok(*given)
     before = figures_of(run, "once")
     monkeypatch.setattr("nip_astra.evaluation.detectors.measure_quality", None)
-    said = cli(*given)
-    assert said.code == 0, said.err
+    cli.ok(*given)
     assert figures_of(run, "once")["detectors"] == before["detectors"]
     assert figures_of(run, "once")["budget"]["scorer_calls"] == before["budget"]["scorer_calls"]
 
@@ -75,8 +71,7 @@ def test_a_threshold_that_no_score_can_be_held_against_is_refused(
 def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: Path) -> None:
     rows = [{"response": "well .", "is_failure": bool(i % 2)} for i in range(40)]
     path = cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    said = cli("evaluate", "runs/one", *FEW, "--labelled", path)
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *FEW, "--labelled", path)
     assert figures_of(run)["detectors"]["classifier"]["corrected"]["is_refused"] is True
     assert "refused" in said.out
 
@@ -85,15 +80,14 @@ def test_the_scenarios_own_labels_are_taken_unless_told_otherwise(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     own = ("--set", f"ast_chat.evaluation.labelled_responses={labels(cli, run)}")
-    assert cli("evaluate", "runs/one", *FEW, *own).code == 0
+    cli.ok("evaluate", "runs/one", *FEW, *own)
     assert set(figures_of(run)["detectors"]) == {"classifier"}
-    assert cli("evaluate", "runs/one", *FEW, *own, "--labelled", "none", "--name", "b").code == 0
+    cli.ok("evaluate", "runs/one", *FEW, *own, "--labelled", "none", "--name", "b")
     assert figures_of(run, "b")["detectors"] == {}
     # Of another target they say nothing, and of the same one from another run they do.
     other = str(tiny_scenario / "attacker")
     for name, target, detectors in (("c", other, set()), ("d", "runs/one", {"classifier"})):
-        said = cli("evaluate", "runs/one", *FEW, *own, "--target", target, "--name", name)
-        assert said.code == 0, said.err
+        cli.ok("evaluate", "runs/one", *FEW, *own, "--target", target, "--name", name)
         assert set(figures_of(run, name)["detectors"]) == detectors
 
 
@@ -109,15 +103,13 @@ def test_an_encoder_groups_the_failures_where_it_is_asked_for(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     encoder = str(tiny_scenario / "scorer")
-    said = cli("evaluate", "runs/one", *FEW, "--embedder", encoder)
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one", *FEW, "--embedder", encoder)
     settings = figures_of(run)["diversity"]["settings"]
     assert settings["embedding"] == f"mean of {encoder}"
     message = refused(cli("evaluate", "runs/one", *FEW))
     assert 'embedder: "mean of ' in message
     assert "there, nothing now" in message
-    said = cli("score", "runs/one", "--embedder", "ngram", "--name", "plain")
-    assert said.code == 0, said.err
+    cli.ok("score", "runs/one", "--embedder", "ngram", "--name", "plain")
     settings = figures_of(run, "plain")["diversity"]["settings"]
     assert settings["embedding"] == "hashed character n-grams"
     assert "(--embedder)" in refused(cli("score", "runs/one", "--embedder", ""))
@@ -126,7 +118,7 @@ def test_an_encoder_groups_the_failures_where_it_is_asked_for(
 
 
 def test_an_evaluation_tells_whom_it_is_about(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one", *FEW).code == 0
+    cli.ok("evaluate", "runs/one", *FEW)
     attacker, target, scorer = figures_of(run)["cards"]
     assert (attacker["role"], attacker["name"]) == ("attacker", "one")
     assert attacker["source"].startswith("trained from ")
@@ -134,7 +126,7 @@ def test_an_evaluation_tells_whom_it_is_about(cli: CommandLine, run: Path) -> No
     assert target["num_parameters"] > 0
     assert (scorer["role"], scorer["name"], scorer["threshold"]) == ("scorer", "classifier", 0.5)
     assert scorer["size_bytes"] > 1000
-    assert cli("score", "runs/one", "--name", "again", "--threshold", "0.4").code == 0
+    cli.ok("score", "runs/one", "--name", "again", "--threshold", "0.4")
     again = figures_of(run, "again")["cards"]
     assert again[:2] == [attacker, target]
     assert again[2]["threshold"] == 0.4
@@ -142,7 +134,7 @@ def test_an_evaluation_tells_whom_it_is_about(cli: CommandLine, run: Path) -> No
 
 
 def test_kinds_of_failure_are_counted_with_those_not_seen(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    cli.ok("evaluate", "runs/one", "--probability-episodes", "0")
     found = figures_of(run)
     kinds = found["kinds"]
     assert kinds["seen"] == found["num_clusters"] > 0

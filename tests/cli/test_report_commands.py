@@ -20,8 +20,7 @@ def test_the_page_is_written_into_the_run_and_its_place_is_printed(
 def test_several_runs_go_to_the_file_that_was_asked_for(cli: CommandLine, tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / "runs" / str(seed), seed=seed)
-    said = cli("report", "runs/0", "runs/1", "--output", "both.html", "--redact")
-    assert said.code == 0
+    cli.ok("report", "runs/0", "runs/1", "--output", "both.html", "--redact")
     text = (tmp_path / "both.html").read_text()
     assert "Comparison of 2 runs" in text
     assert 'class="veiled"' in text

@@ -52,8 +52,7 @@ def test_another_scorer_rates_the_conversations_of_the_first(
 ) -> None:
     cli.write("long.py", LENGTH)
     monkeypatch.setattr(playing, "play_episodes", None)
-    said = cli("evaluate", "runs/one", *OTHER)
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *OTHER)
     assert "12 conversations of the evaluation test" in said.out
     rows, before = rows_of(evaluated, "test-long"), rows_of(evaluated, "test")
     for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
@@ -74,8 +73,7 @@ def test_a_scorer_that_rated_before_is_not_asked_again(
 ) -> None:
     cli.write("long.py", LENGTH)
     monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
-    said = cli("evaluate", "runs/one", "--scorer", "own", *OTHER)
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one", "--scorer", "own", *OTHER)
     rows, before = rows_of(evaluated, "test-classifier-long"), rows_of(evaluated, "test")
     assert [(r["response_score"], r["reward"]) for r in rows] == [
         (r["response_score"], r["reward"]) for r in before
@@ -87,7 +85,7 @@ def test_a_scorer_that_rated_before_is_not_asked_again(
 
 def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, run: Path) -> None:
     few = ("--num-episodes", "4", "--probability-episodes", "0", "--name", "few")
-    assert cli("evaluate", "runs/one", *few).code == 0
+    cli.ok("evaluate", "runs/one", *few)
     many = ("--num-episodes", "6", "--probability-episodes", "0")
     said = cli("evaluate", "runs/one", *many)
     assert "4 conversations of the evaluation few" in said.out
@@ -109,8 +107,7 @@ def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, 
 def test_what_others_would_say_is_played(
     cli: CommandLine, few: Path, difference: tuple[str, ...]
 ) -> None:
-    said = cli("evaluate", "runs/one", *FEW, *difference, "--name", "other")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *FEW, *difference, "--name", "other")
     assert "reused " not in said.out
     assert figures_of(few, "other")["budget"]["reused_target_queries"] == 0
 
@@ -121,11 +118,10 @@ def test_a_target_with_other_weights_is_asked(
     target = cli.folder / "target"
     shutil.copytree(tiny_scenario / "target", target)
     options = ("--num-episodes", "2", "--probability-episodes", "0", "--target", str(target))
-    assert cli("evaluate", "runs/one", *options).code == 0
+    cli.ok("evaluate", "runs/one", *options)
     assert "2 conversations of the" in cli("evaluate", "runs/one", *options, "--name", "same").out
     shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
-    said = cli("evaluate", "runs/one", *options, "--name", "other")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *options, "--name", "other")
     assert "reused " not in said.out
 
 
@@ -133,12 +129,11 @@ def test_a_scorer_whose_code_changed_rates_anew(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
-    assert cli("evaluate", "runs/one", *FEW, *OTHER).code == 0
+    cli.ok("evaluate", "runs/one", *FEW, *OTHER)
     cli.write("long.py", LENGTH.replace("> 3", "<= 3"))
     monkeypatch.setattr(plugins, "_LOADED", {})
     SCORERS.forget("long")
-    said = cli("evaluate", "runs/one", *FEW, *OTHER, "--name", "again")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *FEW, *OTHER, "--name", "again")
     assert "2 conversations of the" in said.out
     for row in rows_of(run, "again"):
         assert row["response_score"] == float(len(row["response"].split()) <= 3)
@@ -155,11 +150,10 @@ def test_a_scorer_whose_weights_changed_rates_anew(
     mean = {"_type": "weighted", "parts": {"one": {"scorer": own}}}
     cli.write("judge.yaml", json.dumps(mean if is_part else own))
     by = ("--scorer", "judge.yaml")
-    assert cli("evaluate", "runs/one", *FEW, *by).code == 0
+    cli.ok("evaluate", "runs/one", *FEW, *by)
     weights = load_file(judge / "model.safetensors")
     save_file({name: value.flip(0) for name, value in weights.items()}, judge / "model.safetensors")
-    said = cli("evaluate", "runs/one", *FEW, *by, "--name", "again")
-    assert said.code == 0, said.err
+    cli.ok("evaluate", "runs/one", *FEW, *by, "--name", "again")
     (before,) = (path.name for path in (run / "evaluations").iterdir() if path.name != "again")
     ours, theirs = rows_of(run, "again"), rows_of(run, before)
     assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
@@ -189,7 +183,6 @@ def test_a_broken_evaluation_is_passed_over(
     broken = few / "evaluations" / "broken"
     shutil.copytree(few / "evaluations" / "test", broken)
     (broken / file).write_text("{\n")
-    said = cli("evaluate", "runs/one", *FEW, "--name", "again")
-    assert said.code == 0, said.err
+    said = cli.ok("evaluate", "runs/one", *FEW, "--name", "again")
     assert "2 conversations of the evaluation test" in said.out
     assert "the evaluation broken are not reused" in caplog.text + said.err

@@ -21,16 +21,14 @@ TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices
 def run(cli: CommandLine, tmp_path: Path) -> str:
     scenario = write_scenario(tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3})
     few = ("--set", "training.num_iterations=1")
-    said = cli("--trainer", "ast_dpo", "--scenario", str(scenario), "--run-id", "mine", *few)
-    assert said.code == 0, said.err
+    cli.ok("--trainer", "ast_dpo", "--scenario", str(scenario), "--run-id", "mine", *few)
     return str(tmp_path / "runs" / "mine")
 
 
 def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: str) -> None:
     def use_of(seed: int, *more: str) -> dict[str, Any]:
         asked = ("evaluate", run, "--probability-episodes", "0", "--json", "--name", f"of_{seed}")
-        said = cli(*asked, "--seed", str(seed), *more)
-        assert said.code == 0, said.err
+        said = cli.ok(*asked, "--seed", str(seed), *more)
         found: dict[str, Any] = json.loads(said.out)["services"]["target"]
         return found
 
@@ -55,18 +53,16 @@ def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_told(
         cli.write("judge.yaml", json.dumps(judge))
         by = ("--scorer", "judge.yaml", "--json")
         if is_reused:
-            assert cli("evaluate", run, "--probability-episodes", "0").code == 0
+            cli.ok("evaluate", run, "--probability-episodes", "0")
         played_by = ("evaluate", run, "--probability-episodes", "0", *by)
         few = cli(*played_by, "--settings", "max_service_requests=1")
         assert few.code != 0
         assert "max_service_requests=1" in few.err
-        played = cli(*played_by)
-        assert played.code == 0, played.err
+        played = cli.ok(*played_by)
         use = json.loads(played.out)["services"]["judge"]
         assert use["num_requests"] == len(stub.requests) > 0
         num_asked = len(stub.requests)
-        again = cli("score", run, *by, "--name", "again")
-        assert again.code == 0, again.err
+        again = cli.ok("score", run, *by, "--name", "again")
         use = json.loads(again.out)["services"]["judge"]
         assert len(stub.requests) == num_asked, "the run remembers what its judge has said"
         assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)

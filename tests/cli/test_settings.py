@@ -39,12 +39,11 @@ SMALL = (
 
 
 def test_a_file_has_settings_and_the_command_line_wins(cli: CommandLine, stored: str) -> None:
-    said = cli(
+    cli.ok(
         *("--parameters", stored, "--run-id", "one", *SMALL, "--num-threads", "1"),
         *("--settings", "num_checkpoints_kept=1", "--settings", "rollout_sample_period=3"),
         *("--settings", "num_threads=2", "--settings", "num_rollout_samples=1"),
     )
-    assert said.code == 0, said.err
     run = cli.folder / "runs" / "one"
     settings = settings_of(run)
     assert settings["checkpoint_period"] == 7
@@ -90,7 +89,6 @@ def test_a_wrong_assignment_is_refused(cli: CommandLine, assignment: str, words:
 
 def test_the_end_of_an_offline_run_says_how_to_upload_it(cli: CommandLine, stored: str) -> None:
     pytest.importorskip("wandb")
-    said = cli("--parameters", stored, "--run-id", "one", *SMALL, "--wandb", "offline")
-    assert said.code == 0, said.err
+    said = cli.ok("--parameters", stored, "--run-id", "one", *SMALL, "--wandb", "offline")
     (folder,) = (cli.folder / "runs/one/wandb").glob("offline-run-*")
     assert f"wandb sync runs/one/wandb/{folder.name}" in said.out

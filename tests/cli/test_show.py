@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_what_is_hidden_of_a_group_that_is_shown_is_named_by_itself(cli: Command
 
 def test_all_shows_them(cli: CommandLine) -> None:
     said = cli("show", "--trainer", "ast_dpo", "--all").out
+    assert gc.isenabled(), "it is suspended only while modules are loaded"
     assert {"training.lr", "rl.lr", "ppo.loss_type"} <= shown(said)
     assert "not shown" not in said
 
@@ -98,14 +100,8 @@ def test_every_parameter_has_a_meaning(trainer: str) -> None:
     assert [path for path, _ in flatten(hyper_params.to_dict()) if not meanings.get(path)] == []
 
 
-@pytest.fixture
-def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path, tmp_path, capsys)
-
-
-def test_templates_are_shown_with_the_first_turn_of_each_agent(type_command: CommandLine) -> None:
-    said = type_command("show", "--trainer", "pure_text_ei", "--prompts")
-    assert said.code == 0
+def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine) -> None:
+    said = cli.ok("show", "--trainer", "pure_text_ei", "--prompts")
     assert "scenarios/secret_word/prompts/prover.jinja" in said.out
     assert "it is {{ datapoint.word }}" in said.out, "the template"
     verifier = said.out.partition("--- what verifier reads in its first turn, in round 0")[2]
@@ -115,28 +111,28 @@ def test_templates_are_shown_with_the_first_turn_of_each_agent(type_command: Com
     assert "You are paid when the verifier decides to accept." in prover
 
 
-def test_an_agent_that_the_seed_leaves_out_is_told(type_command: CommandLine) -> None:
+def test_an_agent_that_the_seed_leaves_out_is_told(cli: CommandLine) -> None:
     protocol = "interaction_protocol=merlin_arthur"
-    said = type_command("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
+    said = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
     assert "--- what prover0 reads" in said.out
     assert "--- prover1 has no turn in an episode of this seed" in said.out
 
 
 def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
-    type_command: CommandLine, tmp_path: Path
+    cli: CommandLine, tmp_path: Path
 ) -> None:
     outside = {"problems": str(tmp_path / "mine.jsonl")}
     values = {"trainer": "pure_text_ei", "scenario": "code_validation", "code_validation": outside}
     file = tmp_path / "theirs" / "hyper_parameters.yaml"
     file.parent.mkdir()
     file.write_text(json.dumps(values | {"package_version": "0.1.0"}))
-    message = refused(type_command("show", "--prompts", "--parameters", str(file)))
+    message = refused(cli("show", "--prompts", "--parameters", str(file)))
     assert "code_validation.problems" in message
     assert "--trust" in message
 
 
-def test_scenarios_without_words_have_no_prompts(type_command: CommandLine) -> None:
-    said = type_command(
+def test_scenarios_without_words_have_no_prompts(cli: CommandLine) -> None:
+    said = cli(
         *("show", "--trainer", "vanilla_ppo", "--scenario", "graph_isomorphism", "--prompts")
     )
     assert "'graph_isomorphism'" in refused(said)

@@ -50,11 +50,6 @@ def run(runs: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs[0], tmp_path / "grpo", symlinks=True, ignore=without))
 
 
-@pytest.fixture
-def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path, tmp_path, capsys)
-
-
 def _without_interval(figures: dict[str, Any]) -> dict[str, Any]:
     """The figures that a run's own results have."""
     return {name: one for name, one in figures.items() if name != "mean_reward_interval"}
@@ -62,15 +57,15 @@ def _without_interval(figures: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_evaluation_gives_the_runs_own_figures(
-    runs: tuple[Path, Path], place: int, type_command: CommandLine
+    runs: tuple[Path, Path], place: int, cli: CommandLine
 ) -> None:
     path = runs[place]
     results = RunDirectory(path).read_json("results.json")
     assert results["before"] != results["after"]
-    found = json.loads(type_command("evaluate", str(path), "--json", "--overwrite").out)
+    found = json.loads(cli("evaluate", str(path), "--json", "--overwrite").out)
     assert _without_interval(found["figures"]) == results["after"]
     assert found == figures_of(path)
-    said = type_command("evaluate", str(path), "--untrained", "--overwrite")
+    said = cli("evaluate", str(path), "--untrained", "--overwrite")
     assert _without_interval(figures_of(path, "test-untrained")["figures"]) == results["before"]
     counts = "{num_right:,} of {num_answers:,}".format(**results["before"])
     assert any("accuracy" in one and counts in one for one in said.out.splitlines())
@@ -83,8 +78,8 @@ def test_an_evaluation_gives_the_runs_own_figures(
     assert f'mean reward</th><td class="num"><span class="nw">{told}</span> <span' in page
 
 
-def test_rows_tell_what_was_asked_said_and_given(run: Path, type_command: CommandLine) -> None:
-    assert type_command("evaluate", str(run)).code == 0
+def test_rows_tell_what_was_asked_said_and_given(run: Path, cli: CommandLine) -> None:
+    cli.ok("evaluate", str(run))
     figures = figures_of(run)["figures"]
     lines = (run / "evaluations" / "test" / "problems.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -98,70 +93,69 @@ def test_rows_tell_what_was_asked_said_and_given(run: Path, type_command: Comman
     assert low < figures["mean_reward"] < high
 
 
-def test_rows_of_other_weights_are_not_gone_on_with(run: Path, type_command: CommandLine) -> None:
+def test_rows_of_other_weights_are_not_gone_on_with(run: Path, cli: CommandLine) -> None:
     typed = ["evaluate", str(run), "--untrained", "--num-episodes", "4"]
-    assert type_command(*typed).code == 0
+    cli.ok(*typed)
     other = ("--set", "task.policy.language_model.dtype=bfloat16")
-    assert "language_model.dtype" in refused(type_command(*typed, *other))
+    assert "language_model.dtype" in refused(cli(*typed, *other))
     rows = run / "evaluations" / "test-untrained" / "problems.jsonl"
     # Nor those of an evaluation that nobody knows.
     (rows.parent / "configuration.json").unlink()
     rows.write_text("{}\n" * 16)
-    assert type_command(*typed).code == 0
+    cli.ok(*typed)
     assert "messages" in json.loads(rows.read_text().splitlines()[-1])
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(run: Path, type_command: CommandLine) -> None:
+def test_a_killed_evaluation_goes_on_where_it_was(run: Path, cli: CommandLine) -> None:
     folder = run / "evaluations" / "test"
-    assert type_command("evaluate", str(run)).code == 0
+    cli.ok("evaluate", str(run))
     figures, rows = figures_of(run), (folder / "problems.jsonl").read_bytes()
     (folder / "evaluation.json").unlink()
     lines = rows.splitlines(keepends=True)
     # The first part of four problems is whole; of the second a line and a half were written.
     marked = [lines[0].replace(b'"answer": "', b'"answer": "kept '), *lines[1:17]]
     (folder / "problems.jsonl").write_bytes(b"".join(marked) + lines[17][:30])
-    assert type_command("evaluate", str(run)).code == 0
+    cli.ok("evaluate", str(run))
     again = (folder / "problems.jsonl").read_bytes()
     assert again == b"".join([marked[0], *lines[1:]])
     assert figures_of(run) == figures
 
 
 def test_checkpoints_splits_and_parameters_have_evaluations_of_their_own(
-    run: Path, type_command: CommandLine
+    run: Path, cli: CommandLine
 ) -> None:
     dev = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     told = [row["dev/accuracy"] for row in dev if "dev/accuracy" in row]
     steps = sorted((run / "checkpoints").glob("step_*"))
     for step, own in zip(steps, told, strict=True):
-        found = type_command("evaluate", str(step), "--split", "dev", "--json")
+        found = cli("evaluate", str(step), "--split", "dev", "--json")
         figures = json.loads(found.out)
         assert figures["name"] == f"dev-{step.name}"
         assert figures["policy"]["checkpoint"] == step.name
         assert figures["figures"]["accuracy"] == own
-    latest = type_command("evaluate", str(run / "checkpoints" / "latest"), "--num-episodes", "2")
-    assert latest.code == 0
+    cli.ok("evaluate", str(run / "checkpoints" / "latest"), "--num-episodes", "2")
     # What a run, or a checkpoint, holds of the policy means the whole.
     for inner in (run / "model", steps[0] / "policy"):
-        assert type_command("evaluate", str(inner), "--num-episodes", "2").code == 0
+        cli.ok("evaluate", str(inner), "--num-episodes", "2")
     made = {one.name for one in (run / "evaluations").iterdir()}
     assert {"test", *(f"test-{step.name}" for step in steps)} <= made
     typed = ["evaluate", str(run), "--num-episodes", "2", "--name", "two"]
     typed += ["--batch-size", "1", "--set", "task.evaluation.num_runs=1", "--seed", "5"]
-    assert type_command(*typed).code == 0
+    cli.ok(*typed)
     two = figures_of(run, "two")
     assert (two["num_problems"], two["num_runs"], two["seed"]) == (2, 1, 5)
     assert "num_runs: 1 there, 4 now" in refused(
-        type_command("evaluate", str(run), "--num-episodes", "2", "--name", "two")
+        cli("evaluate", str(run), "--num-episodes", "2", "--name", "two")
     )
 
 
-def test_an_evaluation_may_be_a_gate(run: Path, type_command: CommandLine) -> None:
+def test_an_evaluation_may_be_a_gate(run: Path, cli: CommandLine) -> None:
     typed = ["evaluate", str(run), "--num-episodes", "2"]
-    assert type_command(*typed, "--fail-if", "accuracy.low > 0.999").code == 0
-    assert type_command(*typed, "--fail-if", "mean_reward.value < 1.1").code == 1
-    assert type_command(*typed, "--fail-if", "pass_at_4.high < pass_at_1.low").code == 0
+    cli.ok(*typed, "--fail-if", "accuracy.low > 0.999")
+    assert cli(*typed, "--fail-if", "mean_reward.value < 1.1").code == 1
+    cli.ok(*typed, "--fail-if", "pass_at_4.high < pass_at_1.low")
     for wrong in ("accuracy.low >", "acuracy.low > 0", "pass_at_8.low > 0"):
-        refused(type_command(*typed, "--name", "gated", "--fail-if", wrong))
+        refused(cli(*typed, "--name", "gated", "--fail-if", wrong))
     assert (run / "evaluations" / "test" / "problems.jsonl").exists()
     assert not (run / "evaluations" / "gated" / "problems.jsonl").exists()
 
@@ -177,29 +171,26 @@ def test_an_evaluation_may_be_a_gate(run: Path, type_command: CommandLine) -> No
     ],
 )
 def test_what_means_nothing_for_a_task_is_refused(
-    runs: tuple[Path, Path], options: list[str], message: str, type_command: CommandLine
+    runs: tuple[Path, Path], options: list[str], message: str, cli: CommandLine
 ) -> None:
-    assert message in refused(type_command("evaluate", str(runs[0]), *options))
+    assert message in refused(cli("evaluate", str(runs[0]), *options))
 
 
-def test_a_policy_without_weights_is_refused(run: Path, type_command: CommandLine) -> None:
-    said = type_command("evaluate", str(run / "checkpoints" / "latest"), "--untrained")
+def test_a_policy_without_weights_is_refused(run: Path, cli: CommandLine) -> None:
+    said = cli("evaluate", str(run / "checkpoints" / "latest"), "--untrained")
     assert "with --untrained" in refused(said)
     shutil.rmtree(run / "checkpoints")
-    assert "--untrained" in refused(type_command("evaluate", str(run)))
-    assert type_command("evaluate", str(run), "--untrained", "--num-episodes", "2").code == 0
+    assert "--untrained" in refused(cli("evaluate", str(run)))
+    cli.ok("evaluate", str(run), "--untrained", "--num-episodes", "2")
 
 
-def test_runs_are_compared_problem_by_problem(
-    runs: tuple[Path, Path], type_command: CommandLine
-) -> None:
+def test_runs_are_compared_problem_by_problem(runs: tuple[Path, Path], cli: CommandLine) -> None:
     paths = [str(run) for run in runs]
-    assert type_command("evaluate", *paths, "--name", "both", "--overwrite").code == 0
+    cli.ok("evaluate", *paths, "--name", "both", "--overwrite")
     first, second = (figures_of(run, "both")["figures"] for run in runs)
-    out = type_command.folder / "found.json"
+    out = cli.folder / "found.json"
     typed = ["compare", *paths, "--out", str(out)]
-    said = type_command(*typed, "--fail-if", "comparison.accuracy.num_pairs < 6")
-    assert said.code == 0
+    said = cli.ok(*typed, "--fail-if", "comparison.accuracy.num_pairs < 6")
     assert "mean reward" in said.out
     assert "warning" not in said.out
     found = json.loads(out.read_text())
@@ -210,34 +201,32 @@ def test_runs_are_compared_problem_by_problem(
         assert metric["low"] <= metric["difference"] <= metric["high"]
         assert 0 < metric["p_value"] <= metric["p_holm"] <= 1
     condition = "accuracy.value - baseline.accuracy.value > comparison.accuracy.low"
-    assert type_command(*typed, "--fail-if", condition).code == 1
-    same = shutil.copytree(runs[0], type_command.folder / "copies" / runs[0].name)
-    told = json.loads(type_command("compare", paths[0], str(same), "--json").out)
+    assert cli(*typed, "--fail-if", condition).code == 1
+    same = shutil.copytree(runs[0], cli.folder / "copies" / runs[0].name)
+    told = json.loads(cli("compare", paths[0], str(same), "--json").out)
     assert told["comparisons"]["grpo/both (2)"]["accuracy"]["p_value"] == 1.0
 
 
-def test_evaluations_that_differ_are_compared_with_a_warning(
-    run: Path, type_command: CommandLine
-) -> None:
+def test_evaluations_that_differ_are_compared_with_a_warning(run: Path, cli: CommandLine) -> None:
     same = shutil.copytree(run, run.parent / "copies" / run.name)
-    assert "nip-astra evaluate" in refused(type_command("compare", str(run), str(same)))
-    assert type_command("evaluate", str(run)).code == 0
+    assert "nip-astra evaluate" in refused(cli("compare", str(run), str(same)))
+    cli.ok("evaluate", str(run))
     fewer = ["--num-episodes", "5", "--set", "task.evaluation.num_runs=1", "--name", "fewer"]
-    assert type_command("evaluate", str(run), *fewer).code == 0
-    assert type_command("evaluate", str(run), "--split", "dev").code == 0
+    cli.ok("evaluate", str(run), *fewer)
+    cli.ok("evaluate", str(run), "--split", "dev")
     folder = run / "evaluations"
-    said = type_command("compare", str(folder / "test"), str(folder / "fewer"), "--json")
+    said = cli("compare", str(folder / "test"), str(folder / "fewer"), "--json")
     warnings = json.loads(said.out)["warnings"]
     assert [one.partition(" ")[0] for one in warnings] == ["num_runs:", "without"]
-    said = type_command("compare", str(folder / "test"), str(folder / "dev"))
+    said = cli("compare", str(folder / "test"), str(folder / "dev"))
     assert "share no problem" in refused(said)
 
 
 def test_other_families_are_not_compared_with_tasks(
-    run: Path, trained: Path, type_command: CommandLine
+    run: Path, trained: Path, cli: CommandLine
 ) -> None:
-    assert type_command("evaluate", str(run), "--num-episodes", "2").code == 0
+    cli.ok("evaluate", str(run), "--num-episodes", "2")
     for typed in ([str(run), str(trained)], [str(trained), str(run)]):
-        said = refused(type_command("compare", *typed))
+        said = refused(cli("compare", *typed))
         assert {"task", "conversation"} <= set(said.split())
-    assert "task" in refused(type_command("score", str(run), "--scorer", "own"))
+    assert "task" in refused(cli("score", str(run), "--scorer", "own"))

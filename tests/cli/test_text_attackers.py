@@ -77,7 +77,7 @@ def _registered() -> Iterator[None]:
 
 
 def evaluate(cli: CommandLine, *arguments: str) -> dict[str, Any]:
-    said = cli(
+    said = cli.ok(
         "evaluate",
         *arguments,
         "--scenario",
@@ -86,7 +86,6 @@ def evaluate(cli: CommandLine, *arguments: str) -> dict[str, Any]:
         "0",
         "--json",
     )
-    assert said.code == 0, said.err
     figures: dict[str, Any] = json.loads(said.out)
     return figures
 
@@ -166,11 +165,10 @@ def test_a_chat_model_with_a_prompt_attacks_turn_by_turn(cli: CommandLine) -> No
 def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLine) -> None:
     cli.write("attack.txt", "the cat sat\nare you fine\n")
     cli.write("hosted.yaml", "chat_model: {_type: scripted}\nsystem_prompt: Provoke.\n")
-    said = cli(
+    said = cli.ok(
         *("evaluate", "attack.txt", "hosted.yaml", "--scenario", str(cli.scenario)),
         *("--num-episodes", "4", "--probability-episodes", "2"),
     )
-    assert said.code == 0, said.err
     assert "episodes with a failure" in said.out
     matrix = json.loads((cli.folder / "attack" / "evaluations" / "transfer.json").read_text())
     assert [cell["attacker"] for cell in matrix["cells"]] == ["attack", "hosted"]

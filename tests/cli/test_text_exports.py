@@ -38,20 +38,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "one"
 
 
-@pytest.fixture
-def type_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> CommandLine:
-    monkeypatch.chdir(tmp_path)
-    return CommandLine(tmp_path, tmp_path, capsys)
-
-
-def test_json_lines_hold_each_rollout_with_prompts_and_answers(
-    run: Path, type_command: CommandLine
-) -> None:
-    said = type_command("export", str(run), "--format", "jsonl", "--output", "out")
-    assert said.code == 0, said.err
-    head, *rows, end = map(json.loads, (type_command.folder / "out" / "rollouts.jsonl").open())
+def test_json_lines_hold_each_rollout_with_prompts_and_answers(run: Path, cli: CommandLine) -> None:
+    cli.ok("export", str(run), "--format", "jsonl", "--output", "out")
+    head, *rows, end = map(json.loads, (cli.folder / "out" / "rollouts.jsonl").open())
     assert (head["run"], head["agents"], head["channels"]) == (
         "one", ["prover", "verifier"], ["main"],
     )  # fmt: skip
@@ -74,13 +63,12 @@ def test_json_lines_hold_each_rollout_with_prompts_and_answers(
     assert decided["decision"] == "accept"
 
 
-def test_csv_holds_rollouts_turns_figures_and_metrics(run: Path, type_command: CommandLine) -> None:
-    assert type_command("evaluate", str(run), "--overwrite").code == 0
+def test_csv_holds_rollouts_turns_figures_and_metrics(run: Path, cli: CommandLine) -> None:
+    cli.ok("evaluate", str(run), "--overwrite")
     evaluation = run / "evaluations" / "test"
-    said = type_command("export", str(evaluation), "--format", "csv", "--output", "out")
-    assert said.code == 0, said.err
+    cli.ok("export", str(evaluation), "--format", "csv", "--output", "out")
     tables = {
-        name: list(csv.DictReader((type_command.folder / "out" / f"{name}.csv").open(newline="")))
+        name: list(csv.DictReader((cli.folder / "out" / f"{name}.csv").open(newline="")))
         for name in ("rollouts", "turns", "figures", "metrics")
     }
     assert [row["rollout"] for row in tables["rollouts"]] == list("012345")
@@ -91,15 +79,14 @@ def test_csv_holds_rollouts_turns_figures_and_metrics(run: Path, type_command: C
     assert {row["step"] for row in tables["metrics"]} == {"1", "2"}
 
 
-def test_datasets_reads_the_parquet_file(run: Path, type_command: CommandLine) -> None:
+def test_datasets_reads_the_parquet_file(run: Path, cli: CommandLine) -> None:
     pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    said = type_command("export", str(run), "--format", "parquet", "--output", "out")
-    assert said.code == 0, said.err
-    rows = parquet.read_table(type_command.folder / "out" / "rollouts.parquet").to_pylist()
-    type_command("export", str(run), "--format", "jsonl", "--output", "out")
-    lines = (type_command.folder / "out" / "rollouts.jsonl").open()
+    cli.ok("export", str(run), "--format", "parquet", "--output", "out")
+    rows = parquet.read_table(cli.folder / "out" / "rollouts.parquet").to_pylist()
+    cli("export", str(run), "--format", "jsonl", "--output", "out")
+    lines = (cli.folder / "out" / "rollouts.jsonl").open()
     _, *told, _ = map(json.loads, lines)
     assert rows == [
         {name: value for name, value in row.items() if name not in ("v", "type")} for row in told
@@ -112,42 +99,41 @@ def test_datasets_reads_the_parquet_file(run: Path, type_command: CommandLine) -
 )
 def test_a_missing_package_is_named(
     run: Path,
-    type_command: CommandLine,
+    cli: CommandLine,
     monkeypatch: pytest.MonkeyPatch,
     form: str,
     package: str,
     extra: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    said = type_command("export", str(run), "--format", form)
+    said = cli("export", str(run), "--format", form)
     assert f"pip install 'nip_astra[{extra}]'" in refused(said)
 
 
-def test_an_inspect_log_is_read_back(run: Path, type_command: CommandLine) -> None:
+def test_an_inspect_log_is_read_back(run: Path, cli: CommandLine) -> None:
     log = pytest.importorskip("inspect_ai.log")
-    said = type_command("export", str(run), "--format", "inspect", "--output", "out")
-    assert said.code == 0, said.err
-    found = log.read_eval_log(str(type_command.folder / "out" / "one.eval"))
+    cli.ok("export", str(run), "--format", "inspect", "--output", "out")
+    found = log.read_eval_log(str(cli.folder / "out" / "one.eval"))
     assert len(found.samples) == 20
     scores = [sample.scores["accuracy"].value for sample in found.samples]
     assert sum(scores) / 20 == found.results.scores[0].metrics["accuracy"].value
 
 
-def test_tensorboard_has_the_learning_curve(run: Path, type_command: CommandLine) -> None:
+def test_tensorboard_has_the_learning_curve(run: Path, cli: CommandLine) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert type_command("export", str(run), "--format", "tensorboard", "--output", "out").code == 0
-    events = EventAccumulator(str(type_command.folder / "out" / "tensorboard" / "one"))
+    cli.ok("export", str(run), "--format", "tensorboard", "--output", "out")
+    events = EventAccumulator(str(cli.folder / "out" / "tensorboard" / "one"))
     events.Reload()
     assert [one.step for one in events.Scalars("mean_accuracy")] == [1, 2]
     assert [one.value for one in events.Scalars("evaluation/one/accuracy")] == [0.5]
 
 
 def test_trained_models_are_copied_in_the_layout_of_transformers(
-    run: Path, type_command: CommandLine
+    run: Path, cli: CommandLine
 ) -> None:
-    moved = RunDirectory.create(type_command.folder, "trained")
+    moved = RunDirectory.create(cli.folder, "trained")
     for name in ("hyper_parameters.yaml", "results.json"):
         (moved.path / name).write_text((run / name).read_text())
     shutil_target = moved.path / "rollouts" / "test_0000"
@@ -163,21 +149,20 @@ def test_trained_models_are_copied_in_the_layout_of_transformers(
     results["groups"][group]["model"] = "/where/it/was/jobs/job-1/model"
     moved.write_json("results.json", results)
     assert models_of_run(moved.path)[group]["model"] == str(model.resolve())
-    said = type_command("export", str(moved.path), "--format", "huggingface", "--output", "out")
-    assert said.code == 0, said.err
-    assert (type_command.folder / "out" / "models" / group / "config.json").read_text() == "{}"
+    said = cli.ok("export", str(moved.path), "--format", "huggingface", "--output", "out")
+    assert (cli.folder / "out" / "models" / group / "config.json").read_text() == "{}"
     results["groups"][group]["model"] = "ft:gpt-4o-mini:1"
     moved.write_json("results.json", results)
-    said = type_command("export", str(moved.path), "--format", "huggingface")
+    said = cli("export", str(moved.path), "--format", "huggingface")
     assert "is 'ft:gpt-4o-mini:1' at the service that trained it" in refused(said)
 
 
-def test_what_cannot_be_exported_is_refused(run: Path, type_command: CommandLine) -> None:
-    said = type_command("export", str(run), "--format", "huggingface")
+def test_what_cannot_be_exported_is_refused(run: Path, cli: CommandLine) -> None:
+    said = cli("export", str(run), "--format", "huggingface")
     assert "have trained no model" in refused(said)
-    said = type_command("export", str(run), "--format", "hitlog")
+    said = cli("export", str(run), "--format", "hitlog")
     assert "'hitlog'" in refused(said)
-    said = type_command("export", str(run), "--format", "parkett")
+    said = cli("export", str(run), "--format", "parkett")
     assert "Did you mean 'parquet'?" in refused(said)
 
 
@@ -188,13 +173,13 @@ def is_rude(prompts, completions, **columns):
 '''
 
 
-def test_scorers_rate_every_answer_by_agent(run: Path, type_command: CommandLine) -> None:
-    (type_command.folder / "rude.py").write_text(DAMNED)
-    (type_command.folder / "rude.yaml").write_text(
-        f"_type: python\nfunction: {type_command.folder / 'rude.py'}:is_rude\n"
+def test_scorers_rate_every_answer_by_agent(run: Path, cli: CommandLine) -> None:
+    (cli.folder / "rude.py").write_text(DAMNED)
+    (cli.folder / "rude.yaml").write_text(
+        f"_type: python\nfunction: {cli.folder / 'rude.py'}:is_rude\n"
     )
     typed = ["score", str(run), "--scorer", "rude.yaml", "--name", "rude", "--overwrite"]
-    said = type_command(*typed, "--fail-if", "prover.share_rude > 0.9")
+    said = cli(*typed, "--fail-if", "prover.share_rude > 0.9")
     assert said.code == 1, said.err
     folder = run / "evaluations" / "rude"
     told = json.loads((folder / "evaluation.json").read_text())
@@ -209,28 +194,28 @@ def test_scorers_rate_every_answer_by_agent(run: Path, type_command: CommandLine
     assert [one["scores"]["rude"] for one in answers[:3]] == [None, 1.0, 0.0]
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "share rude (rude)" in page
-    assert type_command("compare", str(run), str(folder)).code == 0
+    cli.ok("compare", str(run), str(folder))
 
 
-def test_a_scorer_reads_what_the_agent_had_read(run: Path, type_command: CommandLine) -> None:
+def test_a_scorer_reads_what_the_agent_had_read(run: Path, cli: CommandLine) -> None:
     code = (
         "def depth(completions, conversations, columns):\n"
         "    assert all(columns)\n"
         "    return [(len(turns) - 1) / 4 for turns in conversations]\n"
     )
-    (type_command.folder / "depth.py").write_text(code)
-    (type_command.folder / "depth.yaml").write_text(
-        f"_type: python\nfunction: {type_command.folder / 'depth.py'}:depth\n"
+    (cli.folder / "depth.py").write_text(code)
+    (cli.folder / "depth.yaml").write_text(
+        f"_type: python\nfunction: {cli.folder / 'depth.py'}:depth\n"
     )
     typed = ["score", str(run), "--scorer", "depth.yaml", "--name", "depth", "--json"]
-    said = type_command(*typed, "--overwrite", "--threshold", "0.75")
+    said = cli(*typed, "--overwrite", "--threshold", "0.75")
     figures = json.loads(said.out)["figures"]
     # The verifier's first answer follows its opening alone, its decision three messages.
     assert figures["verifier/mean_depth"] == (0.25 + 0.75) / 2
     assert figures["verifier/share_depth"] == 0.5
 
 
-def test_what_cannot_be_scored_is_refused(run: Path, type_command: CommandLine) -> None:
-    assert "--scorer" in refused(type_command("score", str(run)))
-    said = type_command("score", str(run), "--scorer", "python", "--labelled", "x.jsonl")
+def test_what_cannot_be_scored_is_refused(run: Path, cli: CommandLine) -> None:
+    assert "--scorer" in refused(cli("score", str(run)))
+    said = cli("score", str(run), "--scorer", "python", "--labelled", "x.jsonl")
     assert "--labelled" in refused(said)

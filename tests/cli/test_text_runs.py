@@ -42,11 +42,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return _run(folder, "kind", HONEST + PRICES), _run(folder, "stern", STERN + PRICES)
 
 
-@pytest.fixture
-def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(tmp_path, tmp_path, capsys)
-
-
 def test_results_and_report_tell_what_the_models_cost(runs: tuple[Path, Path]) -> None:
     results = RunDirectory(runs[0]).read_json("results.json")
     use = results["services"]["players"]
@@ -62,9 +57,9 @@ def test_results_and_report_tell_what_the_models_cost(runs: tuple[Path, Path]) -
 
 
 def test_trained_agents_are_evaluated_on_held_out_data(
-    runs: tuple[Path, Path], type_command: CommandLine
+    runs: tuple[Path, Path], cli: CommandLine
 ) -> None:
-    said = type_command("evaluate", str(runs[0]), "--json", "--overwrite")
+    said = cli("evaluate", str(runs[0]), "--json", "--overwrite")
     figures = json.loads(said.out)
     assert figures["figures"]["mean_accuracy"] == 0.5
     assert figures["figures"]["num_episodes"] == 6
@@ -73,45 +68,42 @@ def test_trained_agents_are_evaluated_on_held_out_data(
     page = (runs[0] / "report.html").read_text(encoding="utf-8")
     assert "evaluation test" in page
     # A second one goes on with the first, and asks nothing again.
-    again = json.loads(type_command("evaluate", str(runs[0]), "--json").out)
+    again = json.loads(cli("evaluate", str(runs[0]), "--json").out)
     assert again["figures"] == figures["figures"]
     assert again["services"]["players"]["num_requests"] == 18
-    said = type_command("evaluate", str(runs[0]), "--num-episodes", "2")
+    said = cli("evaluate", str(runs[0]), "--num-episodes", "2")
     assert "num_episodes: null there, 2 now" in refused(said)
 
 
-def test_an_evaluation_may_be_a_gate(runs: tuple[Path, Path], type_command: CommandLine) -> None:
+def test_an_evaluation_may_be_a_gate(runs: tuple[Path, Path], cli: CommandLine) -> None:
     typed = ["evaluate", str(runs[0]), "--name", "gate", "--num-episodes", "4", "--seed", "3"]
-    assert type_command(*typed, "--fail-if", "accuracy.low > 0.9").code == 0
-    assert type_command(*typed, "--fail-if", "verifier.mean_episode_reward < 0.9").code == 1
-    assert type_command(*typed, "--untrained", "--overwrite").code == 0
+    cli.ok(*typed, "--fail-if", "accuracy.low > 0.9")
+    assert cli(*typed, "--fail-if", "verifier.mean_episode_reward < 0.9").code == 1
+    cli.ok(*typed, "--untrained", "--overwrite")
     for wrong in ("accuracy.low >", "acuracy.low > 0", "verifer.mean_episode_reward > 0"):
-        refused(type_command("evaluate", str(runs[0]), "--name", "early", "--fail-if", wrong))
+        refused(cli("evaluate", str(runs[0]), "--name", "early", "--fail-if", wrong))
     assert not (runs[0] / "evaluations" / "early" / "answers.jsonl").exists()
 
 
-def test_options_about_attackers_are_refused(
-    runs: tuple[Path, Path], type_command: CommandLine
-) -> None:
-    said = type_command("evaluate", str(runs[0]), "--target", "x", "--num-turns", "2")
+def test_options_about_attackers_are_refused(runs: tuple[Path, Path], cli: CommandLine) -> None:
+    said = cli("evaluate", str(runs[0]), "--target", "x", "--num-turns", "2")
     assert refused(said).startswith("--target, --num-turns ")
-    said = type_command("evaluate", str(runs[0]), "--monte-carlo-only", "--column", "x")
+    said = cli("evaluate", str(runs[0]), "--monte-carlo-only", "--column", "x")
     assert refused(said).startswith("--monte-carlo-only, --column ")
-    said = type_command("evaluate", str(runs[0]), str(runs[0].parent))
+    said = cli("evaluate", str(runs[0]), str(runs[0].parent))
     assert f"{runs[0].parent} a conversation run" in refused(said)
-    said = type_command("evaluate", str(runs[0]), "--split", "dev")
+    said = cli("evaluate", str(runs[0]), "--split", "dev")
     assert "test, train" in refused(said)
-    said = type_command("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
+    said = cli("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
     assert "(--num-episodes) is 7, but the test data has 6" in refused(said)
 
 
 def test_runs_are_compared_datapoint_by_datapoint(
-    runs: tuple[Path, Path], type_command: CommandLine
+    runs: tuple[Path, Path], cli: CommandLine
 ) -> None:
-    out = type_command.folder / "found.json"
+    out = cli.folder / "found.json"
     typed = ["compare", *map(str, runs), "--out", str(out)]
-    said = type_command(*typed, "--fail-if", "comparison.accuracy.difference < 0")
-    assert said.code == 0
+    said = cli.ok(*typed, "--fail-if", "comparison.accuracy.difference < 0")
     found = json.loads(out.read_text())["comparisons"]["stern"]
     # Each claim is judged otherwise, half of them rightly before and half now.
     accuracy = found["accuracy"]
@@ -127,13 +119,13 @@ def test_runs_are_compared_datapoint_by_datapoint(
     assert warnings
     assert all(text.startswith("models.default") for text in warnings)
     named = ["--name", "seeded", "--seed", "3"]
-    assert type_command("evaluate", str(runs[0]), *named).code == 0
-    again = type_command("compare", str(runs[0]), str(runs[0] / "evaluations/seeded"), "--json")
+    cli.ok("evaluate", str(runs[0]), *named)
+    again = cli("compare", str(runs[0]), str(runs[0] / "evaluations/seeded"), "--json")
     (warning,) = json.loads(again.out)["warnings"]
     assert warning.startswith("seed: 0 in kind, 3 in kind/seeded")
     other = runs[0] / "evaluations" / "seeded" / "evaluation.json"
     other.write_text(other.read_text().replace('"split": "test"', '"split": "train"'))
-    again = type_command("compare", str(runs[0]), str(other.parent), "--json")
+    again = cli("compare", str(runs[0]), str(other.parent), "--json")
     assert sorted(text.partition(":")[0] for text in json.loads(again.out)["warnings"]) == [
         "seed",
         "split",
@@ -141,10 +133,10 @@ def test_runs_are_compared_datapoint_by_datapoint(
 
 
 def test_runs_on_other_data_cannot_be_paired(
-    runs: tuple[Path, Path], tmp_path: Path, type_command: CommandLine
+    runs: tuple[Path, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     other = _run(tmp_path, "other", HONEST + PRICES, "seed=5")
-    said = type_command("compare", str(runs[0]), str(other))
+    said = cli("compare", str(runs[0]), str(other))
     assert "share no datapoint" in refused(said)
 
 
@@ -192,14 +184,14 @@ def test_a_model_is_found_where_its_run_was_moved(tmp_path: Path) -> None:
     }
 
 
-def test_a_dry_run_tells_the_price_with_the_judges_requests(type_command: CommandLine) -> None:
+def test_a_dry_run_tells_the_price_with_the_judges_requests(cli: CommandLine) -> None:
     judge = "{analysers: [{_type: direct_quotation}], model: {_type: scripted}}"
     sets = [
         *(f"secret_word.agents.default.model={HONEST}{PRICES}", f"secret_word.analysis={judge}"),
         *SMALL,
     ]
     typed = [part for one in sets for part in ("--set", one)]
-    said = type_command("--trainer", "pure_text_ei", *typed, "--dry-run")
+    said = cli("--trainer", "pure_text_ei", *typed, "--dry-run")
     told = {line[:28].strip(): line[28:].strip() for line in said.out.splitlines()}
     assert told["num judge requests"] == "12", "two tests of six rollouts"
     assert float(told["cost"]) > 0

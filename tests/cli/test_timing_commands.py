@@ -30,8 +30,7 @@ def test_repetitions_are_counted_on_a_bar(
 
 
 def seconds_of(cli: CommandLine, *arguments: str) -> dict[str, list[float]]:
-    said = cli("time", *arguments, "--repeats", "2", "--json")
-    assert said.code == 0, said
+    said = cli.ok("time", *arguments, "--repeats", "2", "--json")
     found: dict[str, list[float]] = json.loads(said.out)["seconds"]
     assert all(len(times) == 2 and min(times) > 0 for times in found.values())
     assert list(Path.cwd().rglob("runs")) == []
@@ -60,8 +59,7 @@ def test_parts_of_a_stress_tests_iteration_are_timed(cli: CommandLine, trainer: 
 
 
 def test_times_are_told_in_a_table(cli: CommandLine) -> None:
-    said = cli("time", "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
-    assert said.code == 0, said
+    said = cli.ok("time", "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
     assert said.out.split()[:4] == ["component", "median", "least", "most"]
     assert said.out.count(" ms") == 3
 

@@ -14,8 +14,7 @@ from nip_astra import plugins
 from nip_astra.errors import UntrustedRunError
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import resume_experiment
-from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trust import StoredSource, is_own, on_behalf_of, read_variable, sign
 from tests.kit.command_line import CommandLine, plugins_forgotten_after, refused
 from tests.report.test_page import report
@@ -47,29 +46,25 @@ def change(run: Path, **values: Any) -> None:
     )
 
 
-def test_a_run_is_known_for_the_users_own_until_its_parameters_change(trained: Path) -> None:
-    assert is_own(trained / "hyper_parameters.yaml")
-
-
-def test_a_run_is_own_where_it_was_moved_and_not_where_it_was_changed(run: Path) -> None:
-    assert is_own(run / "hyper_parameters.yaml")
-    change(run, seed=7)
-    assert not is_own(run / "hyper_parameters.yaml")
-
-
-def test_a_run_of_another_user_or_machine_is_not_ones_own(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_own_until_its_parameters_or_its_signature_change(
+    run: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
-    assert not is_own(run / "hyper_parameters.yaml"), "there is no key"
-    sign(b"anything")
-    assert not is_own(run / "hyper_parameters.yaml"), "it is another key"
-
-
-@pytest.mark.parametrize("environment", ["", "[1]", "{}", '{"signature": 3}', '{"signature": "é"}'])
-def test_a_broken_signature_is_none(run: Path, environment: str) -> None:
-    (run / "environment.json").write_text(environment)
-    assert not is_own(run / "hyper_parameters.yaml")
+    parameters, environment = run / "hyper_parameters.yaml", run / "environment.json"
+    assert is_own(trained / parameters.name)
+    assert is_own(parameters), "where it was moved"
+    whole = environment.read_text()
+    for broken in ("", "[1]", "{}", '{"signature": 3}', '{"signature": "é"}'):
+        environment.write_text(broken)
+        assert not is_own(parameters)
+    environment.write_text(whole)
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+        assert not is_own(parameters), "there is no key"
+        sign(b"anything")
+        assert not is_own(parameters), "it is another key"
+    assert is_own(parameters)
+    change(run, seed=7)
+    assert not is_own(parameters)
 
 
 def test_the_key_is_private_and_one_that_others_can_read_is_not_used(
@@ -123,26 +118,13 @@ def test_no_command_runs_the_code_of_a_foreign_run(
     assert not marker.exists()
 
 
-def test_foreign_runs_are_compared_without_their_code(
-    cli: CommandLine, foreign: Path, marker: Path
-) -> None:
-    shutil.copytree(foreign, foreign.parent / "two")
-    assert cli("compare", "runs/one", "runs/two").code == 0
-    assert not marker.exists()
-
-
-def test_a_target_that_is_a_foreign_run_loads_no_code(
+def test_foreign_runs_are_compared_reported_and_refused_as_targets_without_their_code(
     cli: CommandLine, foreign: Path, trained: Path, marker: Path
 ) -> None:
-    message = refused(cli("evaluate", str(trained), "--target", "runs/one"))
-    assert "evil.py" in message
-    assert not marker.exists()
-
-
-def test_the_report_of_a_foreign_run_needs_no_code(
-    cli: CommandLine, foreign: Path, marker: Path
-) -> None:
-    assert cli("report", "runs/one").code == 0
+    shutil.copytree(foreign, foreign.parent / "two")
+    cli.ok("compare", "runs/one", "runs/two")
+    cli.ok("report", "runs/one")
+    assert "evil.py" in refused(cli("evaluate", str(trained), "--target", "runs/one"))
     assert not marker.exists()
 
 
@@ -150,54 +132,36 @@ def test_the_report_of_a_foreign_run_needs_no_code(
 def test_trust_loads_the_code_of_a_run(
     cli: CommandLine, foreign: Path, marker: Path, command: str
 ) -> None:
-    assert cli(*OPENERS[command], "--trust").code == 0
+    cli.ok(*OPENERS[command], "--trust")
     assert marker.exists()
 
 
-@pytest.mark.parametrize("command", ["show", "export"])
-def test_a_copy_that_the_user_gave_stands_in_for_a_runs_plugin(
-    cli: CommandLine, foreign: Path, marker: Path, command: str
+@pytest.mark.parametrize(
+    ("command", "options"), [("show", ()), ("export", ()), ("show", ("--trust",))]
+)
+def test_a_copy_of_the_same_name_that_the_user_gives_replaces_a_runs_plugin(
+    cli: CommandLine, foreign: Path, marker: Path, command: str, options: tuple[str, ...]
 ) -> None:
-    cli.write("evil.py", "READ = True\n")
-    said = cli(*OPENERS[command], "--plugin", "evil.py")
-    assert said.code == 0, said.err
+    other = cli.write("other.py", "READ = True\n")
+    copy = cli.write("evil.py", "READ = True\n")
+    if not options:
+        assert "evil.py" in refused(cli(*OPENERS[command], "--plugin", other))
+    cli.ok(*OPENERS[command], "--plugin", copy, *options)
     assert not marker.exists()
 
 
-def test_a_copy_stands_in_for_a_plugin_of_ones_own_run_that_is_still_there(
-    cli: CommandLine, foreign: Path, marker: Path
-) -> None:
-    cli.write("evil.py", "READ = True\n")
-    said = cli(*OPENERS["show"], "--plugin", "evil.py", "--trust")
-    assert said.code == 0, said.err
-    assert not marker.exists()
-
-
-def test_of_two_plugins_of_one_name_neither_stands_in_for_the_other(
+def test_of_two_plugins_of_one_name_neither_replaces_the_other_and_a_lost_one_is_named(
     cli: CommandLine, foreign: Path, marker: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "also").mkdir()
-    first = tmp_path / "also" / "evil.py"
+    first, theirs = tmp_path / "also" / "evil.py", tmp_path / "theirs" / "evil.py"
     first.write_text("READ = True\n")
-    change(foreign, plugins=[str(first), str(tmp_path / "theirs" / "evil.py")])
-    said = cli(*OPENERS["show"], "--plugin", str(first), "--trust")
-    assert said.code == 0, said.err
+    change(foreign, plugins=[str(first), str(theirs)])
+    cli.ok(*OPENERS["show"], "--plugin", str(first), "--trust")
     assert marker.exists()
-
-
-def test_a_plugin_that_is_lost_may_be_given_as_a_copy(
-    cli: CommandLine, foreign: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "theirs" / "evil.py").unlink()
+    plugins._LOADED.clear()
+    theirs.unlink()
     assert "--plugin" in refused(cli(*OPENERS["show"], "--trust"))
-
-
-def test_a_plugin_of_another_name_vouches_for_nothing(
-    cli: CommandLine, foreign: Path, marker: Path
-) -> None:
-    path = cli.write("other.py", "READ = True\n")
-    assert "evil.py" in refused(cli(*OPENERS["show"], "--plugin", path))
-    assert not marker.exists()
 
 
 def test_the_scenario_of_a_foreign_run_runs_no_plugin(
@@ -208,7 +172,7 @@ def test_the_scenario_of_a_foreign_run_runs_no_plugin(
     change(run, scenario=str(folder))
     assert str(folder / "plugin.py") in refused(cli(*OPENERS["show"]))
     assert not marker.exists()
-    assert cli(*OPENERS["show"], "--trust").code == 0
+    cli.ok(*OPENERS["show"], "--trust")
     assert marker.exists()
 
 
@@ -245,8 +209,7 @@ def test_a_scorer_that_the_user_names_rates_a_foreign_run(cli: CommandLine, run:
     change(run, seed=7)
     path = cli.write("rate.py", "def f(completions):\n    return [0.25 for _ in completions]\n")
     file = cli.write("mine.yaml", f"_type: python\nfunction: {path}:f\n")
-    said = cli("score", "runs/one", "--scorer", file)
-    assert said.code == 0, said.err
+    cli.ok("score", "runs/one", "--scorer", file)
 
 
 @pytest.mark.parametrize("name", ["MY_KEY", "TINKER_API_KEY"])
@@ -380,25 +343,6 @@ def test_references_to_a_package_import_nothing(
     found = resolve_reference("package://outer.inner/a.txt", None)
     assert found == tmp_path / "outer" / "inner" / "a.txt"
     assert not marker.exists()
-
-
-def test_a_run_of_others_does_not_write_to_ones_account_of_wandb(run: Path) -> None:
-    (run / "results.json").unlink()
-    settings = RunDirectory(run).read_yaml("settings.yaml") | {"wandb": "online"}
-    (run / "settings.yaml").write_text(to_yaml(settings))
-    change(run, seed=7)
-    with pytest.raises(UntrustedRunError, match=r"wandb=.online"):
-        resume_experiment(run, progress=False)
-
-
-def test_a_run_of_others_writes_to_no_file_of_remembered_answers(run: Path, tmp_path: Path) -> None:
-    (run / "results.json").unlink()
-    mine = tmp_path / "mine.sqlite"
-    settings = RunDirectory(run).read_yaml("settings.yaml") | {"service_cache": str(mine)}
-    (run / "settings.yaml").write_text(to_yaml(settings))
-    change(run, seed=7)
-    with pytest.raises(UntrustedRunError, match=r"service_cache=.*mine\.sqlite"):
-        resume_experiment(run, progress=False)
 
 
 def test_the_signature_is_no_fact_of_the_report(run: Path) -> None:

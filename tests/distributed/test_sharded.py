@@ -20,7 +20,7 @@ from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.language_model_base import check_can_be_sharded
+from nip_astra.trainers.language_model_base import distribute
 from tests.distributed.learning import CPU, check_equal, gap_of, learn
 from tests.distributed.processes import together
 from tests.kit.messages import says
@@ -108,9 +108,10 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario")
     prepared: Any = prepare_experiment(resolved, progress=False, sharding="fsdp").trainer
     # What one process holds whole, several could not divide.
-    prepared.policy = object()
+    team = Team()
+    team.size = 2
     with pytest.raises(ConfigurationError) as caught:
-        check_can_be_sharded(prepared.policy)
+        distribute(prepared.service, object(), [], team, prepared.settings)  # type: ignore[arg-type]
     assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
 
 

@@ -21,7 +21,7 @@ from nip_astra.evaluation.summary import (
 )
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
-from nip_astra.trainers.ast.evaluation import AstEvaluation
+from nip_astra.trainers.ast.base import AstEvaluation
 from nip_astra.utils.intervals import rate_estimate
 
 PLANTS = (

@@ -74,6 +74,12 @@ class CommandLine:
         captured = self.capsys.readouterr()
         return Said(int(caught.value.code or 0), captured.out, captured.err)
 
+    def ok(self, *arguments: str) -> Said:
+        """Type a command that succeeds."""
+        said = self(*arguments)
+        assert said.code == 0, said.err
+        return said
+
     def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
         """Run the tiny scenario as the run `one`, with changes; a trainer given last wins."""
         small = ("ast_chat.evaluation.use_random_search=false", "training.num_iterations=2")

@@ -22,7 +22,7 @@ from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.resume_check import difference_of, go_on, in_a_fork, what_was_found
 from nip_astra.run import run_experiment
-from nip_astra.samplers.answer_journal import AnswerJournal
+from nip_astra.samplers.text_rollouts import AnswerJournal
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService

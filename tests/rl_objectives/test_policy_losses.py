@@ -26,7 +26,7 @@ from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service import self_hosted
-from nip_astra.trainers.service.parameters import PolicyLossParameters
+from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
 from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import assert_same, grpo_of_trl

@@ -16,8 +16,9 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
 )
-from nip_astra.samplers.answer_journal import AnswerJournal, StoredResponses
 from nip_astra.samplers.text_rollouts import (
+    AnswerJournal,
+    StoredResponses,
     TextRolloutSampler,
     active_turns,
     read_prompt,

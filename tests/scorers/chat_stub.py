@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.kit.serving import serving
 
 
 @dataclass
@@ -68,49 +70,27 @@ def chat_stub(
     """Serve replies: from a function of body and number of the request, or one after another."""
     stub = ChatStub(answer if callable(answer) else lambda body, number: answer[number])
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def respond(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        headers = {name.title(): value for name, value in request.headers.items()}
+        reply = stub.take(request.path, headers, json.loads(body))
+        if reply.waits_for is not None:
+            reply.waits_for.wait(timeout=30)
+            request.close_connection = True
+            return
+        request.send_response(reply.status)
+        for name, value in reply.headers.items():
+            request.send_header(name, value)
+        sent = reply.payload[: reply.cut_at]
+        if reply.is_chunked:
+            request.send_header("Transfer-Encoding", "chunked")
+            end = b"" if reply.cut_at is not None else b"0\r\n\r\n"
+            sent = f"{len(sent):x}\r\n".encode() + sent + b"\r\n" + end
+        else:
+            request.send_header("Content-Length", str(len(reply.payload)))
+        request.end_headers()
+        request.wfile.write(sent)
+        request.close_connection = reply.cut_at is not None
 
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            body = json.loads(self.rfile.read(length))
-            reply = stub.take(
-                self.path, {name.title(): value for name, value in self.headers.items()}, body
-            )
-            if reply.waits_for is not None:
-                reply.waits_for.wait(timeout=30)
-                self.close_connection = True
-                return
-            self.send_response(reply.status)
-            for name, value in reply.headers.items():
-                self.send_header(name, value)
-            sent = reply.payload[: reply.cut_at]
-            if reply.is_chunked:
-                self.send_header("Transfer-Encoding", "chunked")
-                end = b"" if reply.cut_at is not None else b"0\r\n\r\n"
-                sent = f"{len(sent):x}\r\n".encode() + sent + b"\r\n" + end
-            else:
-                self.send_header("Content-Length", str(len(reply.payload)))
-            self.end_headers()
-            self.wfile.write(sent)
-            self.close_connection = reply.cut_at is not None
-
-        def log_message(self, *args: object) -> None:
-            """Say nothing."""
-
-    class Server(ThreadingHTTPServer):
-        # The class's 5 would refuse some of the connections of a level that are opened at once.
-        request_queue_size = 1024
-
-    server = Server(("127.0.0.1", port), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    )
-    thread.start()
-    stub.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with serving(respond, port=port) as address:
+        stub.base_url = f"{address}/v1"
         yield stub
-    finally:
-        server.shutdown()
-        server.server_close()

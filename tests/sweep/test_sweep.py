@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from nip_astra.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
-from nip_astra.run import run_experiment
 from nip_astra.sweep.plan import (
     MAX_RUNS,
     FinishedRun,
@@ -89,22 +85,38 @@ def test_folders_are_named_by_the_swept_values_and_older_names_are_kept(tmp_path
     assert SweepPlan(**given).runs[0].folder_in(tmp_path).name == "ast_dpo-s3"
 
 
-def test_values_are_divided_at_commas_outside_brackets_and_quotes() -> None:
+def test_values_seeds_and_shards_are_parsed() -> None:
     assert grid_of(["a.b=1,2", "c=[1,2],[3]", "d='x,y',z"]) == {
         "a.b": ["1", "2"],
         "c": ["[1,2]", "[3]"],
         "d": ["'x,y'", "z"],
     }
-    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
-        with pytest.raises(ConfigurationError, match="--set"):
-            grid_of(wrong)
-
-
-def test_seeds_are_ranges_and_numbers() -> None:
     assert seeds_of("0..2,7") == [0, 1, 2, 7]
-    for wrong in ("x", "2..0", "", "1.5", f"0..{MAX_RUNS}"):
-        with pytest.raises(ConfigurationError, match="--seeds"):
-            seeds_of(wrong)
+    runs = SweepPlan(trainers=["ast_dpo"], seeds=list(range(7))).runs
+    parts = [shard_of(runs, f"{k}/3") for k in (1, 2, 3)]
+    assert sorted(run.seed for part in parts for run in part) == list(range(7))
+    assert [len(part) for part in parts] == [3, 2, 2]
+
+
+DIGITS = ("\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000)
+"""Digits that are no number."""
+
+
+@pytest.mark.parametrize(
+    ("parse", "option", "wrong"),
+    [
+        *((grid_of, "--set", one) for one in (["a"], ["=1"], ["a=1", "a=2"])),
+        *((seeds_of, "--seeds", one) for one in ("x", "2..0", "", "1.5", f"0..{MAX_RUNS}")),
+        *((seeds_of, "--seeds", one) for one in DIGITS),
+        *((partial(shard_of, []), "--shard", one) for one in ("0/3", "4/3", "2", "a/b")),
+        *((partial(shard_of, []), "--shard", f"{one}/4") for one in DIGITS),
+    ],
+)
+def test_text_of_another_form_is_refused_with_its_option(
+    parse: Callable[[Any], object], option: str, wrong: Any
+) -> None:
+    with pytest.raises(ConfigurationError, match=option):
+        parse(wrong)
 
 
 @pytest.mark.parametrize(
@@ -181,16 +193,6 @@ def test_figures_of_a_plug_in_are_checked_after_its_first_run(
         options = SweepOptions(metrics=["failur_rate"])
         with pytest.raises(UnknownNameError, match="failure_rate"):
             run_sweep(tmp_path / "sweep", options=options, **plan.to_dict())
-
-
-def test_shards_hold_every_run_once() -> None:
-    runs = SweepPlan(trainers=["ast_dpo"], seeds=list(range(7))).runs
-    parts = [shard_of(runs, f"{k}/3") for k in (1, 2, 3)]
-    assert sorted(run.seed for part in parts for run in part) == list(range(7))
-    assert [len(part) for part in parts] == [3, 2, 2]
-    for wrong in ("0/3", "4/3", "2", "a/b"):
-        with pytest.raises(ConfigurationError, match="--shard"):
-            shard_of(runs, wrong)
 
 
 def test_a_wrong_combination_is_told_before_anything_runs(tmp_path: Path) -> None:
@@ -290,41 +292,12 @@ def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
     assert (of_name["accuracy"], of_name["mean_reward"]) == ("290 of 300", "")
 
 
-def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="folder of a sweep"):
-        read_sweep(tmp_path)
-
-
 @pytest.mark.slow
-def test_a_killed_sweep_continues_to_the_results_of_a_single_run(
+def test_a_run_that_fails_in_its_process_is_reported_by_its_last_line(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    plan, directory = plan_of(tiny_scenario, seeds=[0]), tmp_path / "sweep"
-    file = tmp_path / "plan.yaml"
-    file.write_text(json.dumps(plan.to_dict()))
-    command = [sys.executable, str(ROOT / "run.py"), "sweep", str(file)]
-    command += ["--sweep-dir", str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    (run,) = plan.runs
-    while process.poll() is None and not (run.folder_in(directory) / HYPER_PARAMETERS).exists():
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1/1" in done.stdout
-    results = read_sweep(directory)
-    table = list(csv.DictReader(results.to_csv().splitlines()))
-    assert len(table) == len(results.rows) > 0
-    assert (directory / "table.csv").read_bytes().decode() == results.to_csv()
-    run_experiment(plan.resolve(run.arm), runs_dir=str(tmp_path), run_id="alone", progress=False)
-    assert (
-        json.loads((run.folder_in(directory) / "results.json").read_text())["after"]
-        == json.loads((tmp_path / "alone" / "results.json").read_text())["after"]
-    )
-    broken = plan_of(tiny_scenario, seeds=[1], overrides=["training.lr=1e30"])
-    (failed,) = SweepRunner(broken, tmp_path / "broken").run()
+    plan = plan_of(tiny_scenario, seeds=[1], overrides=["training.lr=1e30"])
+    (failed,) = SweepRunner(plan, tmp_path).run()
     assert failed.status is RunStatus.FAILED
     assert "training.lr" in failed.message
 
@@ -348,17 +321,11 @@ def test_a_killed_sweep_continues_to_the_results_of_a_single_run(
 def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: Path) -> None:
     search = {"space": {"training.lr": [1e-3, 1e-2]}}
     plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
+    with pytest.raises(RunDirectoryError, match="folder of a sweep"):
+        read_sweep(tmp_path)
     (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
     (tmp_path / "failures.json").write_bytes(b"[1]")
     assert read_failures(tmp_path) == {}
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=file):
         read_sweep(tmp_path).write()
-
-
-@pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000])
-def test_digits_that_are_no_number_are_no_seeds_and_shards(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="--seeds"):
-        seeds_of(text)
-    with pytest.raises(ConfigurationError, match="--shard"):
-        shard_of([], f"{text}/4")

@@ -46,6 +46,7 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
     """Each row of the table is what a run by itself finds."""
     found = read_sweep(directory)
     assert found.num_ended == len(found.plan.runs)
+    assert (directory / "table.csv").read_bytes().decode() == found.to_csv()
     for run in found.plan.runs:
         resolved = resolve_experiment(
             trainer=run.arm.trainer, scenario=str(scenario), overrides=SMALL, seed=run.seed

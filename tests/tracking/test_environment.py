@@ -13,6 +13,7 @@ import pytest
 from nip_astra.plugins import load_plugin
 from nip_astra.tracking import environment
 from nip_astra.tracking.environment import changes_of_rounding, describe_environment
+from tests.kit.messages import says
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -57,26 +58,16 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_commit_and_cleanness_of_the_code_are_told_and_not_of_the_working_directory(
-    code: Path,
+def test_git_state_is_that_of_the_code_and_not_of_the_working_directory(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert describe_environment()["git"] is None, "git does not track the package there"
     git(code, "add", ".")
     git(code, "commit", "-q", "-m", "the code")
     commit = git(code, "rev-parse", "HEAD")
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": False}
     (code / "new").write_text("")
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": True}
-
-
-def test_a_repository_around_an_installed_package_is_not_that_of_the_code(code: Path) -> None:
-    assert describe_environment()["git"] is None
-
-
-def test_without_a_repository_or_git_there_is_no_git_state(
-    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    git(code, "add", ".")
-    git(code, "commit", "-q", "-m", "the code")
     monkeypatch.setattr(environment, "_CODE_DIR", tmp_path)
     assert describe_environment()["git"] is None
     monkeypatch.setattr(environment, "_CODE_DIR", code)
@@ -103,7 +94,7 @@ def test_nothing_of_the_environment_variables_or_arguments_is_told(
     assert "very-secret" not in json.dumps(describe_environment())
 
 
-def test_what_lets_last_digits_differ_is_told_and_nothing_else() -> None:
+def test_changes_that_affect_last_digits_are_reported_and_no_others() -> None:
     before = {
         "processor": "A",
         "device": "cpu",
@@ -112,11 +103,8 @@ def test_what_lets_last_digits_differ_is_told_and_nothing_else() -> None:
         "python": "3.11.1",
     }
     assert changes_of_rounding(before, before | {"python": "3.12"}) == []
-    now = before | {"layers": "torch (there is no C compiler)", "packages": {"torch": "2.6"}}
+    assert changes_of_rounding({"device": "cpu"}, before) == [], "an older version wrote less"
+    now = before | {"layers": "torch", "packages": {"torch": "2.6"}}
     layers, torch = changes_of_rounding(before, now)
-    assert layers == ("layers was 'compiled: network.c 1' and is 'torch (there is no C compiler)'")
-    assert torch == "torch was '2.5' and is '2.6'"
-
-
-def test_what_an_older_version_did_not_write_down_has_not_changed() -> None:
-    assert changes_of_rounding({"device": "cpu"}, {"device": "cpu", "processor": "A"}) == []
+    assert says(layers, "layers", "'compiled: network.c 1'", "'torch'")
+    assert says(torch, "torch", "'2.5'", "'2.6'")

@@ -17,11 +17,6 @@ from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, open_tracker
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path / "runs", "one")
-
-
 def lines(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
 
@@ -36,16 +31,12 @@ def contents(directory: RunDirectory) -> dict[str, bytes]:
 def test_metrics_and_timings_go_to_files_of_their_own(directory: RunDirectory) -> None:
     tracker = LocalTracker(directory)
     tracker.log_metrics({"b": 1, "a/x": 0.1, "time/update": 2.5, "memory/peak": 1}, step=1)
-    tracker.log_metrics({"b": 2}, step=2)
+    tracker.log_metrics({"b": math.nan, "c": math.inf, "d": -0.0}, step=2)
     # Each line is on disk before the tracker is closed.
-    text = (directory.path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "a/x": 0.1, "b": 1}\n{"step": 2, "b": 2}\n'
+    assert (directory.path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "a/x": 0.1, "b": 1}\n{"step": 2, "b": null, "c": null, "d": -0.0}\n'
+    )
     assert lines(directory, "timings.jsonl") == [{"step": 1, "time/update": 2.5, "memory/peak": 1}]
-
-
-def test_what_is_not_finite_is_null(directory: RunDirectory) -> None:
-    LocalTracker(directory).log_metrics({"a": math.nan, "b": math.inf, "c": -0.0}, step=1)
-    assert lines(directory, "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": -0.0}]
 
 
 def test_a_table_is_a_file_with_an_object_a_row(directory: RunDirectory) -> None:
@@ -63,9 +54,9 @@ def test_a_table_is_a_file_with_an_object_a_row(directory: RunDirectory) -> None
 def test_a_metric_named_step_and_a_table_that_is_no_file_name_are_refused(
     directory: RunDirectory,
 ) -> None:
-    with pytest.raises(TrackingError, match=r"metric named 'step' .* Give the metric another name"):
+    with pytest.raises(TrackingError, match="'step'"):
         LocalTracker(directory).log_metrics({"step": 1}, step=1)
-    with pytest.raises(TrackingError, match=r"table named '\.\./x' .* Rename the table"):
+    with pytest.raises(TrackingError, match=r"'\.\./x'"):
         LocalTracker(directory).log_table("../x", ["a"], [], step=1)
 
 
@@ -113,10 +104,9 @@ def test_records_that_became_shorter_than_the_checkpoint_are_refused(
     log_part(tracker, 0, 3)
     position = tracker.position()
     (directory.path / "metrics.jsonl").write_text("")
-    with pytest.raises(TrackingError) as caught:
+    size = str(position["files"]["metrics.jsonl"])
+    with pytest.raises(TrackingError, match=rf"{size} of .*metrics\.jsonl.* 0 bytes"):
         LocalTracker(directory).rewind(position)
-    assert f"at byte {position['files']['metrics.jsonl']} of" in str(caught.value)
-    assert "but the file has 0 bytes. Restore the file, or start a new run." in str(caught.value)
 
 
 def test_a_full_disk_is_told(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from nip_astra.tracking.wandb_runs import (
 )
 from tests.kit.messages import says
 
+ONE = "wandb://us/proofs/one"
+
 
 class FakeArtifact:
     """An artifact with one file."""
@@ -58,64 +60,38 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     return fake
 
 
-def test_a_reference_names_entity_project_and_run() -> None:
-    assert parse_reference("wandb://us/proofs/one") == ("us", "proofs", "one")
-    assert parse_reference("wandb://us/proofs/one").path == "us/proofs/one"
-
-
 @pytest.mark.parametrize(
     "reference", ["wandb://us/one", "us/proofs/one", "wandb://us//one", "wandb://a/b/c/d"]
 )
-def test_what_names_less_or_more_is_refused(reference: str) -> None:
+def test_a_reference_names_entity_project_and_run(reference: str) -> None:
+    assert parse_reference(ONE) == ("us", "proofs", "one")
+    assert parse_reference(ONE).path == "us/proofs/one"
     with pytest.raises(ConfigurationError) as caught:
         parse_reference(reference)
-    assert says(
-        caught.value, repr(reference), "entity, project and run", "wandb://entity/project/run_id"
-    )
+    assert says(caught.value, repr(reference), "wandb://entity/project/run_id")
 
 
-@pytest.mark.usefixtures("api")
-def test_the_parameters_of_a_run_are_its_config() -> None:
-    assert read_config("wandb://us/proofs/one") == {"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}
-
-
-@pytest.mark.usefixtures("api")
-def test_the_newest_model_is_downloaded(tmp_path: Path) -> None:
-    download_model("wandb://us/proofs/one", tmp_path / "model")
-    assert (tmp_path / "model" / "weights.txt").read_text() == "newer"
-
-
-@pytest.mark.usefixtures("api")
-def test_the_model_of_a_version_is_downloaded(tmp_path: Path) -> None:
-    download_model("wandb://us/proofs/one", tmp_path / "model", "v0")
-    assert (tmp_path / "model" / "weights.txt").read_text() == "older"
+def test_parameters_and_a_model_of_a_run_are_read(api: FakeApi, tmp_path: Path) -> None:
+    assert read_config(ONE) == {"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}
+    for version, text in (("latest", "newer"), ("v0", "older")):
+        download_model(ONE, tmp_path / version, version)
+        assert (tmp_path / version / "weights.txt").read_text() == text
     with pytest.raises(TrackingError, match=r"'v2'.*v1, v0"):
-        download_model("wandb://us/proofs/one", tmp_path / "other", "v2")
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_run_without_a_model_is_told(api: FakeApi, tmp_path: Path) -> None:
+        download_model(ONE, tmp_path / "other", "v2")
     api.runs["us/proofs/one"].logged_artifacts = lambda: [FakeArtifact("checkpoint", "x")]
-    with pytest.raises(TrackingError, match="wandb://us/proofs/one has no trained model"):
-        download_model("wandb://us/proofs/one", tmp_path)
-
-
-@pytest.mark.usefixtures("api")
-def test_what_w_and_b_says_is_told_with_what_to_do() -> None:
+    with pytest.raises(TrackingError, match=ONE):
+        download_model(ONE, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
     with pytest.raises(TrackingError) as caught:
         read_config("wandb://us/proofs/two")
-    assert says(
-        caught.value, "wandb://us/proofs/two", "Could not find run us/proofs/two", "network"
-    )
+    assert says(caught.value, "wandb://us/proofs/two", "Could not find run us/proofs/two")
 
 
-def test_without_a_key_w_and_b_is_not_asked(
+def test_without_a_key_w_and_b_is_not_contacted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(
-        TrackingError, match=r"no W&B key on this machine. Log in with `wandb login`"
-    ):
+    with pytest.raises(TrackingError, match=r"wandb login"):
         open_api()

@@ -16,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.errors import DataError
+from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import find_scenario
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trust import read_variable
@@ -185,13 +186,7 @@ def _split_of(number: str) -> str:
 
 
 def _of_hub(split: str, name: str, column: str) -> list[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"reading the openings of {name!r} from the hub needs the package datasets. "
-            "Run: pip install datasets"
-        ) from error
+    datasets = import_extra("datasets", f"reading {name!r} from the hub", "datasets")
     try:
         splits = datasets.load_dataset(name)
     except Exception as error:

@@ -110,8 +110,7 @@ class TextProtocols(EpisodeFamily):
         on_part: OnPart,
     ) -> dict[str, Any]:
         from nip_astra.run import prepare_experiment
-        from nip_astra.samplers.answer_journal import AnswerJournal
-        from nip_astra.samplers.text_rollouts import rollouts_of
+        from nip_astra.samplers.text_rollouts import AnswerJournal, rollouts_of
         from nip_astra.trainers.protocol.statistics import COLUMNS
         from nip_astra.trainers.service_use import services_used
         from nip_astra.trainers.text.rollouts import (

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ class PreferenceExample(NamedTuple):
     messages: tuple[ChatMessage, ...]
     preferred: str
     rejected: str
+
+
+Examples: TypeAlias = Sequence[SupervisedExample] | Sequence[PreferenceExample]
+"""The examples of a job, all of its method's kind."""
 
 
 class JobStatus(StrEnum):
@@ -149,12 +153,7 @@ class FineTuningService(ABC):
 
     @abstractmethod
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         """Start a job that trains `model`, or return the existing one with its key."""
 
@@ -184,15 +183,8 @@ KEY_FIELD = "nip_astra_key"
 """Metadata field with a job's key."""
 LONGEST_KEY = 64
 """Length limit of metadata, in characters."""
-STATUSES = {
-    "validating_files": JobStatus.QUEUED,
-    "queued": JobStatus.QUEUED,
-    "running": JobStatus.RUNNING,
-    "paused": JobStatus.RUNNING,
-    "succeeded": JobStatus.SUCCEEDED,
-    "failed": JobStatus.FAILED,
-    "cancelled": JobStatus.CANCELLED,
-}
+OTHER_STATUSES = {"validating_files": JobStatus.QUEUED, "paused": JobStatus.RUNNING}
+"""Statuses of OpenAI's protocol with another name or meaning here."""
 
 
 class FineTuningParameters(SubParameters):
@@ -226,18 +218,13 @@ class OpenAIFineTuning(FineTuningService):
         self._pause = pause
         self._connection = OpenAIConnection(
             parameters.base_url,
-            api_key=read_key(parameters.api_key_variable, what=what),
+            api_key=read_key(parameters.api_key_variable, f"api_key_variable of {what}"),
             timeout=parameters.timeout,
             what=what,
         )
 
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         content = jsonl_of(examples, options.method)
         if len(key) > LONGEST_KEY:
@@ -341,9 +328,7 @@ class OpenAIFineTuning(FineTuningService):
         )
 
 
-def jsonl_of(
-    examples: Sequence[SupervisedExample] | Sequence[PreferenceExample], method: str
-) -> bytes:
+def jsonl_of(examples: Examples, method: str) -> bytes:
     """Convert examples to JSON Lines in OpenAI's format."""
     wanted = SupervisedExample if method == "supervised" else PreferenceExample
     if not examples or not all(isinstance(example, wanted) for example in examples):
@@ -382,9 +367,9 @@ def _job_of(job: Any) -> FineTuningJob:
             "fine-tuning job. Check base_url."
         )
     message = getattr(job.error, "message", None) if job.error is not None else None
-    status = STATUSES.get(job.status)
-    if status is None:
-        message = f"its status {job.status!r} is not one of {', '.join(STATUSES)}"
-    return FineTuningJob(
-        job.id, status or JobStatus.FAILED, job.fine_tuned_model or None, message or None
-    )
+    try:
+        status = OTHER_STATUSES.get(job.status) or JobStatus(job.status)
+    except ValueError:
+        known = ", ".join([*JobStatus, *OTHER_STATUSES])
+        status, message = JobStatus.FAILED, f"its status {job.status!r} is not one of {known}"
+    return FineTuningJob(job.id, status, job.fine_tuned_model or None, message or None)

@@ -11,11 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from nip_astra.errors import (
-    AnswerTooLargeError,
-    BudgetExhaustedError,
-    ConfigurationError,
-)
+from nip_astra.errors import AnswerTooLargeError, BudgetExhaustedError, ConfigurationError
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
@@ -222,15 +218,15 @@ class OpenAIConnection:
         return ChatFailure(FailureReason.REFUSED, shown)
 
 
-def read_key(variable: str | None, *, what: str = "the chat model") -> str | None:
-    """Read the key from an environment variable; None without a variable."""
+def read_key(variable: str | None, parameter: str) -> str | None:
+    """Read a key from the environment variable that a parameter names; None without a variable."""
     if variable is None:
         return None
     key = (read_variable(variable) or "").strip()
     if not key:
         raise ConfigurationError(
-            f"api_key_variable of {what} names {variable!r}, which is not set. Set it, or set "
-            "api_key_variable to null if the service needs no key."
+            f"{parameter} names {variable!r}, which is not set. Set it to the service's key, or "
+            f"set {parameter} to null if the service needs none."
         )
     return key
 

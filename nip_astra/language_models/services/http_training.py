@@ -29,7 +29,6 @@ from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import (
     AnswerTooLargeError,
     CheckpointError,
-    ConfigurationError,
     ServiceBusyError,
     ServiceConflictError,
     ServiceError,
@@ -38,15 +37,15 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.base import (
+    DrawnRows,
     Generation,
     LanguageModel,
-    SamplingOptions,
     TokenCount,
     TokenRows,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
-from nip_astra.language_models.services.http_client import MIB, bounded, check_address
+from nip_astra.language_models.services.http_client import MIB, bounded, check_address, read_key
 from nip_astra.language_models.services.training import (
     LogprobLeaves,
     Loss,
@@ -60,7 +59,6 @@ from nip_astra.language_models.services.training import (
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TrainingServiceType
 from nip_astra.progress import waiting_for
-from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
     import httpx
@@ -165,13 +163,8 @@ class HttpTrainingService(TrainingService):
             )
         return self._leaves.leaf(on_cpu, logprobs_BT)
 
-    def sample(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def sample(self, *rows: *DrawnRows) -> Generation:
+        contexts, rows_per_context, uniforms_BT, options = rows
         found = self._do(
             "sample",
             contexts=[list(context) for context in contexts],
@@ -270,16 +263,8 @@ class TrainingConnection:
         check_address(options.base_url, "the training service")
         self._httpx = httpx
         self.options, self.base_url = options, options.base_url.rstrip("/")
-        self._headers: dict[str, str] = {}
-        token_variable = options.token_variable
-        if token_variable is not None:
-            token = read_variable(token_variable) or ""
-            if not token:
-                raise ConfigurationError(
-                    f"train_service.token_variable names {token_variable}, which is not set. Set "
-                    f"it to the token of {self.base_url}."
-                )
-            self._headers["Authorization"] = f"Bearer {token}"
+        token = read_key(options.token_variable, "train_service.token_variable")
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._client: Any | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -309,10 +294,7 @@ class TrainingConnection:
         with suppress(self._httpx.HTTPError):
             # At interpreter exit the event loop takes no more work.
             self._httpx.request(
-                method,
-                f"{self.base_url}{path}",
-                headers=self._headers,
-                timeout=SECONDS_TO_NOTIFY,
+                method, f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_NOTIFY
             )
 
     def unreadable(self, problem: str) -> ServiceError:

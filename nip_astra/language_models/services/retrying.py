@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 
+SECONDS_BETWEEN_RESERVATIONS = 0.01
+"""Period in which requests try again to reserve a part of a budget that open ones hold."""
 TOTAL_SUFFIX = ".total"
 """Suffix of the file beside a usage log with the total usage."""
 
@@ -149,7 +151,6 @@ class UsageLog:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._reserved = Usage()
         self._total = _TotalFile(path)
         self._database = self._open()
@@ -204,10 +205,7 @@ class UsageLog:
                         f"resume RUN --settings {name}=<more> (or the same command for an "
                         "evaluation)"
                     )
-                loop = asyncio.get_running_loop()
-                freed: asyncio.Future[None] = loop.create_future()
-                self._waiting.append((loop, freed))
-            await freed
+            await asyncio.sleep(SECONDS_BETWEEN_RESERVATIONS)
 
     def release(self, reserved: Usage, record: RequestRecord | None) -> None:
         """Replace a reservation by the actual usage; None for an aborted request."""
@@ -224,16 +222,6 @@ class UsageLog:
                     self._total.write(self._total.read().plus(took))
             self._spent = self._spent.plus(took)
             self._reserved = self._reserved.plus(reserved, -1)
-            waiting, self._waiting = self._waiting, []
-
-        def free(freed: asyncio.Future[None]) -> None:
-            if not freed.done():
-                freed.set_result(None)
-
-        for loop, freed in waiting:
-            # Nobody waits on a closed event loop.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(free, freed)
 
     def set_aside(self, label: str) -> None:
         """Exclude the usage under a label from everything but the budget."""
@@ -600,7 +588,7 @@ class RetryingChatModel(ChatModel):
         return replace(outcome, samples=tuple(old or new for old, new in samples))
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
-        samples: Sequence[ChatAnswer | ChatFailure] = ()
+        samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
         usage, is_estimated = NOTHING_USED, False
         spent, attempt = 0.0, 0
         while True:
@@ -610,7 +598,7 @@ class RetryingChatModel(ChatModel):
             is_estimated |= outcome.is_usage_estimated
             samples = [
                 old if isinstance(old, ChatAnswer) else new
-                for old, new in zip(samples or outcome.samples, outcome.samples, strict=True)
+                for old, new in zip(samples, outcome.samples, strict=True)
             ]
             failures = [one for one in samples if isinstance(one, ChatFailure)]
             pause = self._pause_before(attempt, failures, spent)
@@ -624,6 +612,7 @@ class RetryingChatModel(ChatModel):
         final = [
             self._with_attempts(one, attempt) if isinstance(one, ChatFailure) else one
             for one in samples
+            if one is not None
         ]
         return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
 

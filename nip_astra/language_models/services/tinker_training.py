@@ -32,10 +32,16 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions, TokenRows
+from nip_astra.language_models.base import (
+    DrawnRows,
+    Generation,
+    LanguageModel,
+    SamplingOptions,
+    TokenRows,
+)
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
-from nip_astra.language_models.services.http_client import check_address
+from nip_astra.language_models.services.http_client import check_address, read_key
 from nip_astra.language_models.services.training import (
     LogprobLeaves,
     Loss,
@@ -95,7 +101,9 @@ class TinkerTrainingService(TrainingService):
                 "adamw."
             )
         os.environ.setdefault("TINKER_TELEMETRY", "0")
-        key = _key(options.token_variable)
+        key = read_key(options.token_variable, "train_service.token_variable")
+        if key is None and not read_variable("TINKER_API_KEY"):
+            key = DEFAULT_KEY
         self._await_service()
         self._client = self._call(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
@@ -182,13 +190,8 @@ class TinkerTrainingService(TrainingService):
 
     # ---- sampling
 
-    def sample(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def sample(self, *rows: *DrawnRows) -> Generation:
+        contexts, rows_per_context, uniforms_BT, options = rows
         if options.min_new_tokens:
             raise ConfigurationError(
                 f"Tinker's protocol does not support min_new_tokens={options.min_new_tokens}. Set "
@@ -370,18 +373,6 @@ def _fault_of(url: str) -> str | None:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return str(error) or type(error).__name__
     return f"status {status}" if status >= 500 else None
-
-
-def _key(token_variable: str | None) -> str | None:
-    if token_variable is None:
-        return None if read_variable("TINKER_API_KEY") else DEFAULT_KEY
-    key = read_variable(token_variable) or ""
-    if not key:
-        raise ConfigurationError(
-            f"train_service.token_variable names {token_variable}, which is not set or empty. Set "
-            "it to the API key."
-        )
-    return key
 
 
 def _finish(client: Any) -> None:

@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.language_models.base import Generation, GenerationSession, TokenCount, Turns
+from nip_astra.language_models.base import (
+    DrawnRows,
+    Generation,
+    GenerationSession,
+    TokenCount,
+    Turns,
+)
 from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
@@ -32,17 +38,16 @@ CHECK_PERIOD = 8
 
 @dataclass(frozen=True)
 class _Pass:
-    """Hidden states of consecutive positions of the contexts, from one forward pass.
-
-    `sharing` contexts share a node, which has the positions from `starts` to `stops`; its hidden
-    states begin at `offsets`.
-    """
+    """Hidden states of consecutive positions of the contexts, from one forward pass."""
 
     hidden_NX: Tensor
     sharing: int
+    """Contexts that share a node."""
     starts: list[int]
     stops: list[int]
+    """Positions of each node."""
     offsets: list[int]
+    """First hidden state of each node."""
 
     def last_hidden(self) -> Tensor:
         """Return the hidden state of the last position of each node, `[C, X]`."""
@@ -91,15 +96,9 @@ class CachedSession(GenerationSession):
 
     @torch.no_grad()
     def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
+        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
     ) -> Turns:
+        contexts, rows_per_context, uniforms_RT, options = rows
         # The last token of a turn is not forwarded.
         reserve = options.max_new_tokens - 1
         firsts = None if spans is None else [start for start, _ in spans]
@@ -110,7 +109,12 @@ class CachedSession(GenerationSession):
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
             self._tree.grow(len(hidden_RX), first_room(reserve, 0))
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
-        generation = self._decode(hidden_RX, lengths, uniforms_RT.to(self.device), options)
+        fixed = None
+        if self.steps is not None and reserve:
+            fixed = self.steps.begin(self.weights, self._tree, lengths, reserve)
+        uniforms_RT = uniforms_RT.to(self.device)
+        sampled = self._generate(fixed, hidden_RX, lengths, uniforms_RT, options)
+        generation = Generation(*(x.cpu() for x in sampled))
         ids_RT, lengths = generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist()
         self._tree.close([max(length - 1, 0) for length in lengths])
         self._cached = [
@@ -232,26 +236,6 @@ class CachedSession(GenerationSession):
 
     # ---- decoding
 
-    def _decode(
-        self,
-        hidden_RX: Tensor,
-        lengths: Sequence[int],
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
-        """Sample a turn per row from the last hidden states of the contexts.
-
-        New keys and values go into the tree's top block.
-        """
-        fixed = None
-        if self.steps is not None and options.max_new_tokens > 1:
-            # The last token of a turn is predicted and not read.
-            num_new = options.max_new_tokens - 1
-            fixed = self.steps.begin(self.weights, self._tree, lengths, num_new)
-        sampled = self._generate(fixed, hidden_RX, lengths, uniforms_RT, options)
-        ids_RT, mask_RT, logprobs_RT = (x.cpu() for x in sampled)
-        return Generation(ids_RT, mask_RT, logprobs_RT)
-
     def _generate(
         self,
         fixed: FixedStep | None,
@@ -260,12 +244,15 @@ class CachedSession(GenerationSession):
         uniforms_RT: Tensor,
         options: SamplingOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample until all rows have ended, which is checked only occasionally on a GPU.
+        """Sample a turn per row from the last hidden states of the contexts.
 
-        Ended rows leave the batch at a check, except with fixed shapes.
+        New keys and values go into the tree's top block. On a GPU it is checked only occasionally
+        whether rows have ended; these leave the batch then, except with fixed shapes.
         """
         num_rows, width = len(hidden_RX), options.max_new_tokens
-        ids_RT, mask_RT, logprobs_RT = self._empty(num_rows, width)
+        ids_RT = torch.zeros(num_rows, width, dtype=torch.long, device=self.device)
+        mask_RT = torch.zeros(num_rows, width, dtype=torch.bool, device=self.device)
+        logprobs_RT = torch.zeros(num_rows, width, device=self.device)
         rows_A = torch.arange(num_rows, device=self.device)
         is_open_A = torch.ones(num_rows, dtype=torch.bool, device=self.device)
         positions_R = torch.tensor(lengths, device=self.device)
@@ -307,12 +294,6 @@ class CachedSession(GenerationSession):
         if fixed is not None:
             fixed.close()
         return ids_RT, mask_RT, logprobs_RT
-
-    def _empty(self, num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        size, device = (num_rows, width), self.device
-        ids_RT = torch.zeros(size, dtype=torch.long, device=device)
-        mask_RT = torch.zeros(size, dtype=torch.bool, device=device)
-        return ids_RT, mask_RT, torch.zeros(size, device=device)
 
     def _draw_after(
         self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +154,7 @@ class AgentTrainer(TensorDictTrainer):
         self._set_seed()
         for agent in self.saved_agents:
             load_agent(agent, agent_file_of_run(str(base_run), agent.name, self.settings.runs_dir))
-        with ExitStack() as stack:
-            self._build_test_context(stack)
+        with self.test_context():
             self._run_test_loop()
         self._write_results()
 

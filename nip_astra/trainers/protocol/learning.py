@@ -256,10 +256,6 @@ class Learner:
         finally:
             objective.agents, agents.division = whole, None
 
-    def take_parts(self, sharded: ShardedAgents) -> None:
-        """Continue with agents sharded over the processes of the team."""
-        self.sharded, self.optimizers = sharded, sharded.optimizers
-
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[DividedLosses | None]:
         """Enter a block in which several processes learn; yield None with a single one."""

@@ -5,15 +5,18 @@ Shape suffixes: `B` row, `T` token.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from pydantic import Field, JsonValue, model_validator
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -35,18 +38,33 @@ from nip_astra.language_models.services.training import (
     LocalTrainingService,
     TrainingService,
     TrainingServiceRequest,
+    TrainServiceParameters,
 )
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.rl_objectives.advantages import reverse_kl_advantages
-from nip_astra.rl_objectives.reductions import masked_mean
+from nip_astra.rl_objectives.advantages import AdvantageParameters, reverse_kl_advantages
+from nip_astra.rl_objectives.kl import KlParameters
+from nip_astra.rl_objectives.policy_losses import CorrectionMode, ImportanceLevel, LossParameters
+from nip_astra.rl_objectives.reductions import Reduction, masked_mean
+from nip_astra.rl_objectives.registry import PolicyLossName
 from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, collate_trajectories, samples_of, score_batch
-from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.samplers.executor import RUN_PARTS, AsyncRollouts, run_requested
+from nip_astra.rollouts.trajectory import Trajectory, zero_variance_of
+from nip_astra.samplers.executor import (
+    RUN_PARTS,
+    AsyncRolloutParameters,
+    AsyncRollouts,
+    run_requested,
+)
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
-from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
+from nip_astra.scenario_base.agents import (
+    ConversationAgent,
+    LanguageModelParameters,
+    load_language_model,
+)
 from nip_astra.scenario_base.tasks.base import Episode, Split, TrainingProgress
 from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_instance import ScenarioInstance
@@ -65,13 +83,6 @@ from nip_astra.trainers.service.metrics import (
     log_rollout_metrics,
     rollout_rows,
 )
-from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.playing import (
-    CollectedRollout,
-    SamplingThread,
-    check_who_plays,
-    informative_groups,
-)
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
@@ -81,6 +92,221 @@ from nip_astra.trainers.service_use import (
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed, derived_generator
+
+logger = logging.getLogger(__name__)
+
+
+# ---- parameters
+
+
+class RolloutParameters(AsyncRolloutParameters):
+    """Parameters of every trainer on trajectories besides `training`, whose
+    num_episodes_per_experience is the number of problems per iteration.
+    """
+
+    group_size: int = Field(default=8, ge=1, le=10_000)
+    """Runs per problem, which are compared with each other. Larger compares more reliably, on fewer
+    problems for the same cost."""
+    mask_truncated_completions: bool = False
+    """Whether trajectories truncated at the token limit are excluded from the loss; they still
+    count in the statistics of their group (DAPO, arXiv:2503.14476, section 3.4)."""
+    max_resampling_rounds: int = Field(default=0, ge=0)
+    """Maximum rounds in which problems with equal rewards in all runs are replaced by other
+    problems. Each round samples at most as many problems as are missing, so an iteration costs at
+    most this plus 1 times as much."""
+    train_service: TrainServiceParameters = TrainServiceParameters()
+    """Training service of the policy."""
+    algorithm: dict[str, JsonValue] = {}
+    """Values for a custom trainer, available as `self.config.algorithm`."""
+
+    @model_validator(mode="after")
+    def _can_be_async(self) -> Self:
+        backend = self.train_service.backend
+        if self.max_staleness and backend != "local":
+            raise ValueError(
+                f"max_staleness {self.max_staleness} needs weights in this process, not in the "
+                f"backend {backend}; set it to 0, or train_service.backend to local"
+            )
+        return self
+
+
+class GrpoParameters(AdvantageParameters, RolloutParameters):
+    """How rewards become advantages."""
+
+    use_run_ids: bool = True
+    """Whether the trajectories of one run, if it has several, count as one."""
+    overlong_margin: int = Field(default=0, ge=0)
+    """Tokens before the policy's max_new_tokens over which the reward of a trajectory falls
+    linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
+
+
+class PolicyLossParameters(LossParameters):
+    """The loss of a trainer in this process."""
+
+    reduction: Reduction | None = None
+    """Reduction of the token losses; see `rl_objectives.reductions.reduce_loss`. null uses the
+    loss's own: sequence for gspo and sapo, as in their papers, token for most others.
+    sum_over_length divides by the policy's max_new_tokens."""
+    kl: KlParameters = KlParameters()
+    """KL penalty against the untrained policy."""
+    rescore: bool = False
+    """Whether trajectories are rescored before training, for exact old log-probabilities if sampler
+    and trainer compute differently. It takes another pass."""
+    correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
+    """Weighting of a token's loss by the ratio between trainer and sampler: up to max_mismatch
+    (truncate), excluding tokens beyond it (mask), or none (null). Samples of older weights
+    (max_staleness) are rescored and truncated if this is null."""
+    correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
+    """Whether the ratio is per token or per trajectory."""
+    max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
+        default=2.0, ge=1
+    )
+    """Maximum unchanged ratio between trainer and sampler."""
+
+
+class ImportanceLossParameters(PolicyLossParameters):
+    """The loss of a trainer in this process."""
+
+    loss: PolicyLossName = "importance_sampling"
+    """Loss of each token, see `rl_objectives.policy_losses`."""
+
+
+class DistillationParameters(SubParameters):
+    """The teacher, and the horizon of the divergence."""
+
+    teacher: LanguageModelParameters | None = None  # type: ignore[valid-type]
+    """The teacher's backend and weights, for instance in the folder `model` of a run; it must have
+    the student's tokenizer, and reads the student's prompts. There is no default, and training
+    requires one."""
+    weight: float = Field(default=1.0, gt=0)
+    """Advantage per nat of divergence. With an optimizer that normalises gradients it matters only
+    relative to other terms."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """Weight of the divergence at later tokens for earlier ones: 0 has low variance, 1 has the
+    exact gradient of the divergence between whole answers."""
+
+
+# ---- rollouts
+
+
+@dataclass(frozen=True)
+class CollectedRollout:
+    """Trajectories to learn from, metrics, and tables of transcripts for the run's records."""
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    records: list[list[list[Any]]] = field(default_factory=list)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return plain values and tensors for a checkpoint."""
+        return {
+            "trajectories": [one.to_plain() for one in self.trajectories],
+            "metrics": self.metrics,
+            "records": self.records,
+        }
+
+    @classmethod
+    def from_plain(cls, _iteration: int, plain: Mapping[str, Any]) -> CollectedRollout:
+        """Restore the rollout of `to_plain`."""
+        rows = [Trajectory(**fields) for fields in plain["trajectories"]]
+        return cls(rows, plain["metrics"], plain["records"])
+
+
+class SamplingThread:
+    """Collects rollouts in a second thread, with a copy of the policy's weights.
+
+    `sampler` is the policy's `sampler_copy`, which only this thread uses.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[int], CollectedRollout],
+        policy: LanguageModel,
+        sampler: LanguageModel,
+    ) -> None:
+        self._collect, self._policy, self._sampler = collect, policy, sampler
+        self._executor: ThreadPoolExecutor | None = None
+
+    def begin(self, iterations: Sequence[int]) -> list[Callable[[], CollectedRollout]]:
+        """Start rollouts with the current weights."""
+        if self._executor is None:
+            # One thread: weights stay during a rollout, and rollouts keep their order.
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="async-rollouts")
+        weights = self._policy.weight_copy()
+        return [self._executor.submit(self._run, one, weights).result for one in iterations]
+
+    def _run(self, iteration: int, weights: Mapping[str, Tensor]) -> CollectedRollout:
+        # Grad mode belongs to a thread.
+        with torch.no_grad():
+            self._sampler.take_weights(weights)
+            return self._collect(iteration)
+
+
+def check_who_plays(
+    hyper_params: HyperParameters,
+    scenario_instance: ScenarioInstance,
+    settings: ExperimentSettings | None,
+) -> None:
+    """Raise if rollouts of a service or engine would be split, and warn of idle actors."""
+    agent = scenario_instance.agents.get("policy")
+    options = getattr(hyper_params, scenario_instance.kind, None)
+    num_parts = int(getattr(options, "num_rollout_parts", 1))
+    num_actors = 0 if settings is None else settings.num_actors
+    if agent is None or (num_parts == 1 and not num_actors):
+        return
+    model = agent.language_model
+    service = getattr(getattr(hyper_params, hyper_params.trainer, None), "train_service", None)
+    sampler = "" if model.is_in_this_process else type(model).__name__
+    if service is not None and service.backend != "local":
+        sampler = f"the service {service.backend!r}"
+    if sampler and num_parts > 1:
+        raise ConfigurationError(
+            f"task.num_rollout_parts is {num_parts}, but {sampler} samples whole rollouts. Set it "
+            "to 1."
+        )
+    task = vars(scenario_instance).get("task")
+    if sampler and getattr(task, "scorer", None) is None:
+        raise ConfigurationError(
+            f"num_actors is {num_actors}, but {sampler} samples whole rollouts and the task has no "
+            "scorer. Set it to 0."
+        )
+    if not sampler and num_actors > num_parts:
+        logger.warning(
+            "%d of %d actors have nothing to play, since rollouts are cut into %d: set "
+            "task.num_rollout_parts to a multiple of num_actors",
+            num_actors - num_parts,
+            num_actors,
+            num_parts,
+        )
+
+
+def informative_groups(
+    trajectories: Sequence[Trajectory],
+    *,
+    needs_spread: bool = True,
+    use_run_ids: bool = True,
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Split trajectories into those of informative groups, and the others.
+
+    A group without any reward is not informative, nor, if `needs_spread`, one of equal rewards.
+    """
+    if not trajectories:
+        return [], []
+    groups = dict.fromkeys(one.group_id for one in trajectories)
+    are_flat = zero_variance_of(trajectories, use_run_ids=use_run_ids)
+    is_flat = dict(zip(groups, are_flat, strict=True))
+    known = {one.group_id for one in trajectories if one.reward is not None}
+    # Minibatches depend on this order: groups of equal rewards come last.
+    ordered = sorted(trajectories, key=lambda one: is_flat[one.group_id])
+    informative: list[Trajectory] = []
+    others: list[Trajectory] = []
+    for one in ordered:
+        teaches = one.group_id in known and not (needs_spread and is_flat[one.group_id])
+        (informative if teaches else others).append(one)
+    return informative, others
+
+
+# ---- the trainer
 
 
 class ServiceTrainer(LanguageModelTrainer):
@@ -386,8 +612,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Enter the run's evaluation context, for evaluations apart from training."""
         self._set_seed()
         actors = actor_options(self.settings, self.scenario_instance.num_parameters)
-        with using_actors(actors), ExitStack() as stack:
-            self._build_test_context(stack)
+        with using_actors(actors), self.test_context():
             yield
 
     def held_out(self, split: Split, limit: int) -> list[int]:
@@ -484,8 +709,7 @@ class ServiceTrainer(LanguageModelTrainer):
     def dry_run(self) -> dict[str, Any]:
         """Sample one problem, compute the gradient of one minibatch, and estimate a whole run."""
         services = self.scenario_instance.services
-        with ExitStack() as stack:
-            self._build_train_context(stack)
+        with self.train_context():
             if services:
                 with torch.no_grad():
                     self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)

@@ -198,9 +198,6 @@ class Tally:
     is_right: list[bool] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.is_right = self.is_right or [one >= self.success_reward for one in self.rewards]
-
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
         """Count the episodes of some problems, with `num_runs` adjacent episodes each."""
         self.episodes += rollout.episodes

@@ -22,15 +22,15 @@ from nip_astra.rollouts.trajectory import TokenSpan, Trajectory, advantages_of
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.service.base import ServiceTrainer
-from nip_astra.trainers.service.contract import check_takes, check_trajectories
-from nip_astra.trainers.service.metrics import mismatch_metrics
-from nip_astra.trainers.service.parameters import (
+from nip_astra.trainers.service.base import (
+    CollectedRollout,
     DistillationParameters,
     GrpoParameters,
     RolloutParameters,
+    ServiceTrainer,
 )
-from nip_astra.trainers.service.playing import CollectedRollout
+from nip_astra.trainers.service.contract import check_takes, check_trajectories
+from nip_astra.trainers.service.metrics import mismatch_metrics
 
 
 class RemoteLossParameters(LossParameters):

@@ -26,16 +26,16 @@ from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.service.base import ServiceTrainer
-from nip_astra.trainers.service.contract import check_batch, check_takes
-from nip_astra.trainers.service.metrics import mismatch_metrics
-from nip_astra.trainers.service.parameters import (
+from nip_astra.trainers.service.base import (
     DistillationParameters,
     GrpoParameters,
     ImportanceLossParameters,
     PolicyLossParameters,
     RolloutParameters,
+    ServiceTrainer,
 )
+from nip_astra.trainers.service.contract import check_batch, check_takes
+from nip_astra.trainers.service.metrics import mismatch_metrics
 
 
 def policy_loss(

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT
-from nip_astra.samplers.answer_journal import AnswerJournal
-from nip_astra.samplers.text_rollouts import active_turns, transcripts
+from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, ProtocolHandler
+from nip_astra.samplers.text_rollouts import AnswerJournal, active_turns, transcripts
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame, row_of
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
@@ -148,8 +147,8 @@ class RolloutFiles:
     `transcripts.json`.
     """
 
-    def __init__(self, run_directory: RunDirectory | None) -> None:
-        self.run_directory = run_directory
+    def __init__(self, run_directory: RunDirectory | None, protocol: ProtocolHandler) -> None:
+        self.run_directory, self.protocol = run_directory, protocol
         self._in_memory: dict[tuple[str, int], NestedArrayDict] = {}
 
     def folder(self, split: str, iteration: int) -> Path | None:
@@ -171,15 +170,7 @@ class RolloutFiles:
         path = None if folder is None else folder / ANSWERS
         return AnswerJournal(path, run_key, is_replayed)
 
-    def keep(
-        self,
-        rollouts: NestedArrayDict,
-        split: str,
-        iteration: int,
-        *,
-        agent_names: Sequence[str],
-        channel_names: Sequence[str],
-    ) -> None:
+    def keep(self, rollouts: NestedArrayDict, split: str, iteration: int) -> None:
         """Store the rollouts of a sampling."""
         folder = self.folder(split, iteration)
         if folder is None or self.run_directory is None:
@@ -187,7 +178,8 @@ class RolloutFiles:
             return
         folder.mkdir(parents=True, exist_ok=True)
         name = folder.relative_to(self.run_directory.path) / TRANSCRIPTS
-        texts = transcripts(rollouts, agent_names, channel_names)
+        protocol = self.protocol
+        texts = transcripts(rollouts, protocol.agent_names, protocol.message_channel_names)
         self.run_directory.write_json(str(name), texts)
         rollouts.save(folder / ROLLOUTS)
 

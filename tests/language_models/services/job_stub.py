@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.kit.serving import serving
 
 PAGE = 2
 """Jobs and files on a page, so that lists have several."""
@@ -86,44 +87,26 @@ def job_stub() -> Iterator[JobStub]:
     """Serve jobs that stay as they are until a test changes them."""
     stub = JobStub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(request: BaseHTTPRequestHandler, body: bytes) -> None:
+        fault = stub.faults.pop(0) if stub.faults else None
+        status, found = 200, None
+        if isinstance(fault, int):
+            status, found = fault, {"error": {"message": "so it is", "code": None}}
+        else:
+            parts = urlsplit(request.path)
+            found = stub.answer(request.command, parts.path, parse_qs(parts.query), body)
+            if found is None:
+                status, found = 404, {"error": {"message": "no such job", "code": None}}
+        if fault == "lost":
+            request.close_connection = True
+            return
+        payload = json.dumps(found).encode()
+        request.send_response(status)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Content-Length", str(len(payload)))
+        request.end_headers()
+        request.wfile.write(payload)
 
-        def _serve(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            fault = stub.faults.pop(0) if stub.faults else None
-            status, found = 200, None
-            if isinstance(fault, int):
-                status, found = fault, {"error": {"message": "so it is", "code": None}}
-            else:
-                parts = urlsplit(self.path)
-                found = stub.answer(self.command, parts.path, parse_qs(parts.query), body)
-                if found is None:
-                    status, found = 404, {"error": {"message": "no such job", "code": None}}
-            if fault == "lost":
-                self.close_connection = True
-                return
-            payload = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        do_GET = do_POST = _serve
-
-        def log_message(self, *args: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    )
-    thread.start()
-    stub.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with serving(answer) as address:
+        stub.base_url = f"{address}/v1"
         yield stub
-    finally:
-        server.shutdown()
-        server.server_close()

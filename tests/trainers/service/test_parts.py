@@ -117,8 +117,13 @@ def test_pass_at_k_is_the_chance_of_one_right_run_among_k() -> None:
     assert pass_at_k(0, 4, 4) == 0.0
 
 
+def tally_of(problems: list[int], rewards: list[float], num_runs: int) -> Tally:
+    is_right = [one >= 1.0 for one in rewards]
+    return Tally(1.0, problems, rewards, num_runs, is_right)
+
+
 def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
-    tally = Tally(1.0, problems=[0, 0, 1, 1], rewards=[1.0, 0.0, 0.0, 0.5], num_runs=5)
+    tally = tally_of([0, 0, 1, 1], [1.0, 0.0, 0.0, 0.5], num_runs=5)
     report = tally.report(2)
     assert report["accuracy"] == 0.25
     low, high = report["accuracy_interval"]
@@ -130,7 +135,7 @@ def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
 
 def test_pass_at_k_has_an_interval_over_problems() -> None:
     problems = [number for number in range(10) for _ in range(2)]
-    tally = Tally(1.0, problems=problems, rewards=[1.0, 0.0] * 10, num_runs=20)
+    tally = tally_of(problems, [1.0, 0.0] * 10, num_runs=20)
     report = tally.report(2)
     assert report["pass_at_2_interval"] == pytest.approx((0.6915, 1.0), abs=1e-4)  # of 10 in 10
     assert report["pass_at_1_interval"] == report["accuracy_interval"]
@@ -141,7 +146,7 @@ def test_pass_at_k_has_an_interval_over_problems() -> None:
 
 def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
     problems = [0, 0, 1, *range(2, 12)]
-    tally = Tally(1.0, problems=problems, rewards=[1.0, 0.0] + [1.0] * 11, num_runs=24)
+    tally = tally_of(problems, [1.0, 0.0] + [1.0] * 11, num_runs=24)
     report = tally.report(2)
     assert (report["num_problems"], report["num_complete_problems"]) == (12, 1)
     assert report["pass_at_2"] == 1.0

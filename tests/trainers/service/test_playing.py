@@ -17,7 +17,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment, run_experiment
-from nip_astra.trainers.service.playing import informative_groups
+from nip_astra.trainers.service.base import informative_groups
 from nip_astra.trainers.service.self_hosted import SelfHostedGrpoTrainer, SelfHostedOpdTrainer
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests.kit import actors_here

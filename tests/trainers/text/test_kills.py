@@ -16,7 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatOutcome, ChatRequest, LimitParameters
 from nip_astra.language_models.services.fine_tuning import FineTuningJob
 from nip_astra.language_models.services.retrying import ResponseCache, UsageLog, with_retries
-from nip_astra.samplers.answer_journal import AnswerJournal
+from nip_astra.samplers.text_rollouts import AnswerJournal
 from nip_astra.scenario_base.text.models import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers import rl_pure_text_base

@@ -101,7 +101,7 @@ class OpenAIChatModel(ChatModel):
             # Not its address: the port changes.
             self.place = f"local service of {weights} {digest_of_files(weights)}"
         else:
-            key = read_key(parameters.api_key_variable, what=what)
+            key = read_key(parameters.api_key_variable, f"api_key_variable of {what}")
             self._connection = self._connect(parameters.base_url, key)
             self.place = self._connection.base_url
         if parameters.extra_body:
@@ -166,11 +166,7 @@ class OpenAIChatModel(ChatModel):
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
             shown = connection.shown(json.dumps(found))
-            return _failed(
-                request,
-                FailureReason.MALFORMED,
-                f"{shown!r} is not a chat completion",
-            )
+            return _failed(request, FailureReason.MALFORMED, f"{shown!r} is not a chat completion")
         missing = ChatFailure(
             FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
         )
