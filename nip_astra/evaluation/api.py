@@ -385,10 +385,7 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
 def _request(
     options: Mapping[str, Any], readable: frozenset[str] | None = None
 ) -> EvaluationRequest:
-    """Return the options as a request, after loading their plug-ins.
-
-    Refuses options that are not among the readable ones.
-    """
+    """Return the options as a request, after loading plug-ins; refuse those that are not read."""
     request = EvaluationRequest(**options)
     if readable is not None:
         unread = [name for name in request.given() if name not in readable]

@@ -286,11 +286,7 @@ def _scores_contexts(model: Any) -> bool:
 
 
 def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, list[Any]]:
-    """Return columns of probes' log-probabilities under the target, and values derived from them.
-
-    The tree was played with the target's likelihood; reward and `probe_nll` become those of the
-    scenario's own reward.
-    """
+    """Return columns of probes' log-probabilities under the target, and derived values."""
     target, reward, nodes = sampler.target, sampler.reward, tree.nodes
     if isinstance(target, ChatAgent) or not _scores_contexts(target.language_model):
         return {}
@@ -306,6 +302,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     }
     if reward.likelihood_model == "target":
         return columns
+    # The tree was played with the target's likelihood; these are of the scenario's own reward.
     nll_N = mean_nll(nodes["reference_logprobs"], nodes["probe_mask"])
     combined_N = nodes["combined_score"]
     rewards_N = ast_reward(
