@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
 
 
 class Wordy(Scorer):
-    """0.9 where a text says rude, no verdict where it says odd; keeps what it reads."""
+    """0.9 for a text with rude, no verdict for one with odd; keeps the exchanges."""
 
     reads_history = True
 
@@ -126,7 +126,7 @@ def corrected(
     return corrected_rates(episodes, Quality(hits, 80 - hits, passes, 80 - passes), **OPTIONS)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_holds_the_truth_at_its_level() -> None:
     """Prompts differ in how often they fail, and quality is known from 80 labels each."""
     rng = np.random.default_rng(0)
     share, se, sp, num_covered = 0.3, 0.85, 0.95, [0, 0]

@@ -44,7 +44,7 @@ def test_a_scorer_of_texts_rates_response_pair_and_probe() -> None:
     assert (first["is_error"], second["is_error"]) == (False, False)
 
 
-def test_a_scorer_of_conversations_reads_what_was_said_before() -> None:
+def test_a_scorer_of_conversations_reads_the_earlier_messages() -> None:
     episodes = [episode(0, [None, None], prompt="hi", probe=["p", "q"], response=["r", "s"])]
     scorer = made(Remembers)
     rate_responses(episodes, scorer)

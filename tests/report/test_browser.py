@@ -346,7 +346,7 @@ def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_p
 
 
 def find_axe() -> Path | None:
-    """Find axe-core where npm puts it, or where AXE_CORE says."""
+    """Find axe-core where npm puts it, or at AXE_CORE."""
     named = [os.environ["AXE_CORE"]] if "AXE_CORE" in os.environ else []
     roots = [Path.cwd(), *Path.cwd().parents, Path.home(), Path("/usr/lib"), Path("/usr/local/lib")]
     installed = [root / "node_modules" / "axe-core" / "axe.min.js" for root in roots]
