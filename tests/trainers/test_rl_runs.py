@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
-from tests.kit.experiments import metrics_of, run_in
+from tests.kit.experiments import RecordingTracker, metrics_of, run_in
 from tests.kit.resuming import short_experiment
 from tests.kit.toy_protocol_scenario import toy_trainer
 
@@ -51,26 +49,15 @@ def has_weights(agent: Agent, stored: Path) -> bool:
 def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
     trainer: str, tmp_path: Path
 ) -> None:
-    told: list[tuple[str, str, tuple[str, ...]]] = []
-
-    class Recorder(Tracker):
-        def log_artifact(
-            self,
-            path: Path,
-            *,
-            name: str,
-            type: str,  # noqa: A002
-            aliases: Sequence[str] = (),
-        ) -> None:
-            assert path.is_dir()
-            told.append((name, type, tuple(aliases)))
-
     run = RunDirectory.create(tmp_path, "one")
     settings = ExperimentSettings(progress=False, run_directory=run)
     built = toy_trainer(settings=settings, trainer=trainer)
-    built.tracker = Recorder()
+    built.tracker = RecordingTracker()
     built.train()
-    assert told == [("checkpoint-one", "checkpoint", ("latest",)), ("agents-one", "model", ())]
+    assert built.tracker.artifacts == [
+        ("checkpoint-one", "checkpoint", ("latest",)),
+        ("agents-one", "model", ()),
+    ]
     assert run.read_json("results.json")["model_dir"] == str(run.path / "model")
 
 
