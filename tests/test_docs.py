@@ -21,7 +21,7 @@ import pytest
 import typer
 
 from nip_astra.cli import app as cli
-from tests.kit.chat_service import behind_an_address, pocket_target
+from nip_astra.errors import ConfigurationError
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
 
@@ -145,10 +145,13 @@ def _service_of(page: Path) -> Iterator[None]:
         yield
         return
     pytest.importorskip("openai")
+    pytest.importorskip("fastapi")
+    from tests.serve.running import pocket_service
+
     with ExitStack() as stack:
         try:
-            stack.enter_context(behind_an_address(pocket_target(), port=8000))
-        except OSError as error:
+            stack.enter_context(pocket_service(port=8000))
+        except ConfigurationError as error:
             pytest.skip(f"the port is in use: {error}")
         yield
 

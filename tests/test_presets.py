@@ -21,7 +21,6 @@ from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
-from tests.kit.chat_service import behind_an_address, pocket_target
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
@@ -169,8 +168,10 @@ def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_pa
     overrides = [*CUT[kind], *(CUT_RL if _plays(preset) else ())]
     with ExitStack() as stack:
         if preset.stem == "pocket_chat_api":
-            stub = stack.enter_context(behind_an_address(pocket_target()))
-            overrides.append(f"ast_chat.target.chat_model.base_url={stub.base_url}")
+            from tests.serve.running import pocket_service
+
+            service = stack.enter_context(pocket_service())
+            overrides.append(f"ast_chat.target.chat_model.base_url={service.base_url}")
         result = run_experiment(
             _resolve(preset, *overrides),
             runs_dir=str(tmp_path),

@@ -29,8 +29,8 @@ from nip_astra.recipes import (
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
-from tests.kit.chat_service import behind_an_address, pocket_target
 from tests.kit.command_line import CommandLine, refused
+from tests.serve.running import pocket_service
 
 MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
 REWARDS_FILE = """
@@ -261,7 +261,7 @@ def test_one_command_stresses_a_model_and_prints_the_cost_first(
 
 def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
     (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
-    with behind_an_address(pocket_target()) as service:
+    with pocket_service() as service:
         result = stress_test(
             target=service.base_url,
             target_model="pocket",

@@ -53,6 +53,8 @@ TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
 
 
+ScoredDraws: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, SamplingOptions]
+"""`TokenRows`, and the options by which their continuations were drawn."""
 DrawnRows: TypeAlias = tuple[Sequence[Sequence[int]], int, Tensor, SamplingOptions]
 """`contexts`, `rows_per_context`, `uniforms_BT` and `options`, as in `TokenSampler.generate`."""
 

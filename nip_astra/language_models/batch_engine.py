@@ -216,10 +216,7 @@ class BatchEngine:
         return own
 
     def _start_rows(self, ending: Sequence[_Prefill]) -> list[int]:
-        """Make answers of prompts that have ended, one row each; further samples copy those.
-
-        Returns the rows that are copied, in the order of their copies.
-        """
+        """Make a row of each ended prompt, then of its samples; return the row of each copy."""
         first = len(self.rows)
         self.rows += [self._sequence(one.request, 0) for one in ending]
         copied: list[int] = []
@@ -266,10 +263,7 @@ class BatchEngine:
         return Grammars(self.tokenizer, self._end_ids, len(self._weights.embedding_VX))
 
     def _score_prompts(self, hidden_NX: Tensor, parts: Sequence[_Prefill], start: int) -> None:
-        """Record the log-probabilities of the tokens that follow those of the parts of this pass.
-
-        The first token of the first part is at `start`.
-        """
+        """Record log-probabilities of the tokens after those of the parts, which are at `start`."""
         rows: list[int] = []
         targets: list[int] = []
         owners: list[GenerationRequest] = []
@@ -380,10 +374,7 @@ def _num_positions(request: GenerationRequest) -> int:
 
 
 def _waits_for(one: _Prefill, num_kept: int, parts: Sequence[_Prefill]) -> bool:
-    """Return whether a prompt begins like one in this step, so that the next step can copy it.
-
-    `num_kept` tokens can be copied now.
-    """
+    """Return whether the next step could copy more of a prompt than the `num_kept` tokens now."""
     shared = [
         num_shared(other.ids, one.ids)
         for other in parts

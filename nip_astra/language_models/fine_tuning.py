@@ -255,9 +255,7 @@ class FineTuning:
     def _preferences(
         self, pairs: Sequence[Sequence[TokenRow]]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return log p(preferred) - log p(rejected), `[B]` nats, with log-probabilities and mask of
-        the preferred answers' tokens.
-        """
+        """Return log p(preferred) - log p(rejected), `[B]` nats, and the preferred tokens' own."""
         rows = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
         logprobs_BT, mask_BT = self._logprobs(rows)
         preferred_B, rejected_B = masked_sum(logprobs_BT, mask_BT, dim=1).chunk(2)

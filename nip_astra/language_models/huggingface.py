@@ -39,7 +39,7 @@ from nip_astra.language_models.base import (
     GenerationSession,
     LanguageModel,
     SamplingDistribution,
-    SamplingOptions,
+    ScoredDraws,
     TokenCount,
     TokenModel,
     TokenRows,
@@ -468,30 +468,18 @@ class HuggingFaceLanguageModel(LanguageModel):
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
     @torch.no_grad()
-    def sampled_logprobs(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Tensor | None:
-        rows = context_BC, context_mask_BC, ids_BT, mask_BT
+    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
+        *rows, options = draws
         options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
         return self.token_scores(
             *rows, distribution=SamplingDistribution(options)
         ).logprobs_BT.cpu()
 
     @torch.no_grad()
-    def support_mask(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> SupportMask:
-        scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
+    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
+        *rows, options = draws
+        _, _, ids_BT, mask_BT = rows
+        scores = self.token_scores(*rows, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         return find_support(

@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     LanguageModel,
     SamplingDistribution,
     SamplingOptions,
+    ScoredDraws,
     TokenCount,
     TokenRows,
     TokenScores,
@@ -327,28 +328,12 @@ class VllmLanguageModel(LanguageModel):
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
-    def support_mask(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> SupportMask:
+    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
         find = super().support_mask if self.scorer is None else self.scorer.support_mask
-        return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
+        return find(*draws)
 
-    def sampled_logprobs(
-        self,
-        context_BC: Tensor,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Tensor | None:
-        if self.scorer is None:
-            return None
-        return self.scorer.sampled_logprobs(context_BC, context_mask_BC, ids_BT, mask_BT, options)
+    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
+        return None if self.scorer is None else self.scorer.sampled_logprobs(*draws)
 
     # ---- saving
 

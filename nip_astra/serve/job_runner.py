@@ -7,7 +7,6 @@ to disk before reporting it: the state, which is renamed into place, then the ev
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import subprocess
@@ -35,7 +34,7 @@ from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.text_routes import Message
-from nip_astra.utils.children import AdoptedChild, Child, process_start
+from nip_astra.utils.children import AdoptedChild, Child, process_start, start_program
 
 PERIOD = 0.1
 """Seconds between checks of the process."""
@@ -177,21 +176,13 @@ class JobRunner:
     def _begin(self, job: Job) -> None:
         if not self.store.change_job(job.id, only=[Status.QUEUED], status=Status.RUNNING):
             return
-        folder = self.store.job_folder(job.id)
-        with (folder / "log.txt").open("ab") as log:
-            program = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(self.store.folder), job.id],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # A terminal's Ctrl-C is for the service, which then stops the process.
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            )
-        started = process_start(program.pid)
-        self.store.change_job(job.id, pid=program.pid, pid_started=started)
+        log = self.store.job_folder(job.id) / "log.txt"
+        arguments = ["-m", __name__, str(self.store.folder), job.id]
+        process = start_program(job.id, arguments, log=log, stdin=subprocess.DEVNULL)
+        started = process_start(process.pid)
+        self.store.change_job(job.id, pid=process.pid, pid_started=started)
         self.store.add_event(job.id, "Fine-tuning job started.")
-        self._watch(job.id, Child(job.id, program.pid, program))
+        self._watch(job.id, process)
 
     def _settle(self, process: Child) -> None:
         """Handle the job of a process that has ended."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from nip_astra.errors import NipAstraError
 from nip_astra.language_models.services.service_process import SECONDS_TO_START, ServiceProcess
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
+from nip_astra.tracking.run_directory import write_atomically
 
 
 class LocalService(ServiceProcess):
@@ -100,9 +101,7 @@ def main(order: str) -> int:
 
     def report(settings: ServiceSettings) -> None:
         url = settings.root_url if protocols else settings.base_url
-        written = address_file.with_suffix(".new")
-        written.write_text(json.dumps({"base_url": url, "pid": os.getpid()}))
-        written.replace(address_file)
+        write_atomically(address_file, json.dumps({"base_url": url, "pid": os.getpid()}))
 
     try:
         settings = ServiceSettings(**given["settings"])

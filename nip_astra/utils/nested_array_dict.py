@@ -15,7 +15,8 @@ from typing import Any, ClassVar, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nip_astra.errors import DataError, RunDirectoryError
+from nip_astra.errors import DataError
+from nip_astra.tracking.run_directory import write_atomically
 
 Array: TypeAlias = NDArray[Any]
 
@@ -187,7 +188,6 @@ class NestedArrayDict:
 
         Raises `RunDirectoryError` if it cannot be written, for instance on a full disk.
         """
-        path = Path(path)
         leaves = [
             {
                 "key": list(names_of(key)),
@@ -198,15 +198,7 @@ class NestedArrayDict:
             for key, array in self.items(True, True)
         ]
         body = {"format": _FORMAT, "batch_size": self.batch_size, "leaves": leaves}
-        scratch = path.with_name(f".{path.name}.writing")
-        try:
-            scratch.write_text(json.dumps(body, ensure_ascii=False), encoding="utf-8")
-            scratch.replace(path)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"{path} could not be written: {error.strerror or error}. Free space or change the "
-                "permissions; an earlier file is unchanged."
-            ) from error
+        write_atomically(Path(path), json.dumps(body, ensure_ascii=False))
 
     @classmethod
     def load(cls, path: str | Path) -> NestedArrayDict:

@@ -10,9 +10,11 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from tests.kit.chat_service import behind_an_address, pocket_target
 
 pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+
+from tests.serve.running import pocket_service
 
 
 def play(scenario: str, folder: Path, *overrides: str) -> Any:
@@ -29,10 +31,10 @@ def play(scenario: str, folder: Path, *overrides: str) -> Any:
 
 def test_a_run_against_the_address_ends_near_one_in_process(tmp_path: Path) -> None:
     inside = play("pocket_chat", tmp_path)
-    with behind_an_address(pocket_target()) as stub:
-        address = f"ast_chat.target.chat_model.base_url={stub.base_url}"
+    with pocket_service() as service:
+        address = f"ast_chat.target.chat_model.base_url={service.base_url}"
         outside = play("pocket_chat_api", tmp_path, address)
-        num_requests = len(stub.requests)
+        num_requests = len(service.completions.log())
     before = outside["before"]
     assert before["num_episodes"] == inside["before"]["num_episodes"] == 20
     # The attacker's words of the first turn are the same; the target draws other numbers.

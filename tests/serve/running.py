@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from nip_astra.serve.app import Service, http_config, open_service, open_trainin
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
+from nip_astra.utils.children import Child
 
 POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
 POLICY = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
@@ -61,17 +61,24 @@ class Running(Service):
 
 
 @contextmanager
-def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
+def running(models: dict[str, str], **settings: Any) -> Iterator[Running]:
     """Serve models within the block."""
-    listening = open_socket(ServiceSettings(port=0))
-    port = listening.getsockname()[1]
-    with tempfile.TemporaryDirectory() as state:
-        given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
+    with (
+        tempfile.TemporaryDirectory() as state,
+        open_socket(ServiceSettings(port=settings.pop("port", 0))) as listening,
+    ):
+        settings = {"port": listening.getsockname()[1], "state_dir": state, **settings}
+        given = ServiceSettings(**settings)
         limits = EngineLimits(max_rows=given.max_rows)
         served_models = ServedModels(device=torch.device("cpu"), limits=limits)
         served_models.add_all(models)
         with open_service(served_models, given) as service, answering(service.app, listening):
             yield Running(**vars(service), root=given.root_url, served_models=served_models)
+
+
+def pocket_service(port: int = 0) -> AbstractContextManager[Running]:
+    """Serve the target of pocket_chat within the block, as its scenarios name it."""
+    return running({"pocket": str(POCKET / "target")}, port=port)
 
 
 class TrainingServer:
@@ -115,21 +122,13 @@ def training_server(
             server.stop()
 
 
-class _Finished:
-    """The process of a job whose work was done in this one."""
-
-    pid = os.getpid()
-
-    def __init__(self, command: Sequence[str], **_: object) -> None:
-        self.code = job_runner.main(*command[-2:])
-
-    def poll(self) -> int:
-        return self.code
-
-
 def train_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Train jobs in the thread of their runner, not in processes that import torch."""
-    popen = SimpleNamespace(Popen=_Finished, DEVNULL=subprocess.DEVNULL)
+
+    def run_here(name: str, arguments: Sequence[str], **_: object) -> Child:
+        code = job_runner.main(*arguments[-2:])
+        return Child(name, os.getpid(), SimpleNamespace(poll=lambda: code))  # type: ignore[arg-type]
+
     signals = SimpleNamespace(**{**vars(signal), "signal": lambda *_: None})
-    monkeypatch.setattr(job_runner, "subprocess", popen)
+    monkeypatch.setattr(job_runner, "start_program", run_here)
     monkeypatch.setattr(job_runner, "signal", signals)

@@ -22,16 +22,8 @@ from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
+from nip_astra.utils.children import process_start
 from tests.kit.command_line import CommandLine, refused
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    state = Path(f"/proc/{pid}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
@@ -47,7 +39,7 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
         pid = service.pid
         service.stop()
         assert not service.is_alive
-    assert is_gone(pid)
+    assert process_start(pid) is None
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{service.base_url}/models")
 
@@ -90,9 +82,9 @@ def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -
         starter.send_signal(signal.SIGKILL)
         starter.wait()
     deadline = time.monotonic() + 30
-    while not is_gone(pid) and time.monotonic() < deadline:
+    while process_start(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert is_gone(pid)
+    assert process_start(pid) is None
 
 
 def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

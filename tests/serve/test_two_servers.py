@@ -5,7 +5,6 @@ Known differences are listed in `tests/serve/servers.py`; a difference that is g
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from nip_astra.language_models.services.chat import (
     LimitParameters,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.kit.tiny import make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
@@ -202,19 +201,6 @@ def test_a_stream_says_what_a_whole_answer_says(server: Server) -> None:
     assert ends == [whole.finish_reason]
 
 
-def test_the_asynchronous_client_reads_answers_and_streams(server: Server) -> None:
-    async def both() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=server.base_url, api_key="any") as one:
-            given: Any = {"model": server.model, "messages": HELLO, "max_tokens": 6}
-            whole = await one.chat.completions.create(temperature=0, **given)
-            stream = await one.chat.completions.create(temperature=0, stream=True, **given)
-            said = [c.choices[0].delta.content or "" async for c in stream if c.choices]
-            return whole.choices[0].message.content or "", "".join(said)
-
-    whole, said = asyncio.run(both())
-    assert whole == said
-
-
 def test_a_text_is_gone_on_with(server: Server) -> None:
     with official(server) as one:
         given: Any = {"model": server.model, "prompt": "the cat", "max_tokens": 4}
@@ -248,13 +234,3 @@ def test_a_message_without_content_is_a_wrong_request(server: Server) -> None:
 def test_an_option_that_is_not_known_is_refused(server: Server) -> None:
     with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
         create(server, extra_body={"temprature": 0.5})
-
-
-def test_what_is_remembered_is_not_asked_for(server: Server, tmp_path: Path) -> None:
-    model = RetryingChatModel(
-        client(server), LimitParameters(), cache=ResponseCache(tmp_path / "answers.sqlite")
-    )
-    first, second = (ask(model, saying("hello you", seed=1, max_tokens=4))[0] for _ in range(2))
-    assert second.is_cached
-    assert second.samples == first.samples
-    assert model.use.num_requests == 1

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,7 +23,6 @@ from nip_astra.utils.nested_array_dict import (
     stack_nested_array_dicts,
 )
 
-TraceFunction = Callable[[FrameType, str, Any], Any]
 NUMBERS = np.arange(24).reshape(2, 3, 4)
 TEXTS = np.array([["a", None, "ü\u2028"], ["", "e", "f"]], dtype=TEXT)
 
@@ -93,6 +87,7 @@ def test_keys_follow_the_order_of_setting_and_nested_ones_are_tuples() -> None:
     assert ("agents", "reward") in nested.keys(include_nested=True)
     assert ("agents", "message") in nested
     assert ("agents", "none") not in nested
+    assert nested.get(("agents", "message", "deeper")) is None
 
 
 def test_a_clone_shares_nothing_and_a_shallow_one_its_arrays() -> None:
@@ -222,50 +217,6 @@ def test_specs_make_and_check_dictionaries() -> None:
         CompositeSpec({"round": IntArraySpec((3,))}, (2,))
     with pytest.raises(DataError):
         IntArraySpec((3,), ("a", "b"))
-
-
-def _lines_run(work: Callable[[], object]) -> int:
-    """How many lines of Python a piece of work executes."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> TraceFunction:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def test_keys_are_found_set_and_missed_in_as_many_steps_however_many_there_are() -> None:
-    small, large = (
-        NestedArrayDict({("agents", f"key{n}"): [n, n] for n in range(size)}, 2)
-        for size in (3, 300)
-    )
-    works: list[Callable[[NestedArrayDict], object]] = [
-        lambda one: one["agents", "key2"],
-        lambda one: one.get(("agents", "nothing")),
-        lambda one: ("agents", "nothing") in one,
-        lambda one: ("agents", "key1") in one,
-        lambda one: one.__setitem__(("agents", "key1"), [5, 6]),
-    ]
-    for work in works:
-        few, many = (_lines_run(partial(work, one)) for one in (small, large))
-        assert few == many
-    assert large.get(("agents", "key1", "deeper")) is None
-
-
-def test_all_that_is_saved_is_json_and_nothing_is_pickled(tmp_path: Path) -> None:
-    example().save(tmp_path / "one.json")
-    body = json.loads((tmp_path / "one.json").read_text(encoding="utf-8"))
-    assert {leaf["dtype"] for leaf in body["leaves"]} == {"int64", "float64", "bool", "str"}
-    with pytest.raises(DataError, match="Convert it, or keep it elsewhere"):
-        NestedArrayDict({"x": np.array([object()])}, 1)
 
 
 def test_arrays_and_scalars_are_found_under_their_keys() -> None:

@@ -37,9 +37,9 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.base import (
+    DrawnRows,
     Generation,
     LanguageModel,
-    SamplingOptions,
     TokenCount,
     TokenRows,
 )
@@ -163,13 +163,8 @@ class HttpTrainingService(TrainingService):
             )
         return self._leaves.leaf(on_cpu, logprobs_BT)
 
-    def sample(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def sample(self, *rows: *DrawnRows) -> Generation:
+        contexts, rows_per_context, uniforms_BT, options = rows
         found = self._do(
             "sample",
             contexts=[list(context) for context in contexts],

@@ -588,7 +588,7 @@ class RetryingChatModel(ChatModel):
         return replace(outcome, samples=tuple(old or new for old, new in samples))
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
-        samples: Sequence[ChatAnswer | ChatFailure] = ()
+        samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
         usage, is_estimated = NOTHING_USED, False
         spent, attempt = 0.0, 0
         while True:
@@ -598,7 +598,7 @@ class RetryingChatModel(ChatModel):
             is_estimated |= outcome.is_usage_estimated
             samples = [
                 old if isinstance(old, ChatAnswer) else new
-                for old, new in zip(samples or outcome.samples, outcome.samples, strict=True)
+                for old, new in zip(samples, outcome.samples, strict=True)
             ]
             failures = [one for one in samples if isinstance(one, ChatFailure)]
             pause = self._pause_before(attempt, failures, spent)
@@ -612,6 +612,7 @@ class RetryingChatModel(ChatModel):
         final = [
             self._with_attempts(one, attempt) if isinstance(one, ChatFailure) else one
             for one in samples
+            if one is not None
         ]
         return ChatOutcome(tuple(final), usage, is_usage_estimated=is_estimated)
 

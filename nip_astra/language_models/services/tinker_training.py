@@ -32,7 +32,13 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions, TokenRows
+from nip_astra.language_models.base import (
+    DrawnRows,
+    Generation,
+    LanguageModel,
+    SamplingOptions,
+    TokenRows,
+)
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
 from nip_astra.language_models.services.http_client import check_address, read_key
@@ -184,13 +190,8 @@ class TinkerTrainingService(TrainingService):
 
     # ---- sampling
 
-    def sample(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
+    def sample(self, *rows: *DrawnRows) -> Generation:
+        contexts, rows_per_context, uniforms_BT, options = rows
         if options.min_new_tokens:
             raise ConfigurationError(
                 f"Tinker's protocol does not support min_new_tokens={options.min_new_tokens}. Set "

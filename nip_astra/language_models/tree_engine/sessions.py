@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.language_models.base import Generation, GenerationSession, TokenCount, Turns
+from nip_astra.language_models.base import (
+    DrawnRows,
+    Generation,
+    GenerationSession,
+    TokenCount,
+    Turns,
+)
 from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
@@ -32,17 +38,16 @@ CHECK_PERIOD = 8
 
 @dataclass(frozen=True)
 class _Pass:
-    """Hidden states of consecutive positions of the contexts, from one forward pass.
-
-    `sharing` contexts share a node, which has the positions from `starts` to `stops`; its hidden
-    states begin at `offsets`.
-    """
+    """Hidden states of consecutive positions of the contexts, from one forward pass."""
 
     hidden_NX: Tensor
     sharing: int
+    """Contexts that share a node."""
     starts: list[int]
     stops: list[int]
+    """Positions of each node."""
     offsets: list[int]
+    """First hidden state of each node."""
 
     def last_hidden(self) -> Tensor:
         """Return the hidden state of the last position of each node, `[C, X]`."""
@@ -92,14 +97,11 @@ class CachedSession(GenerationSession):
     @torch.no_grad()
     def generate(
         self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
+        *rows: *DrawnRows,
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
+        contexts, rows_per_context, uniforms_RT, options = rows
         # The last token of a turn is not forwarded.
         reserve = options.max_new_tokens - 1
         firsts = None if spans is None else [start for start, _ in spans]

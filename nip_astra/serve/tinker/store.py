@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nip_astra.serve.requests import ApiError, wrong
+from nip_astra.tracking.run_directory import write_atomically
 
 CheckpointKind = Literal["training", "sampler"]
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
@@ -92,7 +93,7 @@ class CheckpointFolder:
     def add_run(self, record: RunRecord) -> None:
         folder = self._run_folder(record.run_id)
         folder.mkdir(parents=True, exist_ok=True)
-        _write_json(folder / _RUN, asdict(record))
+        write_atomically(folder / _RUN, json.dumps(asdict(record)))
 
     def run(self, run_id: str) -> RunRecord:
         """Return a run by its id; raise `ApiError` 404 without one."""
@@ -227,10 +228,4 @@ def _write_about(
         "expires": None if ttl_seconds is None else time.time() + ttl_seconds,
         "user_metadata": user_metadata,
     }
-    _write_json(folder / _ABOUT, about)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps(value), encoding="utf-8")
-    written.replace(path)
+    write_atomically(folder / _ABOUT, json.dumps(about))

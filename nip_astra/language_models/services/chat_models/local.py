@@ -207,10 +207,8 @@ class LocalChatModel(ChatModel):
         return ids
 
     async def _work(self) -> None:
-        """Answer all waiting requests, round by round.
-
-        Batches must not depend on speed: requests that arrive meanwhile wait for the next round.
-        """
+        """Answer all waiting requests, round by round."""
+        # Batches must not depend on speed: requests that arrive meanwhile wait for the next round.
         loop = asyncio.get_running_loop()
         while True:
             for _ in range(TURNS_TO_GATHER):
