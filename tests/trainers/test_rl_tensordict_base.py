@@ -70,14 +70,6 @@ def test_a_trainer_takes_one_method() -> None:
     assert 0 <= trainer.results["after"]["mean_accuracy"] <= 1
 
 
-def test_a_trainer_without_that_method_is_refused() -> None:
-    class Nothing(TensorDictRlTrainer):
-        """Nothing."""
-
-    with pytest.raises(TypeError, match="_get_loss_module_and_gae"):
-        toy_trainer("my_trainer", trainer_class=Nothing)
-
-
 def test_the_gae_is_made_from_the_loss_module_as_the_guide_says() -> None:
     trainer = toy_trainer()
     loss_module, gae = trainer._get_loss_module_and_gae()

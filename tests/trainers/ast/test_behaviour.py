@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from unittest import mock
 
@@ -13,7 +12,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.policy_losses import importance_weights, policy_loss
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import node_samples
@@ -276,16 +274,3 @@ def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str) ->
     scenario = write_scenario(tmp_path)
     with pytest.raises(ConfigurationError, match=greedy.replace("=", " ")):
         ast_trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
-
-
-def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> None:
-    now = torch.tensor([[0.0, 0.5, -0.5]], requires_grad=True)
-    old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
-    weights = importance_weights(
-        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", max_ratio=2.0
-    )
-    advantages = torch.tensor([[1.0, -2.0, 3.0]])
-    weighted = policy_loss(now, old, advantages, mask, weights_BT=weights)
-    # Weight, ratio, advantage of each token; none is held by its clip.
-    surrogate = 1.0 - math.exp(-0.5) * math.exp(0.5) * 2.0 + 2.0 * math.exp(-0.5) * 3.0
-    assert weighted.loss.item() == pytest.approx(-surrogate / 3, abs=1e-6)
