@@ -191,7 +191,7 @@ def change_manifest(path: Path, **changes: object) -> None:
         (lambda path: (path / "state.json").write_text(""), "state.json is corrupt"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json"),
-        (lambda path: (path / "manifest.json").write_text("[1]"), "not written by nip_astra"),
+        (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json"),
         (lambda path: change_manifest(path, format="other"), "not written by nip_astra"),
         (lambda path: change_manifest(path, version=2), "version 2"),
         (lambda path: change_manifest(path, version="x"), "version x"),
