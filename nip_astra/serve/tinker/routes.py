@@ -246,8 +246,7 @@ class _TinkerRoutes:
     async def create_sampling_session(self, request: Request) -> Response:
         body = await read_body(request, SamplingSessionBody)
         session = self.host.session(body.session_id)
-        source = self.host.source(body.base_model, body.model_path)
-        name = self.host.add_sampler(session, source)
+        name = self.host.add_sampler(session, self.host.source(body))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def join_sampling_session(self, request: Request) -> Response:
