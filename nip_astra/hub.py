@@ -184,7 +184,9 @@ def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:
         "Versions: " + ", ".join(f"{name} {one}" for name, one in versions.items() if one),
         *([f"Commit of nip_astra: {found}"] if found else []),
     ]
-    return _without_secrets("\n".join(lines)) + "\n"
+    # Paths keep their last part only, and likely tokens are removed.
+    card = _PATH.sub(lambda path: re.split(r"[/\\]", path[0])[-1], "\n".join(lines))
+    return _TOKEN.sub("[removed]", card) + "\n"
 
 
 def _table(run: RunRecord) -> Iterator[str]:
@@ -224,9 +226,3 @@ def _public(value: Any, name: str) -> Any:
 
 def _line(value: object) -> str:
     return safe_text(value).replace("\n", " ").replace("|", "\\|")
-
-
-def _without_secrets(card: str) -> str:
-    """Reduce absolute paths in the card to their last part, and remove likely tokens."""
-    named = _PATH.sub(lambda found: re.split(r"[/\\]", found[0])[-1], card)
-    return _TOKEN.sub("[removed]", named)

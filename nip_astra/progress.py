@@ -137,8 +137,10 @@ class ProgressBar:
                 self._bar.initial += num_iterations
             self._bar.update(num_iterations)
         lines_due = NUM_PLAIN_LINES * self.num_done // max(self.total, 1)
-        if lines_due > self._num_lines and not is_resumed:
-            self._print_line()
+        is_due = lines_due > self._num_lines and not is_resumed
+        if is_due and self.console is not None and not (self.is_live or self.is_endless):
+            head = f"{self._head}, in all" if self._position else self._head
+            _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
         self._num_lines = lines_due
 
     def lengthen(self, num_iterations: int) -> None:
@@ -213,11 +215,6 @@ class ProgressBar:
         first, *others = [f"{name}={value}" for name, value in self._values.items()] or [""]
         times = f"[{_clock(elapsed)}<{remaining}]"
         return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
-
-    def _print_line(self) -> None:
-        if self.console is not None and not self.is_live and not self.is_endless:
-            head = f"{self._head}, in all" if self._position else self._head
-            _print_whole(self.console, " ".join(filter(None, [head, *self._parts()])))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = Text(self._head, no_wrap=True)

@@ -52,6 +52,20 @@ def run(toy: Path, tmp_path: Path) -> Any:
     return run_toy
 
 
+@pytest.fixture
+def stop(run: Any, tmp_path: Path) -> Any:
+    """Stop a toy run by signals after an iteration."""
+
+    def stop_toy(run_id: str, signals: str = "1:SIGTERM", **settings: Any) -> StopRequested:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOY_SIGNAL", signals)
+            with pytest.raises(StopRequested) as caught:
+                run(run_id, **settings)
+        return caught.value
+
+    return stop_toy
+
+
 def counts(path: Path) -> list[float]:
     return [json.loads(line)["count"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
@@ -156,22 +170,17 @@ def test_an_experiment_may_be_given_by_its_parts(toy: Path) -> None:
 
 
 def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resume(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, stop: Any, tmp_path: Path
 ) -> None:
     whole = run("whole").run_directory.path
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for name in ("SIGINT", "SIGTERM"):
-        monkeypatch.setenv("TOY_SIGNAL", f"1:{name}")
-        with pytest.raises(StopRequested) as caught:
-            run(name)
-        path = tmp_path / name
-        assert caught.value.signal_name == name
-        assert str(caught.value).endswith(f"nip-astra resume {path}")
+        stopped, path = stop(name, f"1:{name}"), tmp_path / name
+        assert stopped.signal_name == name
+        assert str(stopped).endswith(f"nip-astra resume {path}")
         assert counts(path) == [0.5, 1.5]
         assert not (path / "results.json").exists()
-        monkeypatch.delenv("TOY_SIGNAL")
-        result = resume_experiment(path, progress=False)
-        assert result.run_directory.path == path
+        assert resume_experiment(path, progress=False).run_directory.path == path
         for file in ("metrics.jsonl", "results.json"):
             assert (path / file).read_bytes() == (whole / file).read_bytes()
     after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -179,26 +188,19 @@ def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resu
 
 
 def test_a_second_signal_stops_at_once(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    stop: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TOY_SIGNAL", "1:SIGINT:SIGINT")
-    with pytest.raises(StopRequested, match=r"since the last checkpoint is lost.*resume"):
-        run("one")
-    said = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert [line.partition(":")[0] for line in said] == ["SIGINT", "SIGINT again"]
-    assert "saving" in said[0]
-    assert "without saving" in said[1]
+    assert says(stop("one", "1:SIGINT:SIGINT"), "last checkpoint", "resume")
+    lines = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert [line.partition(":")[0] for line in lines] == ["SIGINT", "SIGINT again"]
+    assert "saving" in lines[0]
+    assert "without saving" in lines[1]
     assert CheckpointStore(tmp_path / "one" / "checkpoints").open_latest()[1]["step"] == 1
 
 
-def test_a_run_that_is_at_work_is_not_resumed(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOY_SIGNAL", "1:SIGTERM")
-    with pytest.raises(StopRequested):
-        run("one")
-    monkeypatch.delenv("TOY_SIGNAL")
-    message = rf"in use by process {os.getpid()}\."
+def test_a_run_in_progress_is_not_resumed(stop: Any, tmp_path: Path) -> None:
+    stop("one")
+    message = rf"process {os.getpid()}\."
     with run_lock(tmp_path / "one"), pytest.raises(RunDirectoryError, match=message):
         resume_experiment("one", runs_dir=str(tmp_path), progress=False)
     resume_experiment("one", runs_dir=str(tmp_path), progress=False)
@@ -212,64 +214,48 @@ def test_a_run_outside_the_main_thread_leaves_signals_alone(run: Any, tmp_path: 
     assert (tmp_path / "thread" / "results.json").is_file()
 
 
-def test_a_failed_run_says_so_in_its_log_and_goes_on_from_its_checkpoint(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("iteration", "before"), [(2, [0.5, 1.5, 2.5]), (0, [0.5])])
+def test_a_failed_run_reports_it_in_its_log_and_goes_on_from_its_checkpoint_or_the_start(
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    iteration: int,
+    before: list[float],
 ) -> None:
-    monkeypatch.setenv("TOY_BREAK", "2")
+    monkeypatch.setenv("TOY_BREAK", str(iteration))
     with pytest.raises(ArithmeticError, match="broken off"):
         run("one")
-    assert "the run failed: broken off" in (tmp_path / "one" / "log.txt").read_text()
-    assert counts(tmp_path / "one") == [0.5, 1.5, 2.5]
+    path = tmp_path / "one"
+    assert "broken off" in (path / "log.txt").read_text()
+    assert counts(path) == before
     monkeypatch.delenv("TOY_BREAK")
-    resume_experiment(tmp_path / "one", progress=False)
-    assert counts(tmp_path / "one") == [0.5, 1.5, 2.5, 3.5]
-    assert "resuming from step_00000002" in (tmp_path / "one" / "log.txt").read_text()
+    resume_experiment(path, progress=False)
+    assert counts(path) == [0.5, 1.5, 2.5, 3.5]
+    assert ("resuming from step_00000002" in (path / "log.txt").read_text()) is (iteration == 2)
     assert not [h for h in logging.getLogger("nip_astra").handlers if hasattr(h, "baseFilename")]
 
 
-def test_a_run_that_was_stopped_before_any_checkpoint_starts_over(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_an_unfinished_run_with_a_whole_checkpoint_is_resumed(
+    run: Any, stop: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TOY_BREAK", "0")
-    with pytest.raises(ArithmeticError):
-        run("one")
-    monkeypatch.delenv("TOY_BREAK")
-    resume_experiment(tmp_path / "one", progress=False)
-    assert counts(tmp_path / "one") == [0.5, 1.5, 2.5, 3.5]
-
-
-def test_a_finished_run_is_not_resumed(run: Any, tmp_path: Path) -> None:
     run("one")
     with pytest.raises(RunDirectoryError) as caught:
         resume_experiment(tmp_path / "one")
-    assert says(caught.value, "'one'", "has ended", tmp_path / "one" / "results.json", "new run")
-
-
-def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:
+    assert says(caught.value, "'one'", tmp_path / "one" / "results.json", "new run")
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(RunDirectoryError, match=r"holds no hyper_parameters\.yaml\. Give"):
+        with pytest.raises(RunDirectoryError, match=r"hyper_parameters\.yaml"):
             resume_experiment(path)
-
-
-def test_a_corrupt_checkpoint_is_not_resumed(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOY_SIGNAL", "2:SIGTERM")
-    with pytest.raises(StopRequested):
-        run("one")
-    (tmp_path / "one" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
+    stop("two", "2:SIGTERM")
+    (tmp_path / "two" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step_00000003.* state\.json"):
-        resume_experiment(tmp_path / "one", progress=False)
-    assert counts(tmp_path / "one") == [0.5, 1.5, 2.5]
+        resume_experiment(tmp_path / "two", progress=False)
+    assert counts(tmp_path / "two") == [0.5, 1.5, 2.5]
 
 
-def test_settings_of_a_resumed_run_are_those_it_was_started_with_unless_others_are_given(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_settings_of_a_resumed_run_are_those_of_its_start_unless_others_are_given(
+    stop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOY_SIGNAL", "0:SIGTERM")
-    with pytest.raises(StopRequested):
-        run("one", num_checkpoints_kept=1)
-    monkeypatch.delenv("TOY_SIGNAL")
+    stop("one", "0:SIGTERM", num_checkpoints_kept=1)
     seen: list[ExperimentSettings] = []
 
     def spy(hyper_params: Any, settings: ExperimentSettings, **kwargs: Any) -> Any:
@@ -282,14 +268,9 @@ def test_settings_of_a_resumed_run_are_those_it_was_started_with_unless_others_a
     assert (seen[0].num_checkpoints_kept, seen[0].num_threads) == (1, 2)
 
 
-def test_wandb_mirrors_a_run_and_what_is_resumed_of_it(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_mirrors_a_run_and_its_resumption(stop: Any, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("TOY_SIGNAL", "1:SIGTERM")
-    with pytest.raises(StopRequested):
-        run("one", wandb="offline")
-    monkeypatch.delenv("TOY_SIGNAL")
+    stop("one", wandb="offline")
     resume_experiment(tmp_path / "one", progress=False)
     # W&B's own process writes the last records after a run has finished, and then ends.
     wandb.teardown()
@@ -416,39 +397,29 @@ def test_a_run_that_fails_while_it_is_built_leaves_its_id_free(
     assert (tmp_path / "again" / "results.json").is_file()
 
 
-def test_a_trainer_without_its_hooks_is_told_which_are_missing(
-    tiny_scenario: Path, tmp_path: Path
-) -> None:
-    plugin = tmp_path / "unfinished.py"
-    plugin.write_text(
-        "from nip_astra.trainers.ast.base import AstTrainer\n"
-        "from nip_astra.trainers.registry import register_trainer\n"
-        "@register_trainer('unfinished')\n"
-        "class Unfinished(AstTrainer):\n"
-        "    '''Has no loss.'''\n"
-        "    def flatten(self, tree): return []\n"
-    )
-    resolved = resolve_experiment(
-        trainer="unfinished", scenario=str(tiny_scenario), plugins=[str(plugin)]
-    )
-    with pytest.raises(ConfigurationError, match=r"Unfinished .*loss\. Define"):
-        prepare_experiment(resolved, progress=False)
+UNFINISHED = """
+import nip_astra as na
+from nip_astra.trainers.ast.dpo import AstDpoTrainer
+
+@na.register_trainer("unfinished")
+class Unfinished(na.AstTrainer):
+    def flatten(self, tree): return []
+
+@na.register_trainer("forgetful")
+class Forgetful(AstDpoTrainer):
+    def __init__(self, *given): self.given = given
+"""
 
 
 @pytest.mark.usefixtures("no_plugins_left")
-def test_a_constructor_that_forgets_its_base_class_is_told(
+def test_a_trainer_without_its_hooks_or_its_base_class_s_constructor_is_refused(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    plugin = tmp_path / "forgetful.py"
-    plugin.write_text(
-        "import nip_astra as na\n"
-        "from nip_astra.trainers.ast.dpo import AstDpoTrainer\n"
-        "@na.register_trainer('forgetful')\n"
-        "class Forgetful(AstDpoTrainer):\n"
-        "    def __init__(self, *given): self.given = given\n"
-    )
-    resolved = resolve_experiment(
-        trainer="forgetful", scenario=str(tiny_scenario), plugins=[str(plugin)]
-    )
-    with pytest.raises(ConfigurationError, match=r"Forgetful .* super\(\).__init__"):
-        prepare_experiment(resolved, progress=False)
+    plugin = tmp_path / "unfinished.py"
+    plugin.write_text(UNFINISHED)
+    for trainer, facts in (("unfinished", "Unfinished .*loss"), ("forgetful", "Forgetful .*super")):
+        resolved = resolve_experiment(
+            trainer=trainer, scenario=str(tiny_scenario), plugins=[str(plugin)]
+        )
+        with pytest.raises(ConfigurationError, match=facts):
+            prepare_experiment(resolved, progress=False)

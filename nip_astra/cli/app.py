@@ -143,18 +143,17 @@ def _in_one_line(error: Any) -> ConfigurationError:
         advice = "Parameters stay as they were where the run was begun."
     elif given == "--config" and "--parameters" in known:
         message, advice = f"No such option: {given}", "A parameter file is given by --parameters."
-    elif "--set" in known and ("extra argument" in message or _is_unlike(given, known)):
+    elif "--set" in known and (
+        "extra argument" in message
+        # The given option resembles no known one.
+        or (given and given not in known and not nearest_names(given, sorted(known), 1))
+    ):
         message = f"No such option: {given}" if given else message
         advice = (
             "Parameters are set by --set, for instance --set training.lr=1e-4, and listed by "
             "`nip-astra show --trainer NAME`."
         )
     return ConfigurationError(f"{message[:1].lower()}{message[1:]}. {advice}")
-
-
-def _is_unlike(option: str, known: set[str]) -> bool:
-    """Return whether a given option resembles no known one."""
-    return bool(option) and option not in known and not nearest_names(option, sorted(known), 1)
 
 
 app = typer.Typer(
@@ -489,12 +488,8 @@ class NoteHandler(logging.Handler):
         if self._alike[record.msg] <= MOST_ALIKE:
             # A closed pipe is an OSError, a closed file a ValueError.
             with suppress(OSError, ValueError):
-                _write_note(safe_text(f"warning: {text}\n"))
-
-
-def _write_note(line: str) -> None:
-    if sys.stderr is not None:  # as Python sets it where the process began without one
-        sys.stderr.write(line)
+                if sys.stderr is not None:  # as Python sets it if the process has none
+                    sys.stderr.write(safe_text(f"warning: {text}\n"))
 
 
 def _print_safely(

@@ -34,11 +34,13 @@ def sweep(
         str | None,
         typer.Argument(metavar="[FILE]", help="YAML file of a sweep, or a sweep's folder."),
     ] = None,
-    trainer: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Trainers, e.g. ast_dpo,ast_ipo.")
+    trainers: Annotated[
+        str | None,
+        typer.Option("--trainer", metavar="NAMES", help="Trainers, e.g. ast_dpo,ast_ipo."),
     ] = None,
-    scenario: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Scenarios; the presets' if none.")
+    scenarios: Annotated[
+        str | None,
+        typer.Option("--scenario", metavar="NAMES", help="Scenarios; the presets' if none."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="0..4, or 0,3,7.")] = None,
     grid: Annotated[
@@ -51,10 +53,12 @@ def sweep(
     sweep_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where its runs are kept: runs/sweep.")
     ] = None,
-    search: Annotated[
+    ranges: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="A.B=C..D", help="Range to search, e.g. 'training.lr=log 1e-5..1e-3'."
+            "--search",
+            metavar="A.B=C..D",
+            help="Range to search, e.g. 'training.lr=log 1e-5..1e-3'.",
         ),
     ] = None,
     num_trials: Annotated[
@@ -99,24 +103,7 @@ def sweep(
     from nip_astra.sweep.plan import RunStatus, read_plan
     from nip_astra.sweep.runner import SweepOptions, check_sweep, run_sweep
 
-    sweep_plan = read_plan(
-        plan,
-        trainers=trainer,
-        scenarios=scenario,
-        seeds=seeds,
-        grid=grid or [],
-        parameters=parameters,
-        plugins=given["plugin"] or [],
-        ranges=search or [],
-        search={
-            "num_trials": num_trials,
-            "sampler": sampler,
-            "pruner": pruner,
-            "objective": objective,
-            "direction": direction,
-        },
-        is_trusted=given["trust"],
-    )
+    sweep_plan = read_plan(plan, given)
     directory, as_json = _folder_of(plan, sweep_dir), given["as_json"]
     options = SweepOptions(
         settings=settings_of(given),

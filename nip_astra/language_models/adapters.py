@@ -18,11 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nip_astra.checkpoints.shards import SHARDS, load_whole
-from nip_astra.errors import (
-    CheckpointError,
-    ConfigurationError,
-    nearest_names,
-)
+from nip_astra.errors import CheckpointError, ConfigurationError, nearest_names
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.errors import ModelAbilityError, ModelLoadError
+from nip_astra.errors import ModelAbilityError, ModelLoadError, NonFiniteOutputError
 from nip_astra.language_models.sampling import Draw as Draw
 from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
 from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
 from nip_astra.language_models.sampling import SupportMask
-from nip_astra.language_models.scoring import require_finite
 from nip_astra.language_models.sequences import (
     GenerationRequest,
     Progress,
@@ -51,8 +50,6 @@ class Generation:
 
 TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
-
-
 ScoredDraws: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, SamplingOptions]
 """`TokenRows`, and the options by which their continuations were drawn."""
 DrawnRows: TypeAlias = tuple[Sequence[Sequence[int]], int, Tensor, SamplingOptions]
@@ -97,9 +94,8 @@ class TokenCount:
 
     def add(self, other: TokenCount) -> None:
         """Add another count."""
-        for field in fields(TokenCount):
-            name = field.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        added = vars(other)
+        vars(self).update({name: count + added[name] for name, count in vars(self).items()})
 
 
 class Counted:
@@ -110,14 +106,12 @@ class Counted:
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
         """Yield the work done within the block, filled in when it ends."""
-        before = replace(self.token_count)
-        spent = TokenCount()
+        before, spent = vars(replace(self.token_count)), TokenCount()
         try:
             yield spent
         finally:
-            for field in fields(TokenCount):
-                name = field.name
-                setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
+            after = vars(self.token_count)
+            vars(spent).update({name: count - before[name] for name, count in after.items()})
 
     @contextmanager
     def rescoring(self) -> Iterator[None]:
@@ -151,6 +145,26 @@ def _pad(
     padded = pad_sequence(ids, batch_first=True, padding_side=side)
     mask = pad_sequence(masks, batch_first=True, padding_side=side)
     return padded.to(device), mask.to(device)
+
+
+def require_finite(
+    logprobs_BT: Tensor, mask_BT: Tensor, *, role: str, model: object, during: object
+) -> None:
+    """Raise for NaN log-probabilities of a turn; padding is not checked.
+
+    One logit that is NaN or +inf makes all log-probabilities of its position NaN.
+    """
+    is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
+    if not bool(is_nan_BT.any()):
+        return
+    row, position = is_nan_BT.nonzero()[0].tolist()
+    num_rows = int(is_nan_BT.any(dim=1).sum())
+    name = getattr(model, "source", None) or type(model).__name__
+    raise NonFiniteOutputError(
+        f"the {role}'s model {name} returned NaN logits in {during}: token {position + 1} of row "
+        f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
+        "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
+    )
 
 
 class GenerationSession(ABC):
@@ -345,10 +359,7 @@ class _UncachedSession(GenerationSession):
         self.model = model
 
     def generate(
-        self,
-        *rows: *DrawnRows,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
+        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
     ) -> Turns:
         generation = self.model.generate(*rows)
         if spans is None:
@@ -534,8 +545,6 @@ LANGUAGE_MODELS: ComponentRegistry[type[TokenModel]] = ComponentRegistry(
 )
 
 
-def register_language_model(
-    name: str,
-) -> Callable[[type[TokenModel]], type[TokenModel]]:
+def register_language_model(name: str) -> Callable[[type[TokenModel]], type[TokenModel]]:
     """Register a `TokenModel` subclass under its `_type` in parameter files; a decorator."""
     return LANGUAGE_MODELS.register(name)

@@ -252,9 +252,7 @@ class BatchEngine:
         grammar = request.grammar
         matcher = None if grammar is None else self.grammars.matcher(grammar)
         return RunningSequence(
-            *(request, index, self.tokenizer, self._end_ids),
-            device=self.device,
-            matcher=matcher,
+            *(request, index, self.tokenizer, self._end_ids), device=self.device, matcher=matcher
         )
 
     @cached_property

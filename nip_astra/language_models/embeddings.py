@@ -185,10 +185,7 @@ def build_embedder(
     if parameters.device is not None:
         device = resolve_device(parameters.device)
     return EncoderEmbedder(
-        parameters.model,
-        batch_size=parameters.batch_size,
-        device=device,
-        scenario_dir=scenario_dir,
+        parameters.model, batch_size=parameters.batch_size, device=device, scenario_dir=scenario_dir
     )
 
 

@@ -41,14 +41,13 @@ from nip_astra.language_models.base import LANGUAGE_MODELS, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.services.fine_tuning import (
+    Examples,
     FineTuningJob,
     FineTuningOptions,
     FineTuningService,
     JobStatus,
     LrSchedule,
     Method,
-    PreferenceExample,
-    SupervisedExample,
 )
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import find_tokenizer, load_causal_lm, resolve_model
@@ -468,12 +467,7 @@ class LocalFineTuningService(FineTuningService):
         self._ending = threading.Lock()
 
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         job_id = f"job-{sha256(key.encode()).hexdigest()[:16]}"
         folder = self.directory / job_id

@@ -60,7 +60,13 @@ from nip_astra.language_models.sampling import (
     find_banned_ids,
     find_end_ids,
 )
-from nip_astra.language_models.scoring import ScoreNeeds
+from nip_astra.language_models.scoring import (
+    ScoreNeeds,
+    find_support,
+    row_limits,
+    score_trie,
+    sequences_to_read,
+)
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
@@ -73,12 +79,6 @@ from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, bu
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.language_models.tree_engine.tree_scores import (
-    find_support,
-    row_limits,
-    score_trie,
-    sequences_to_read,
-)
 from nip_astra.language_models.tree_engine.weights import Weights, WeightSnapshot, live_weights
 from nip_astra.parameters.types import LanguageModelType
 

@@ -20,15 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import (
-    Generation,
-    TokenCount,
-    TokenRows,
-    TokenScores,
-    pad_left,
-)
+from nip_astra.language_models.base import Generation, TokenCount, TokenRows, TokenScores, pad_left
 from nip_astra.language_models.sampling import Draw, SamplingOptions
-from nip_astra.language_models.scoring import ScoreNeeds, chosen_logprobs
+from nip_astra.language_models.scoring import ScoreNeeds, chosen_logprobs, spread
 
 
 class _Draw:
@@ -172,11 +166,7 @@ def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def score_rows(
-    reader: RowReader,
-    rows: TokenRows,
-    needs: ScoreNeeds,
-    *,
-    max_batch_tokens: int | None,
+    reader: RowReader, rows: TokenRows, needs: ScoreNeeds, *, max_batch_tokens: int | None
 ) -> tuple[TokenScores, TokenCount]:
     """Score each continuation token, in one pass without `max_batch_tokens`; also count
     the work.
@@ -241,22 +231,6 @@ def _score_batch(module: Any, rows: TokenRows, needs: ScoreNeeds) -> TokenScores
         torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs.entropy else None,
         hidden_NX,
     )
-
-
-def spread(
-    mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
-) -> TokenScores:
-    """Scatter the values of scored positions over `[B, T]`, 0 elsewhere."""
-
-    def placed(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        empty = values.new_zeros(*mask_BT.shape, *values.shape[1:])
-        return empty.index_put(mask_BT.nonzero(as_tuple=True), values)
-
-    logprobs_BT = placed(logprobs_N)
-    assert logprobs_BT is not None
-    return TokenScores(logprobs_BT, placed(entropy_N), placed(hidden_NX))
 
 
 def _parts(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:

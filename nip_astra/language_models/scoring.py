@@ -1,10 +1,13 @@
-"""Log-probabilities of tokens from hidden states, without materialising all logits at once.
+"""Log-probabilities of tokens: from hidden states, and of continuations as one tree of tokens.
 
-Shape suffixes: `S` scored position, `X` hidden unit, `V` vocabulary.
+Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` token of the tree,
+`S` scored position, `X` hidden unit, `V` vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +15,28 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nip_astra.errors import NonFiniteOutputError
-from nip_astra.language_models.sampling import LogitsTransform
+from nip_astra.language_models.base import TokenCount, TokenRows, TokenScores
+from nip_astra.language_models.sampling import (
+    LogitsTransform,
+    SamplingOptions,
+    SupportMask,
+    keep_likely,
+)
+from nip_astra.language_models.tree_engine.attention import (
+    SMALLEST_IN_BLOCKS,
+    trie_attention,
+    uses_flex_attention,
+)
+from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.token_trie import TokenTrie
 from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_LOGITS = 1 << 24
 """Maximum logits computed at once without gradients: 64 MiB of float32."""
 MAX_KEPT_LOGITS = 1 << 26
 """Maximum logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
+MAX_MASK_BYTES = 1 << 28
+"""Maximum size of a row's dense mask."""
 
 
 @dataclass(frozen=True)
@@ -138,21 +155,124 @@ class _ChosenLogprobsAndEntropy(torch.autograd.Function):
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_logprob_S1), None
 
 
-def require_finite(
-    logprobs_BT: Tensor, mask_BT: Tensor, *, role: str, model: object, during: object
-) -> None:
-    """Raise for NaN log-probabilities of a turn; padding is not checked.
+def spread(
+    mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
+) -> TokenScores:
+    """Scatter the values of scored positions over `[B, T]`, 0 elsewhere."""
 
-    One logit that is NaN or +inf makes all log-probabilities of its position NaN.
+    def placed(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        empty = values.new_zeros(*mask_BT.shape, *values.shape[1:])
+        return empty.index_put(mask_BT.nonzero(as_tuple=True), values)
+
+    logprobs_BT = placed(logprobs_N)
+    assert logprobs_BT is not None
+    return TokenScores(logprobs_BT, placed(entropy_N), placed(hidden_NX))
+
+
+# ---- continuations as one tree: shared tokens are forwarded once
+
+
+def sequences_to_read(rows: TokenRows) -> list[list[int]]:
+    """Return the tokens to forward to score each row: all but its last."""
+    context_BC, context_mask_BC, ids_BT, mask_BT = rows
+    width = context_BC.shape[1]
+    return [
+        [*context[width - size :], *ids[: max(length - 1, 0)]]
+        for context, size, ids, length in zip(
+            context_BC.tolist(),
+            context_mask_BC.sum(dim=1).tolist(),
+            ids_BT.tolist(),
+            mask_BT.sum(dim=1).tolist(),
+            strict=True,
+        )
+    ]
+
+
+def row_limits(
+    decoder: Decoder | None, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return options of `build_trie` for the attention on a device.
+
+    Only dense masks take memory quadratic in a row. Flex attention skips unrelated tokens, but rows
+    that share almost nothing can be computed in several passes.
     """
-    is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
-    if not bool(is_nan_BT.any()):
-        return
-    row, position = is_nan_BT.nonzero()[0].tolist()
-    num_rows = int(is_nan_BT.any(dim=1).sum())
-    name = getattr(model, "source", None) or type(model).__name__
-    raise NonFiniteOutputError(
-        f"the {role}'s model {name} returned NaN logits in {during}: token {position + 1} of row "
-        f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
-        "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
+    if decoder is None:
+        return {}
+    if uses_flex_attention(device):
+        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
+    if device.type == "cpu":
+        in_blocks = math.isqrt(SMALLEST_IN_BLOCKS // (decoder.num_heads * decoder.head_dim))
+        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": in_blocks}
+    longest = math.isqrt(MAX_MASK_BYTES // dtype.itemsize)
+    return {"pair_cost": decoder.pair_cost, "max_row_tokens": longest}
+
+
+def score_trie(
+    decoder: Decoder,
+    weights: Weights,
+    trie: TokenTrie,
+    rows: TokenRows,
+    needs: ScoreNeeds,
+    *,
+    max_batch_tokens: int,
+) -> tuple[TokenScores, TokenCount]:
+    """Score each continuation token with the trie of `sequences_to_read`, and count the work."""
+    _, context_mask_BC, ids_BT, mask_BT = rows
+    device = weights.embedding_VX.device
+    trie = trie.to(device)
+    # The mask of block attention takes memory quadratic in the tokens of a pass.
+    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device)
+    limit = max_batch_tokens if is_bounded else trie.num_tokens
+    hidden_NX = torch.cat(
+        [
+            decoder.hidden(
+                weights,
+                part.ids_N,
+                part.positions_N,
+                trie_attention(part, weights.dtype),
+                num_positions=trie.nodes_SD.shape[1],
+                max_tokens=max_batch_tokens,
+            )
+            for part in trie.passes(limit)
+        ]
     )
+    # On the device of the masks, without a synchronisation.
+    row_S, column_S = mask_BT.nonzero(as_tuple=True)
+    # The position before a token predicts it.
+    before_S = context_mask_BC.sum(dim=1)[row_S] - 1
+    nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
+    hidden_SX = hidden_NX[nodes_S]
+    ids_S = ids_BT[mask_BT].to(device)
+    scores = token_logprobs_and_entropy(
+        hidden_SX, ids_S, weights, needs_entropy=needs.entropy, transform=needs.transform
+    )
+    spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
+    return spread(mask_BT, *scores, hidden_SX.float() if needs.hidden else None), spent
+
+
+def find_support(
+    head: Callable[[Tensor], Tensor],
+    hidden_SX: Tensor,
+    ids_S: Tensor,
+    transform: LogitsTransform,
+    options: SamplingOptions,
+    vocab_size: int,
+) -> SupportMask:
+    """Return the tokens that `top_k` and `top_p` keep, always with the drawn one, on the CPU.
+
+    Sampling may take another path through the model, whose rounding moves that token across the
+    threshold. Chunks bound the memory for logits.
+    """
+    ids, counts = [torch.zeros(0, dtype=torch.int32)], [torch.zeros(0, dtype=torch.long)]
+    size = max(1, MAX_LOGITS // vocab_size)
+    for start in range(0, len(ids_S), size):
+        part = slice(start, start + size)
+        positions = range(len(ids_S))[part]
+        logits_SV = transform.at(positions).apply(head(hidden_SX[part]).float())
+        is_kept_SV = keep_likely(logits_SV, top_k=options.top_k, top_p=options.top_p)
+        is_kept_SV.scatter_(1, ids_S[part].unsqueeze(1), True)
+        ids.append(is_kept_SV.nonzero()[:, 1].int().cpu())
+        counts.append(is_kept_SV.sum(dim=1).cpu())
+    return SupportMask(torch.cat(ids), torch.cat(counts))

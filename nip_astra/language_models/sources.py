@@ -295,11 +295,7 @@ def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
 
 
 def computing_dtype(
-    module: Any,
-    requested: str,
-    device: torch.device,
-    *,
-    trainable: bool,
+    module: Any, requested: str, device: torch.device, *, trainable: bool
 ) -> torch.dtype:
     """Return the precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
     dtype = DTYPES.get(requested, torch.float32)

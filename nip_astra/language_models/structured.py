@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -70,9 +70,7 @@ class Grammars:
                 "a structured answer", "llguidance", "structured"
             ) from error
         self._arguments = tokenizer, end_ids, vocab_size
-        self._library = llguidance
         self._lock = threading.Lock()
-        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
         self._executor = llguidance.LLExecutor(torch.get_num_threads())
         try:
             self._vocabulary = llguidance.hf.from_tokenizer(
@@ -88,6 +86,7 @@ class Grammars:
                 f"the vocabulary of {vocab_size} tokens cannot express JSON: {reason}. Use a model "
                 "with a byte-level or SentencePiece tokenizer."
             )
+        self._compiled = lru_cache(MAX_COMPILED)(partial(_compile, llguidance, self._vocabulary))
 
     def __reduce__(self) -> tuple[type[Grammars], tuple[Any, Collection[int], int]]:
         # Another process compiles its own.
@@ -97,13 +96,6 @@ class Grammars:
         """Return a matcher at the start of a text; `ConfigurationError` for an invalid grammar."""
         with self._lock:
             return self._compiled(grammar).deep_copy()
-
-    def _compile(self, grammar: str) -> Any:
-        limits = self._library.LLParserLimits(verbose_errors=False)
-        found = self._library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
-        if found.is_error():
-            raise ConfigurationError(_reason(found))
-        return found
 
     def mask(self, logits_RV: Tensor, matchers: Sequence[Any | None]) -> None:
         """Set the logits of tokens that a row's matcher rejects to -inf; None rejects none."""
@@ -123,6 +115,14 @@ class Grammars:
         is_out_RV = ((words_RW[:, :, None] >> places) & 1 == 0).flatten(1)[:, :vocab_size]
         index = torch.tensor(rows, device=device)
         logits_RV[index] = logits_RV[index].masked_fill(is_out_RV, float("-inf"))
+
+
+def _compile(library: Any, vocabulary: Any, grammar: str) -> Any:
+    limits = library.LLParserLimits(verbose_errors=False)
+    found = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if found.is_error():
+        raise ConfigurationError(_reason(found))
+    return found
 
 
 def advance(matcher: Any, token: int) -> str | None:

@@ -39,6 +39,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
+from nip_astra.language_models.scoring import sequences_to_read
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,
     describe_model,
@@ -46,7 +47,6 @@ from nip_astra.language_models.sources import (
     resolve_model,
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
     EngineOptions,
     Reply,

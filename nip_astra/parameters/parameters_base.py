@@ -610,10 +610,11 @@ class ByType:
         if isinstance(value, self.base):
             return value
         if not isinstance(value, Mapping) or not isinstance(value.get(TYPE_KEY), str):
+            names = self._names()
             raise PydanticCustomError(
                 "type_name",
                 "must be a group of parameters with a {key}",
-                {"key": TYPE_KEY, "hint": self._hint()},
+                {"key": TYPE_KEY, "hint": f"Known kinds: {', '.join(names)}." if names else ""},
             )
         try:
             model: type[PolymorphicParameters] = self.get(value[TYPE_KEY]).Parameters
@@ -649,10 +650,6 @@ class ByType:
     def _names(self) -> list[str]:
         registry = getattr(self.get, "__self__", None)
         return registry.names() if isinstance(registry, Registry) else []
-
-    def _hint(self) -> str:
-        names = self._names()
-        return f"Known kinds: {', '.join(names)}." if names else ""
 
 
 class RegisteredName(_Inside):

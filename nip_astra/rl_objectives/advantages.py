@@ -147,10 +147,11 @@ def group_advantages(
     order_R = group_R.argsort(stable=True)
     column_R = torch.empty_like(group_R)
     starts_P = lengths_P.cumsum(0) - lengths_P
-    column_R[order_R] = torch.arange(len(group_R)) - starts_P[group_R[order_R]]
+    place_R = torch.arange(len(group_R), device=group_R.device)
+    column_R[order_R] = place_R - starts_P[group_R[order_R]]
     width = int(lengths_P.max()) if len(lengths_P) else 1
     mean_PW = mean_R.new_zeros(len(lengths_P), width)
-    is_run_PW = torch.zeros(mean_PW.shape, dtype=torch.bool)
+    is_run_PW = torch.zeros_like(mean_PW, dtype=torch.bool)
     mean_PW[group_R, column_R], is_run_PW[group_R, column_R] = mean_R, is_run_R
     counts_P1 = is_run_PW.sum(dim=1, keepdim=True)
     mean_P1 = masked_mean(mean_PW, is_run_PW, dim=1).unsqueeze(1)
@@ -206,7 +207,8 @@ def _runs(
     known_N = masked_fill_zero(rewards_N, is_known_N)
     group_N = torch.unique(group_N, return_inverse=True)[1]
     if run_N is None:
-        runs = _Runs(torch.arange(len(group_N)), known_N, is_known_N, group_N)
+        place_N = torch.arange(len(group_N), device=group_N.device)
+        runs = _Runs(place_N, known_N, is_known_N, group_N)
         return known_N, is_known_N, group_N, runs
     run_N = torch.unique(run_N, return_inverse=True)[1].to(group_N)
     run_N = torch.unique(group_N * _num_codes(run_N) + run_N, return_inverse=True)[1]

@@ -27,8 +27,8 @@ from nip_astra.language_models.base import (
     as_sampler,
     pad_left,
     pad_right,
+    require_finite,
 )
-from nip_astra.language_models.scoring import require_finite
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm

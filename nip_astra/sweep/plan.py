@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -465,44 +465,28 @@ def _unknown_figure(name: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError("figure", name, sorted(set(known)), advice)
 
 
-def read_plan(
-    source: str | Path | None,
-    *,
-    trainers: str | None = None,
-    scenarios: str | None = None,
-    seeds: str | None = None,
-    grid: Sequence[str] = (),
-    parameters: str | None = None,
-    plugins: Sequence[str] = (),
-    ranges: Sequence[str] = (),
-    search: Mapping[str, Any] = {},
-    is_trusted: bool = False,
-) -> SweepPlan:
-    """Read the plan of a YAML file or a sweep's folder, overridden by the command line."""
+def read_plan(source: str | Path | None, options: Mapping[str, Any] = {}) -> SweepPlan:
+    """Read the plan of a YAML file or a sweep's folder, overridden by options of `sweep`."""
+    given = {name: value for name, value in options.items() if value is not None}
     values: dict[str, Any] = {}
     if source is not None and Path(source).is_dir():
         values = read_stored_plan(Path(source)).to_dict()
-        if not is_trusted and not is_own_sweep(Path(source)):
+        if not given.get("trust") and not is_own_sweep(Path(source)):
             raise UntrustedRunError(
                 f"the sweep {source} is not known to be yours; running it would run the code and "
                 f"parameters that its {PLAN_FILE} names. Read that file, then add --trust."
             )
     elif source is not None:
         values = SweepPlan.from_dict(read_yaml_mapping(Path(source))).to_dict()
-    if trainers is not None:
-        values["trainers"] = _names(trainers)
-    if scenarios is not None:
-        values["scenarios"] = _names(scenarios)
-    if seeds is not None:
-        values["seeds"] = seeds_of(seeds)
-    if parameters is not None:
-        values["parameters"] = parameters
-    values["grid"] = {**values.get("grid", {}), **grid_of(grid)}
-    values["plugins"] = [*values.get("plugins", []), *plugins]
-    searched = {name: value for name, value in search.items() if value is not None}
-    if searched or ranges:
+    parsers: dict[str, Callable[[str], Any]]
+    parsers = {"trainers": _names, "scenarios": _names, "seeds": seeds_of, "parameters": str}
+    values |= {name: parse(given[name]) for name, parse in parsers.items() if name in given}
+    values["grid"] = {**values.get("grid", {}), **grid_of(given.get("grid", ()))}
+    values["plugins"] = [*values.get("plugins", []), *given.get("plugin", ())]
+    searched = {name: given[name] for name in SearchParameters.model_fields if name in given}
+    if searched or "ranges" in given:
         stored = values.get("search") or {}
-        space = {**stored.get("space", {}), **space_of(ranges)}
+        space = {**stored.get("space", {}), **space_of(given.get("ranges", ()))}
         values["search"] = {**stored, **searched, "space": space}
     if source is None and not values.get("trainers"):
         raise ConfigurationError(

@@ -395,7 +395,9 @@ class SweepRunner:
             on_end(one)
 
         try:
-            while self._working or self._has_more(queue):
+            while self._working or (
+                self._stopped_by is None and (self._ready or not queue.is_empty)
+            ):
                 if self._stopped_by is None:
                     self._take(queue, note)
                     self._start(note)
@@ -418,9 +420,6 @@ class SweepRunner:
 
     def _progress_path(self, run_id: str) -> Path:
         return self.directory.absolute() / LOGS_DIR / f"{run_id}.progress"
-
-    def _has_more(self, queue: RunQueue) -> bool:
-        return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
     def _has_ended(self, run: PlannedRun, note: Callable[[FinishedRun], object]) -> bool:
         is_ended = status_of(run.folder_in(self.directory)) is RunStatus.ENDED

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket_chat"))
 
 import tiny_models
 import torch
-from tokenizers import Regex, Tokenizer, decoders
-from tokenizers.models import WordLevel
+from tokenizers import Regex, decoders
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
@@ -29,23 +28,10 @@ from nip_astra.scenario_base.tasks.base import split_of
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment, problem_of
 
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.,:!"
-CONTEXT_LENGTH = 256
 SHAPE = {"hidden": 96, "intermediate": 256, "num_layers": 3}
 STEPS, BATCH_SIZE, LR = 3000, 128, 3e-3
 SHARE_RIGHT = 0.4
 """Share of correct answers among the arithmetic training answers."""
-
-CHAT_TEMPLATE = (
-    "{{ '<bos>' }}"
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '<user>' }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<assistant>' }}"
-    "{% else %}{{ raise_exception('this model knows the roles user and assistant only, not '"
-    " + message['role']) }}{% endif %}"
-    "{{ message['content'] | trim + '<end>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-)
 
 Turns = list[tuple[bool, str]]
 """Turns of a conversation: whether the model is the author, and the text."""
@@ -53,22 +39,11 @@ Turns = list[tuple[bool, str]]
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a character-level tokenizer, with the tokens of the chat template."""
-    words = (*tiny_models.SPECIAL_TOKENS, *CHARACTERS)
-    backend = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend = tiny_models.word_level((*tiny_models.SPECIAL_TOKENS, *CHARACTERS))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<bos>",
-        eos_token="<end>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
-        padding_side="left",
-        model_max_length=CONTEXT_LENGTH,
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
+    template = tiny_models.chat_template("this model knows", space="")
+    return tiny_models.with_chat(backend, template)
 
 
 class Corpus:

@@ -27,6 +27,7 @@ from verified import (
 )
 
 from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.lazy import import_extra
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -169,15 +170,9 @@ def _row_of(
 
 
 def _load(dataset: str, split: str) -> Any:
+    datasets = import_extra("datasets", f"loading {dataset}", "datasets")
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the problems of {dataset} need the package datasets. Run: pip install "
-            "'nip_astra[datasets]'"
-        ) from error
-    try:
-        return load_dataset(dataset, split=split)
+        return datasets.load_dataset(dataset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"cannot load the split {split!r} of {dataset}: {error}. Give a dataset of the hub, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from lexicon import TEMPLATES, Template
 
@@ -41,12 +41,12 @@ class Plant:
     ending: str | None = None
     previous: str | None = None
 
-    @property
+    @cached_property
     def probe(self) -> str:
         """Regular expression for the last probe."""
         return template_pattern(self.template, self.adverb, self.ending)
 
-    @property
+    @cached_property
     def previous_probe(self) -> str | None:
         """Regular expression for the probe before it, or None."""
         return None if self.previous is None else template_pattern(self.previous)
@@ -203,24 +203,6 @@ def template_pattern(name: str, adverb: str | None = None, ending: str | None = 
     return f"^{pattern.rstrip()}$"
 
 
-@cache
-def _patterns() -> tuple[tuple[Plant, re.Pattern[str], re.Pattern[str] | None], ...]:
-    return tuple(
-        (
-            plant,
-            re.compile(plant.probe),
-            None if plant.previous_probe is None else re.compile(plant.previous_probe),
-        )
-        for plant in PLANTS
-    )
-
-
 def find_plant(previous: str | None, probe: str) -> Plant | None:
     """Return the planted failure that ``probe`` triggers right after ``previous``."""
-    for plant, pattern, previous_pattern in _patterns():
-        if pattern.match(probe) and (
-            previous_pattern is None
-            or (previous is not None and previous_pattern.match(previous) is not None)
-        ):
-            return plant
-    return None
+    return next((plant for plant in PLANTS if plant.matches(previous, probe)), None)

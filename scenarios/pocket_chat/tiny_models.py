@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,16 +18,16 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<unk>", "<user>", "<assistant>")
 PAD, BOS, END, UNK, USER, ASSISTANT = range(6)
 
-CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{{ '<bos>' }}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ ' <user> ' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' <assistant> ' }}"
-    "{% else %}{{ raise_exception('pocket_chat models know the roles user and assistant only, not '"
+    "{% if message['role'] == 'user' %}{{ 'SPACE<user>SPACE' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'SPACE<assistant>SPACE' }}"
+    "{% else %}{{ raise_exception('WHO the roles user and assistant only, not '"
     " + message['role']) }}{% endif %}"
-    "{{ message['content'] | trim + ' <end>' }}"
+    "{{ message['content'] | trim + 'SPACE<end>' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' <assistant>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'SPACE<assistant>' }}{% endif %}"
 )
 
 CONTEXT_LENGTH = 256
@@ -36,30 +36,61 @@ Batch = tuple[Tensor, Tensor]
 """Token ids and labels, both int64 [B, T]; label -100 is excluded from the loss."""
 
 
+def chat_template(who: str, space: str = " ") -> str:
+    """Return a template of the roles user and assistant, with a space around special tokens.
+
+    `who` knows these roles only, as the error for another one says.
+    """
+    return _CHAT_TEMPLATE.replace("WHO", who).replace("SPACE", space)
+
+
+def word_level(words: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer that numbers words in order."""
+    vocabulary = {word: index for index, word in enumerate(words)}
+    return Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+
+
 def build_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Build a lower-case word tokenizer whose end-of-turn token is also end-of-sequence."""
-    vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
-    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    """Build a lower-case word tokenizer."""
+    backend = word_level((*SPECIAL_TOKENS, *words))
     backend.normalizer = Lowercase()
     backend.pre_tokenizer = WhitespaceSplit()
+    return with_chat(backend, chat_template("pocket_chat models know"))
+
+
+def with_chat(
+    backend: Tokenizer, template: str, roles: Iterable[str] = ("<user>", "<assistant>")
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer for chat whose end-of-turn token is also end-of-sequence."""
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<bos>",
         eos_token="<end>",
         pad_token="<pad>",
         unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"],
+        additional_special_tokens=list(roles),
         padding_side="left",
         model_max_length=CONTEXT_LENGTH,
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
     )
 
 
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
+
+
 def build_llama(
-    vocab_size: int, *, hidden: int, intermediate: int, num_layers: int, seed: int
+    vocab_size: int,
+    *,
+    hidden: int,
+    intermediate: int,
+    num_layers: int,
+    seed: int,
+    initializer_range: float = 0.05,
+    sampling: Mapping[str, float] = SAMPLING,
 ) -> LlamaForCausalLM:
     """Create a randomly initialised Llama with tied embeddings."""
+    tokens = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD}
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -70,22 +101,11 @@ def build_llama(
         num_key_value_heads=4,
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=True,
-        initializer_range=0.05,
-        bos_token_id=BOS,
-        eos_token_id=END,
-        pad_token_id=PAD,
+        initializer_range=initializer_range,
+        **tokens,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=24,
-        bos_token_id=BOS,
-        eos_token_id=END,
-        pad_token_id=PAD,
-    )
+    model.generation_config = GenerationConfig(do_sample=True, **sampling, **tokens)
     return model
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket_chat"))
+
+import tiny_models
 import torch
 from jinja2 import Environment, FileSystemLoader
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from nip_astra.scenarios.secret_word import TEST_WORDS, TRAIN_WORDS
 
@@ -32,7 +34,6 @@ PROMPT_WORDS = (
     "decides to answer with one claim that now decide or ask for write and prover prover0 prover1 "
     "prover2 main chat none your turn"
 )
-CONTEXT = 256
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
     "{{ ' <' + message['role'] + '> ' + message['content'] | trim + ' <end>' }}"
@@ -46,44 +47,9 @@ SHARE_ASKED, SHARE_TOLD, SHARE_RIGHT = 0.75, 0.65, 0.70
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a lower-case word tokenizer whose end-of-turn token ends the text."""
     names = dict.fromkeys([*SPECIAL, *PROMPT_WORDS.split(), *WORDS])
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
+    backend = tiny_models.word_level(names)
     backend.normalizer, backend.pre_tokenizer = Lowercase(), Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<bos>",
-        eos_token="<end>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>"],
-        padding_side="left",
-        model_max_length=CONTEXT,
-        clean_up_tokenization_spaces=False,
-        chat_template=TEMPLATE,
-    )
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Create a Llama with random weights."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    )
-    return model
+    return tiny_models.with_chat(backend, TEMPLATE, ("<system>", "<user>", "<assistant>"))
 
 
 class Games:
@@ -169,7 +135,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "models" / "player")
     args = parser.parse_args()
     tokenizer, games = build_tokenizer(), Games(args.seed)
-    model = build_model(tokenizer, args.seed)
+    shape = {"hidden": 64, "intermediate": 192, "num_layers": 3, "initializer_range": 0.08}
+    model = tiny_models.build_llama(len(tokenizer), **shape, seed=args.seed, sampling={})
     total = args.steps + args.noisy_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=total)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kit.pretend_device import pretend_device
 from tests.language_models import fake_vllm
 
 pytestmark = pytest.mark.usefixtures("no_plugins_left")
@@ -49,6 +50,14 @@ def test_each_row_is_measured_and_agrees_with_the_cpu(
     assert by_name["objectives"]["num_compared"] > 100
     assert by_name["trainer: self_hosted_grpo"]["loss"][0] is not None
     assert by_name["engine: full"]["after"]["sampler_gap/mean"] < 1e-4
+
+
+def test_objectives_make_their_tensors_on_the_device_of_their_inputs(
+    benchmark: ModuleType, tmp_path: Path
+) -> None:
+    with pretend_device() as device:
+        figures = benchmark.objectives(benchmark.Bench(device, tmp_path, is_small=True))
+    assert figures["difference"] <= figures["tolerance"], figures["worst"]
 
 
 def test_a_failing_row_is_written_and_the_others_run(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 import nip_astra
 from nip_astra.errors import UntrustedRunError
@@ -92,30 +93,21 @@ SETTINGS = {
     for name, field in ExperimentSettings.model_fields.items()
     if not field.exclude and name not in ("runs_dir", "process_store")
 }
-
-
-def other_value(name: str, folder: Path) -> Any:
-    """A valid value of a setting that is not its default."""
-    field = SETTINGS[name]
-    for value in (
-        str(folder / CANARY),
-        [CANARY],
-        1,
-        2,
-        0.5,
-        True,
-        False,
-        "offline",
-        "fsdp",
-        "auto",
-    ):
-        if value != field.default and type(value) is not type(None):
-            try:
-                ExperimentSettings.from_dict({name: value})
-            except ValueError:
-                continue
-            return value
-    raise AssertionError(name)
+OUTSIDE_SETTINGS: dict[str, Any] = {
+    "actor_cpus": 2,
+    "actor_gpus": 1,
+    "num_actors": 1,
+    "progress_path": CANARY,
+    "ray_address": "auto",
+    "service_cache": CANARY,
+    "trackers": [CANARY],
+    "wandb": "offline",
+    "wandb_entity": CANARY,
+    "wandb_group": CANARY,
+    "wandb_project": CANARY,
+    "wandb_tags": [CANARY],
+}
+"""Settings that reach outside of a run, each with another value than its default."""
 
 
 @pytest.fixture
@@ -125,18 +117,13 @@ def unfinished(run: Path) -> Path:
     return run
 
 
-SETTINGS_OUTSIDE = [
-    *("actor_cpus", "actor_gpus", "num_actors", "progress_path", "ray_address", "service_cache"),
-    *("trackers", "wandb", "wandb_entity", "wandb_group", "wandb_project", "wandb_tags"),
-]
-
-
-@pytest.mark.parametrize("name", SETTINGS_OUTSIDE)
+@pytest.mark.parametrize("name", OUTSIDE_SETTINGS)
 def test_a_setting_of_others_that_reaches_outside_of_the_run_needs_approval(
     unfinished: Path, tmp_path: Path, name: str
 ) -> None:
     directory = RunDirectory(unfinished)
-    value = other_value(name, tmp_path)
+    value = OUTSIDE_SETTINGS[name]
+    value = str(tmp_path / CANARY) if value == CANARY else value
     directory.write_yaml("settings.yaml", directory.read_yaml("settings.yaml") | {name: value})
     with pytest.raises(UntrustedRunError, match=name):
         resume_experiment(unfinished)
@@ -144,7 +131,7 @@ def test_a_setting_of_others_that_reaches_outside_of_the_run_needs_approval(
 
 
 def test_settings_that_stay_inside_a_run_are_few_and_hold_no_path_or_address() -> None:
-    assert sorted(set(SETTINGS) - SETTINGS_OF_OTHERS) == SETTINGS_OUTSIDE
+    assert set(SETTINGS) - SETTINGS_OF_OTHERS == set(OUTSIDE_SETTINGS)
     for name in SETTINGS_OF_OTHERS - {"run_id"}:
         field = ExperimentSettings.model_fields[name]
         assert is_inside(field.annotation, field.metadata), name
@@ -189,44 +176,24 @@ def listener() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-ATTACKS: dict[str, dict[str, Any]] = {
-    "token over http": {
-        "trainer": "self_hosted_grpo",
-        "scenario": "arithmetic",
-        "self_hosted_grpo": {
-            "train_service": {"backend": "http", "base_url": "ADDRESS", "token_variable": CANARY}
-        },
-    },
-    "address of a training service": {
-        "trainer": "self_hosted_grpo",
-        "scenario": "arithmetic",
-        "self_hosted_grpo": {"train_service": {"backend": "http", "base_url": "ADDRESS"}},
-    },
-    "Tinker's token": {
-        "trainer": "remote_api_grpo",
-        "scenario": "arithmetic",
-        "remote_api_grpo": {
-            "train_service": {"backend": "tinker", "base_url": "ADDRESS", "token_variable": CANARY}
-        },
-    },
-    "address of a judge": {
-        "ast_chat": {"scorer": {"_type": "judge", "base_url": "ADDRESS", "model": "m"}},
-    },
-    "key of a judge": {
-        "ast_chat": {
-            "scorer": {
-                "_type": "judge",
-                "base_url": "ADDRESS",
-                "model": "m",
-                "api_key_variable": CANARY,
-            }
-        },
-    },
-    "prompts": {"ast_chat": {"prompts": {"train": "FILE"}}},
-    "model of the target": {"ast_chat": {"target": {"language_model": {"model": "FILE"}}}},
-    "labelled responses": {"ast_chat": {"evaluation": {"labelled_responses": "FILE"}}},
-    "file out of the scenario": {"ast_chat": {"prompts": {"train": "scenario://../../FILE"}}},
-    "settings in the parameter file": {"settings": {"progress_path": "FILE"}},
+ATTACKS = {
+    "address of a training service": """
+        {trainer: self_hosted_grpo, scenario: arithmetic,
+        self_hosted_grpo: {train_service: {backend: http, base_url: ADDRESS}}}""",
+    "token over http": """
+        {trainer: self_hosted_grpo, scenario: arithmetic, self_hosted_grpo:
+        {train_service: {backend: http, base_url: ADDRESS, token_variable: TOKEN_VARIABLE}}}""",
+    "token of Tinker": """
+        {trainer: remote_api_grpo, scenario: arithmetic, remote_api_grpo:
+        {train_service: {backend: tinker, base_url: ADDRESS, token_variable: TOKEN_VARIABLE}}}""",
+    "address of a judge": "{ast_chat: {scorer: {_type: judge, base_url: ADDRESS, model: m}}}",
+    "key of a judge": """{ast_chat: {scorer:
+        {_type: judge, base_url: ADDRESS, model: m, api_key_variable: TOKEN_VARIABLE}}}""",
+    "prompts": "{ast_chat: {prompts: {train: FILE}}}",
+    "model of the target": "{ast_chat: {target: {language_model: {model: FILE}}}}",
+    "labelled responses": "{ast_chat: {evaluation: {labelled_responses: FILE}}}",
+    "file out of the scenario": "{ast_chat: {prompts: {train: 'scenario://../../FILE'}}}",
+    "settings in the parameter file": "{settings: {progress_path: FILE}}",
 }
 
 
@@ -242,11 +209,11 @@ def test_building_a_run_of_others_reads_and_sends_nothing_outside_of_it(
     canary = tmp_path / CANARY
     canary.write_text("a secret\n")
     values = {"trainer": "ast_dpo", "scenario": "pocket_chat", "package_version": "0.1.0"}
-    values |= ATTACKS[attack]
-    text = json.dumps(values).replace("ADDRESS", listener).replace("FILE", str(canary))
+    text = ATTACKS[attack].replace("TOKEN_VARIABLE", CANARY).replace("ADDRESS", listener)
+    values |= yaml.safe_load(text.replace("FILE", str(canary)))
     run = tmp_path / "theirs"
     run.mkdir()
-    (run / "hyper_parameters.yaml").write_text(text)
+    (run / "hyper_parameters.yaml").write_text(json.dumps(values))
     if is_base:
         given = {"overrides": [f"base_run={{run: {run}, base_run_type: parameters}}"]}
         if "settings" in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_what_is_hidden_of_a_group_that_is_shown_is_named_by_itself(cli: Command
 
 def test_all_shows_them(cli: CommandLine) -> None:
     said = cli("show", "--trainer", "ast_dpo", "--all").out
+    assert gc.isenabled(), "it is suspended only while modules are loaded"
     assert {"training.lr", "rl.lr", "ppo.loss_type"} <= shown(said)
     assert "not shown" not in said
 

@@ -18,12 +18,11 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
 )
 from nip_astra.language_models.services.fine_tuning import (
+    Examples,
     FineTuningJob,
     FineTuningOptions,
     FineTuningService,
     JobStatus,
-    PreferenceExample,
-    SupervisedExample,
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
@@ -110,12 +109,7 @@ class FakeFineTuning(FineTuningService):
     _looks: dict[str, int] = field(default_factory=dict)
 
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         if key not in self.jobs:
             self.submitted.append((key, model, list(examples), options))

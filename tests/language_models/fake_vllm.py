@@ -186,11 +186,11 @@ class LLM:
             is_end = token in params.stop_token_ids
             if is_end or len(ids) == params.max_tokens:
                 break
-        said = SimpleNamespace(
+        output = SimpleNamespace(
             token_ids=ids, logprobs=logprobs, finish_reason="stop" if is_end else "length"
         )
         return SimpleNamespace(
-            outputs=[said], prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached
+            outputs=[output], prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached
         )
 
 

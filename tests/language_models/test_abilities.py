@@ -60,28 +60,28 @@ class Wrapped(TokenModel):
         return self.inner.num_parameters()
 
 
-class Speaks(Wrapped, TokenSampler):
+class Samples(Wrapped, TokenSampler):
     """Samples tokens alone, as a server of completions does."""
 
     def generate(self, *rows: *DrawnRows) -> Generation:
         return self.inner.generate(*rows)
 
 
-class Reads(Wrapped, TokenScorer):
+class Scores(Wrapped, TokenScorer):
     """Scores tokens alone."""
 
     def logprobs(self, *rows: *TokenRows) -> Tensor:
         return self.inner.logprobs(*rows)
 
 
-class SpeaksAndReads(Speaks, Reads):
+class SamplesAndScores(Samples, Scores):
     """Both, and does not learn."""
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     with plugins_forgotten_after():
-        for name, cls in {"speaks": Speaks, "reads": Reads, "both": SpeaksAndReads}.items():
+        for name, cls in {"samples": Samples, "scores": Scores, "both": SamplesAndScores}.items():
             register_language_model(name)(cls)
         yield
 
@@ -106,7 +106,7 @@ def test_a_target_that_only_samples_is_attacked_as_any_other(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
     found = []
-    for backend in ("speaks", "huggingface"):
+    for backend in ("samples", "huggingface"):
         resolved = resolve_experiment(**options(tiny_scenario, "target", backend))
         settings = ExperimentSettings(runs_dir=str(tmp_path), run_id=backend, progress=False)
         run_experiment(resolved, settings)
@@ -124,10 +124,10 @@ def prepared(**experiment: Any) -> Any:
 @pytest.mark.parametrize(
     ("role", "backend", "more", "lacks"),
     [
-        ("target", "reads", (), "target .*TokenSampler.*'reads'"),
-        ("target", "speaks", (LIKELIHOOD,), "target .*TokenScorer.*likelihood_model.*'speaks'"),
-        ("attacker", "speaks", (), "reference .*TokenScorer"),
-        ("attacker", "reads", (), "attacker .*TokenSampler"),
+        ("target", "scores", (), "target .*TokenSampler.*'scores'"),
+        ("target", "samples", (LIKELIHOOD,), "target .*TokenScorer.*likelihood_model.*'samples'"),
+        ("attacker", "samples", (), "reference .*TokenScorer"),
+        ("attacker", "scores", (), "attacker .*TokenSampler"),
         ("attacker", "both", (), "attacker .*Learner.*'both'"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_likelihood_model_that_scores_need_not_learn(tiny_scenario: Path) -> N
     assert bool(tree.nodes["probe_nll"].isfinite().all())
 
 
-@pytest.mark.parametrize(("backend", "is_refused"), [("reads", False), ("speaks", True)])
+@pytest.mark.parametrize(("backend", "is_refused"), [("scores", False), ("samples", True)])
 def test_a_teacher_scores_tokens_and_nothing_else(backend: str, is_refused: bool) -> None:
     base = {"trainer": "self_hosted_opd", "scenario": "arithmetic"}
     policy = resolve_experiment(**base).hyper_params.get("task.policy.language_model.model")
@@ -156,17 +156,17 @@ def test_a_teacher_scores_tokens_and_nothing_else(backend: str, is_refused: bool
         with pytest.raises(ModelAbilityError, match="the teacher needs a TokenScorer"):
             prepared(**experiment)
     else:
-        assert isinstance(prepared(**experiment).trainer.teacher, Reads)
+        assert isinstance(prepared(**experiment).trainer.teacher, Scores)
 
 
 def test_each_ability_is_required_by_itself(tiny_model: HuggingFaceLanguageModel) -> None:
     assert as_language_model(tiny_model, role="policy") is tiny_model
-    speaks, reads, both = Speaks(tiny_model), Reads(tiny_model), SpeaksAndReads(tiny_model)
+    samples, scores, both = Samples(tiny_model), Scores(tiny_model), SamplesAndScores(tiny_model)
     assert as_sampler(both, role="a") is both
     assert as_scorer(both, role="a", to="read") is both
     for refused in (
-        lambda: as_sampler(reads, role="a"),
-        lambda: as_scorer(speaks, role="a", to="read"),
+        lambda: as_sampler(scores, role="a"),
+        lambda: as_scorer(samples, role="a", to="read"),
         lambda: as_learner(both, role="a", to="learn"),
         lambda: as_language_model(both, role="a"),
     ):
@@ -175,6 +175,6 @@ def test_each_ability_is_required_by_itself(tiny_model: HuggingFaceLanguageModel
     assert issubclass(LanguageModel, TokenSampler)
     assert issubclass(LanguageModel, TokenScorer)
     assert issubclass(LanguageModel, Learner)
-    session = speaks.open_session()
+    session = samples.open_session()
     with pytest.raises(ModelAbilityError, match="TokenScorer"):
         session.generate([[2, 6]], 1, torch.rand(1, 2), SamplingOptions(2), spans=[(1, 2)])

@@ -115,8 +115,8 @@ def test_a_text_beyond_the_window_is_cut_at_its_end(encoder_dir: Path) -> None:
 
 def test_n_grams_see_spelling_and_not_case() -> None:
     embedder = build_embedder(EmbedderParameters(), device=CPU)
-    asked = ["do you like my cat ?", "do you like my cats ?", "it rains on monday ."]
-    vectors = embedder.embed([*asked, "Do  you LIKE my cat ?"])
+    texts = ["do you like my cat ?", "do you like my cats ?", "it rains on monday ."]
+    vectors = embedder.embed([*texts, "Do  you LIKE my cat ?"])
     assert torch.equal(vectors[0], vectors[3])
     assert vectors[0] @ vectors[1] > 0.8
     assert vectors[0] @ vectors[2] < 0.2

@@ -132,7 +132,7 @@ def test_a_loss_that_is_no_number_ends_training(plan: FineTuningPlan) -> None:
         list(tuning.run())
 
 
-def test_answers_are_learnt_with_the_end_that_the_template_writes() -> None:
+def test_answers_are_trained_with_the_end_of_the_template() -> None:
     tokenizer = make_tokenizer()
     rows = token_rows(tokenizer, PREFERRED, (3,), window=96)
     words = [tokenizer.convert_ids_to_tokens(list(row.answer)) for row in rows[0]]

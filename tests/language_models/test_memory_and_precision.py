@@ -92,10 +92,10 @@ def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., An
     )
     assert torch.cosine_similarity(whole, nearly_whole, dim=0) > 0.998
     options = SamplingOptions(max_new_tokens=3)
-    said = rounded.generate([[2, 6, 7]], 2, torch.full((2, 3), 0.4), options)
+    drawn = rounded.generate([[2, 6, 7]], 2, torch.full((2, 3), 0.4), options)
     with torch.no_grad():
-        scored_BT = rounded.logprobs(*pad_left([[2, 6, 7]] * 2, CPU), said.ids_BT, said.mask_BT)
-    assert torch.allclose(scored_BT, said.logprobs_BT, atol=0.05)
+        scored_BT = rounded.logprobs(*pad_left([[2, 6, 7]] * 2, CPU), drawn.ids_BT, drawn.mask_BT)
+    assert torch.allclose(scored_BT, drawn.logprobs_BT, atol=0.05)
     hidden = rounded.token_scores(*ROWS, needs_hidden=True).hidden_BTX
     assert hidden is not None
     assert rounded.logits_of(hidden[0]).dtype == torch.float32

@@ -129,7 +129,7 @@ def test_a_gguf_file_is_parsed_once_for_a_model(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("asked", "trainable", "gains", "expected"),
+    ("dtype", "trainable", "gains", "expected"),
     [
         ("auto", False, True, torch.float32),
         ("auto", True, True, torch.bfloat16),
@@ -139,10 +139,10 @@ def test_a_gguf_file_is_parsed_once_for_a_model(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_bfloat16_is_taken_where_it_gains(
-    monkeypatch: pytest.MonkeyPatch, asked: str, trainable: bool, gains: bool, expected: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    found = computing_dtype(object(), asked, CPU, trainable=trainable)
+    found = computing_dtype(object(), dtype, CPU, trainable=trainable)
     assert found == expected
 
 

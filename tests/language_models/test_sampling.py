@@ -10,6 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models import scoring
 from nip_astra.language_models.base import LanguageModel, SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SamplingDistribution as Distribution
@@ -74,8 +75,8 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
     # Evenly spaced uniform numbers draw each token as often as its probability says.
     count = 2000
     uniforms = (torch.arange(count) + 0.5).unsqueeze(1) / count
-    said = tiny_model.generate([CONTEXTS[1]], count, uniforms, options).ids_BT.flatten()
-    shares = said.bincount(minlength=tiny_model.module.config.vocab_size) / count
+    drawn = tiny_model.generate([CONTEXTS[1]], count, uniforms, options).ids_BT.flatten()
+    shares = drawn.bincount(minlength=tiny_model.module.config.vocab_size) / count
     tokens = [[int(token)] for token in shares.nonzero()]
     rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
     kept = tiny_model.support_mask(*rows, options) if options.cuts else None
@@ -115,8 +116,7 @@ def test_small_chunks_of_positions_change_nothing(
     rows, options = ROWS, OPTIONS["both"]
     kept = tiny_model.support_mask(*rows, options)
     whole = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
-    for module in ("scoring", "tree_engine.tree_scores"):
-        monkeypatch.setattr(f"nip_astra.language_models.{module}.MAX_LOGITS", 50)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 50)
     again = tiny_model.support_mask(*rows, options)
     assert torch.equal(again.ids_K, kept.ids_K)
     assert torch.equal(again.counts_S, kept.counts_S)
@@ -144,7 +144,7 @@ def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
     assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, False, True, True]]
 
 
-def test_kept_tokens_of_positions_come_in_the_order_asked_for() -> None:
+def test_kept_tokens_have_the_order_of_the_given_positions() -> None:
     kept = SupportMask(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
     found = kept.at([2, 0])
     assert found.ids_K.tolist() == [8, 9, 4, 5, 6]

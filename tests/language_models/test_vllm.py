@@ -259,7 +259,7 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
     monkeypatch.setattr(vllm, "MAX_PADDED", max_padded)
     model = load(model_dir, dtype="float32")
     assert model.scorer is not None
-    session, rows, said = model.open_session(), [[2, 4, 6], [2, 4, 7]], []
+    session, rows, drawn = model.open_session(), [[2, 4, 6], [2, 4, 7]], []
     contexts = []
     for turn in range(6):
         width = 2 if turn == 0 else 1
@@ -268,12 +268,12 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
         found = session.generate(rows, width, numbers, options).generation
         rows = [row for row in rows for _ in range(width)]
         contexts.append(rows)
-        said.append(found)
+        drawn.append(found)
         spoken = [ids[mask].tolist() for ids, mask in zip(found.ids_BT, found.mask_BT, strict=True)]
         rows = [[*row, *ids, 8, 5] for row, ids in zip(rows, spoken, strict=True)]
     with model.counting() as spent:
-        settled = session.settle(said)
-    for before, found, raw in zip(contexts, settled, said, strict=True):
+        settled = session.settle(drawn)
+    for before, found, raw in zip(contexts, settled, drawn, strict=True):
         rows_before = pad_left(before, CPU)
         alone = model.scorer.logprobs(*rows_before, found.ids_BT, found.mask_BT).detach()
         assert torch.equal(found.ids_BT, raw.ids_BT)
@@ -361,18 +361,17 @@ def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> N
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}],
+    "options", [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}]
 )
 def test_a_target_with_other_engine_options_gets_its_own(
-    model_dir: Path, asked: dict[str, Any]
+    model_dir: Path, options: dict[str, Any]
 ) -> None:
-    target = VllmLanguageModel.Parameters(model=str(model_dir), **asked)
+    target = VllmLanguageModel.Parameters(model=str(model_dir), **options)
     given = {"max_model_len": 40, "gpu_memory_utilization": 0.3, "lora": {"rank": 4}}
     assert load(model_dir, **given).base_for(target) is None
     same = VllmLanguageModel.Parameters(model=str(model_dir))
     assert load(model_dir, **given).base_for(same) is not None
-    assert load(model_dir, **{**given, **asked}).base_for(target) is not None
+    assert load(model_dir, **{**given, **options}).base_for(target) is not None
 
 
 def test_a_config_without_a_vocabulary_is_refused(
@@ -459,9 +458,9 @@ def test_engines_in_actors_sample_as_one_in_this_process_though_one_dies(
         if number == 2:
             ray_here.actors[0].die()
         expected = here.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
-        said = there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
-        assert torch.equal(said.ids_BT, expected.ids_BT)
-        assert torch.allclose(said.logprobs_BT, expected.logprobs_BT, atol=1e-6)
+        drawn = there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+        assert torch.equal(drawn.ids_BT, expected.ids_BT)
+        assert torch.allclose(drawn.logprobs_BT, expected.logprobs_BT, atol=1e-6)
         num_put = ray_here.num_put
         there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
         assert ray_here.num_put == num_put, "weights are sent once an update"
@@ -476,9 +475,7 @@ def test_engines_in_actors_with_other_tokens_are_refused(
         load(model_dir, num_engines=2)
 
 
-def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(
-    model_dir: Path,
-) -> None:
+def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(model_dir: Path) -> None:
     attacker = load(model_dir, lora={"rank": 4, "target_modules": ["q_proj"]})
     target = attacker.base_for(VllmLanguageModel.Parameters(model=str(model_dir)))
     assert isinstance(target, VllmLanguageModel)

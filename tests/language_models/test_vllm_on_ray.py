@@ -52,11 +52,11 @@ def start(
 def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     """What a process has printed, when it has ended."""
     try:
-        said, faults = process.communicate(timeout=SECONDS)
+        output, faults = process.communicate(timeout=SECONDS)
     finally:
         process.kill()
     assert process.returncode == 0, faults[-3000:]
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow

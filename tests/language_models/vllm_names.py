@@ -18,10 +18,7 @@ CLASSES = {
     "EngineArgs": "vllm/engine/arg_utils.py",
     "LoRARequest": "vllm/lora/request.py",
 }
-METHODS = {
-    "LLM": "vllm/entrypoints/llm.py",
-    "LLMEngine": "vllm/v1/engine/llm_engine.py",
-}
+METHODS = {"LLM": "vllm/entrypoints/llm.py", "LLMEngine": "vllm/v1/engine/llm_engine.py"}
 
 
 def known_names() -> dict[str, dict[str, list[str]]]:

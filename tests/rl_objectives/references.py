@@ -6,6 +6,8 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 
@@ -30,4 +32,90 @@ def trl_trainer(**attributes: Any) -> SimpleNamespace:
             "_tp_size": 1,
         }
         | attributes
+    )
+
+
+def assert_same(mine: Tensor, theirs: Tensor, *given: Tensor, tolerance: float = 1e-10) -> None:
+    """Check values and gradients, which are not 0."""
+    assert mine.item() == pytest.approx(theirs.item(), abs=tolerance)
+    for own, other in zip(
+        torch.autograd.grad(mine, given, retain_graph=True),
+        torch.autograd.grad(theirs, given, retain_graph=True),
+        strict=True,
+    ):
+        assert own.abs().max() > 0
+        assert torch.allclose(own, other, rtol=0, atol=tolerance)
+
+
+def model_that_says(masked_BT: Tensor) -> Any:
+    """What a loss of TRL reads of a model, whose log-probabilities are given."""
+    outputs = SimpleNamespace(
+        log_probs=masked_BT,
+        entropy=masked_BT.detach(),
+        mean_logits=masked_BT.detach(),
+        is_top1=torch.zeros_like(masked_BT, dtype=torch.bool),
+    )
+
+    class Model:
+        training = True
+
+        def __call__(self, **_: object) -> SimpleNamespace:
+            return outputs
+
+    return Model()
+
+
+def loss_of_trl(
+    trainer_class: Any,
+    logprobs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    inputs: dict[str, Any],
+    **attributes: Any,
+) -> Tensor:
+    """What TRL computes of completions without prompts whose log-probabilities are given."""
+    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
+    given = {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask.to(torch.float64),
+        "advantages": advantages,
+    }
+    trainer = trl_trainer(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs * 0, None),
+        **attributes,
+    )
+    loss = trainer_class._compute_loss(trainer, None, given | inputs)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def grpo_of_trl(
+    trl: SimpleNamespace,
+    given: tuple[Tensor, ...],
+    inputs: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Tensor:
+    """TRL's GRPO of log-probabilities, old ones, advantages and a mask."""
+    logprobs, old, advantages, mask = given
+    attributes = {
+        "loss_type": "bnpo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "max_completion_length": 9,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "_entropy_bonus_enabled": False,
+    }
+    args = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
+    args |= {name: changes.pop(name) for name in [*changes] if name.startswith(("delta", "sapo"))}
+    return loss_of_trl(
+        trl.GRPOTrainer,
+        *(logprobs, mask, advantages),
+        {"old_per_token_logps": old, "num_items_in_batch": mask.sum()} | (inputs or {}),
+        **(attributes | changes),
+        args=SimpleNamespace(**args),
     )

@@ -132,13 +132,6 @@ def test_no_gradient_flows_through_an_advantage() -> None:
     assert not found.returns.requires_grad
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_gae_of_nothing_is_nothing(shape: tuple[int, int]) -> None:
-    nothing = torch.zeros(shape)
-    found = gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8)
-    assert found.advantages.shape == shape
-
-
 REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtype=DOUBLE)
 
 
@@ -223,24 +216,26 @@ def test_order_shift_and_missing_siblings_change_nothing(
     assert not wide.is_used_PG[:, 3:].any()
 
 
-def test_no_groups_give_no_advantages() -> None:
-    found = of_siblings(torch.zeros(0, 4), baseline="mean", std_epsilon=1e-4)
-    assert found.advantages_PG.shape == (0, 4)
-    assert found.is_zero_variance_P.shape == (0,)
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_of_nothing_there_are_no_advantages(shape: tuple[int, int]) -> None:
+    nothing = torch.zeros(shape)
+    assert gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8).advantages.shape == shape
+    found = of_siblings(nothing, baseline="mean", std_epsilon=1e-4)
+    assert found.advantages_PG.shape == shape
+    assert not found.is_zero_variance_P.any()
 
 
 @pytest.mark.parametrize(
-    ("baseline", "std_epsilon", "text"),
+    ("options", "text"),
     [
-        ("median", None, "'median'.*mean, leave_one_out, none"),
-        ("none", 1e-4, "'none'.*group"),
+        ({"baseline": "median", "scale": "none"}, "'median'.*mean, leave_one_out, none"),
+        ({"baseline": "none"}, "'none'.*group"),
+        ({"scale": "global"}, "global.*group, batch, none"),
     ],
 )
-def test_a_baseline_that_cannot_be_is_refused(
-    baseline: Baseline, std_epsilon: float | None, text: str
-) -> None:
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        of_siblings(REWARDS, baseline=baseline, std_epsilon=std_epsilon)
+        group_advantages(doubles(1), torch.zeros(1).long(), **options)
 
 
 def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask() -> None:
@@ -303,15 +298,15 @@ def test_ragged_groups_equal_each_group_alone() -> None:
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_singleton_learns_nothing_where_nexrl_gives_it_its_reward(scale: Scale) -> None:
+def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None:
+    # nexrl gives a run of one sample its reward, and one of two samples NaN.
     found = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
     assert found.advantages_N[0] == 0
     assert found.is_zero_variance_P.tolist() == [True, False]
-
-
-def test_one_run_of_two_samples_gives_zero_where_nexrl_gives_nan() -> None:
-    found = group_advantages(doubles(0, 4), torch.tensor([0, 0]), torch.tensor([5, 5]))
-    assert found.advantages_N.tolist() == [0, 0]
+    twice = group_advantages(
+        doubles(0, 4), torch.zeros(2).long(), torch.tensor([5, 5]), scale=scale
+    )
+    assert twice.advantages_N.tolist() == [0, 0]
 
 
 def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
@@ -326,21 +321,6 @@ def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
     std = math.sqrt(((0 - 6.5) ** 2 + (2 - 6.5) ** 2 + (10 - 6.5) ** 2 + (14 - 6.5) ** 2) / 3)
     expected = [-1 / std, 1 / std, -3 / std, -1 / std, 2 / std]
     assert found.advantages_N.tolist() == pytest.approx(expected)
-
-
-def test_the_spread_of_the_batch_is_that_of_trl_on_ragged_groups() -> None:
-    pytest.importorskip("trl", minversion="1.16")
-    from trl.trainer.utils import nanstd
-
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(6, 4, generator=generator, dtype=DOUBLE) + torch.arange(6)[:, None]
-    values[torch.rand(6, 4, generator=generator) < 0.3] = torch.nan
-    found = group_advantages(
-        values.flatten(), torch.arange(6).repeat_interleave(4), scale="batch", std_epsilon=1e-4
-    )
-    expected = (values - values.nanmean(dim=1, keepdim=True)) / (nanstd(values.flatten()) + 1e-4)
-    # TRL's correction count / (count - 1) is a division of integers, which gives float32.
-    assert torch.allclose(found.advantages_N, expected.flatten().nan_to_num(0.0), atol=1e-6)
 
 
 def test_samples_without_a_verdict_are_left_out() -> None:
@@ -368,10 +348,3 @@ def test_advantages_do_not_depend_on_order_or_on_a_constant() -> None:
 
 def test_ids_become_numbers_in_order_of_appearance() -> None:
     assert codes_of(["b", "a", "b", 3]).tolist() == [0, 1, 0, 2]
-
-
-def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"global.*group, batch, none"):
-        group_advantages(doubles(1), torch.zeros(1).long(), scale="global")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="none"):
-        group_advantages(doubles(1), torch.zeros(1).long(), baseline="none")

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import PolicyLoss, nll_loss, policy_loss
 from nip_astra.rl_objectives.values import value_loss
+from tests.rl_objectives.references import assert_same
 
 DOUBLE = torch.float64
 NUM_STATES, NUM_ACTIONS, ROWS = 7, 4, 12
@@ -82,17 +83,6 @@ def logprobs_and_values(
     return actor, critic, logprobs, critic[batch["state"]]
 
 
-def assert_same(
-    first: torch.Tensor, second: torch.Tensor, parameter: torch.Tensor, factor: float = 1.0
-) -> None:
-    """Check that the second is `factor` times the first, and its gradient."""
-    assert second.item() == pytest.approx(factor * first.item(), abs=1e-10)
-    mine = torch.autograd.grad(first, parameter, retain_graph=True)[0]
-    other = torch.autograd.grad(second, parameter, retain_graph=True)[0]
-    assert mine.abs().max() > 0
-    assert torch.allclose(factor * mine, other, rtol=0, atol=1e-10)
-
-
 EVERY = torch.ones(ROWS, 1, dtype=torch.bool)
 
 
@@ -121,7 +111,7 @@ def test_ppo_equals_that_of_torchrl(torchrl: SimpleNamespace, clip_range: float 
         values, batch["state_value"], batch["value_target"], EVERY, clip_range=clip_range
     )
     # Ours is half the squared error.
-    assert_same(value.loss, theirs["loss_critic"], critic, factor=2.0)
+    assert_same(2 * value.loss, theirs["loss_critic"], critic)
 
 
 def test_reinforce_equals_that_of_torchrl(torchrl: SimpleNamespace) -> None:

@@ -7,12 +7,11 @@ their own code runs on given log-probabilities.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from nip_astra.rl_objectives.advantages import group_advantages
+from nip_astra.rl_objectives.advantages import Scale, group_advantages
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss, policy_loss
 from nip_astra.rl_objectives.preference import (
     PreferenceKind,
@@ -20,30 +19,16 @@ from nip_astra.rl_objectives.preference import (
     sequence_logprobs,
 )
 from tests.rl_objectives.batches import loss_of_variant
-from tests.rl_objectives.references import trl_trainer
+from tests.rl_objectives.references import (
+    assert_same,
+    grpo_of_trl,
+    loss_of_trl,
+    model_that_says,
+    trl_trainer,
+)
 
 DOUBLE = torch.float64
-TOLERANCE = {"abs": 1e-10}
 MAX_LENGTH = 11
-
-
-@pytest.fixture(scope="module")
-def trl() -> SimpleNamespace:
-    """The trainers, imported only where a test asks for them."""
-    pytest.importorskip("trl", minversion="1.16")
-    from trl.experimental.cpo import CPOTrainer
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.rloo_trainer import RLOOTrainer
-    from trl.trainer.utils import nanstd
-
-    return SimpleNamespace(
-        CPOTrainer=CPOTrainer,
-        DPOTrainer=DPOTrainer,
-        GRPOTrainer=GRPOTrainer,
-        RLOOTrainer=RLOOTrainer,
-        nanstd=nanstd,
-    )
 
 
 def random_batch(seed: int, scale: float) -> dict[str, torch.Tensor]:
@@ -61,64 +46,25 @@ def random_batch(seed: int, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same(first: Any, second: Any, *tensors: torch.Tensor) -> None:
-    assert first.item() == pytest.approx(second.item(), **TOLERANCE)
-    for mine, other in zip(
-        torch.autograd.grad(first, tensors), torch.autograd.grad(second, tensors), strict=True
-    ):
-        assert mine.abs().max() > 0
-        assert torch.allclose(mine, other, rtol=0, atol=TOLERANCE["abs"])
+def inputs_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return batch["logprobs"], batch["old"], batch["advantages"], batch["mask"]
 
 
-def loss_of_trl(
-    trainer_class: Any, batch: dict[str, torch.Tensor], inputs: dict[str, Any], **attributes: Any
-) -> torch.Tensor:
-    """What TRL computes of completions without prompts whose log-probabilities are the batch's."""
-    logprobs, mask = batch["logprobs"], batch["mask"].to(DOUBLE)
-    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
-    given = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
-        "completion_ids": torch.zeros_like(mask),
-        "completion_mask": mask,
-        "advantages": batch["advantages"],
-    }
-    trainer = trl_trainer(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            logprobs,
-            torch.zeros_like(logprobs),
-            None,
-        ),
-        **attributes,
-    )
-    loss = trainer_class._compute_loss(trainer, None, given | inputs)
-    assert isinstance(loss, torch.Tensor)
-    return loss
-
-
-def grpo_of_trl(
+def variant_of_trl(
     trl: SimpleNamespace, name: str, batch: dict[str, torch.Tensor], *, kl_weight: float
 ) -> torch.Tensor:
     variant = GROUP_VARIANTS[name]
     clip = PolicyLoss.of(variant.loss, clip_high=variant.clip_high).options
-    return loss_of_trl(
-        trl.GRPOTrainer,
-        batch,
-        {
-            "old_per_token_logps": batch["old"],
-            "ref_per_token_logps": batch["reference"],
-            "num_items_in_batch": batch["mask"].to(DOUBLE).sum(),
-        },
+    return grpo_of_trl(
+        trl,
+        inputs_of(batch),
+        {"ref_per_token_logps": batch["reference"]},
         loss_type={"gspo": "grpo"}.get(name, name),
         importance_sampling_level="sequence" if name == "gspo" else "token",
         epsilon_low=clip["clip_low"],
         epsilon_high=clip["clip_high"] if name != "cispo" else 1 + clip["clip_high"],
         beta=kl_weight,
         max_completion_length=MAX_LENGTH,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        _entropy_bonus_enabled=False,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
     )
 
 
@@ -132,12 +78,12 @@ def test_group_variants_equal_grpo_of_trl(
     batch["logprobs"].requires_grad_()
     loss = loss_of_variant(
         name,
-        *(batch["logprobs"], batch["old"], batch["advantages"], batch["mask"]),
+        *inputs_of(batch),
         max_length=MAX_LENGTH,
         reference_logprobs_BT=batch["reference"],
         kl_weight=kl_weight,
     ).loss
-    assert_same(loss, grpo_of_trl(trl, name, batch, kl_weight=kl_weight), batch["logprobs"])
+    assert_same(loss, variant_of_trl(trl, name, batch, kl_weight=kl_weight), batch["logprobs"])
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])
@@ -145,8 +91,9 @@ def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
     batch = random_batch(4, scale)
     logprobs = batch["logprobs"].requires_grad_()
     old = {"old_logps": (batch["old"] * batch["mask"]).sum(1)}
-    theirs = loss_of_trl(trl.RLOOTrainer, batch, old, epsilon_low=0.2, epsilon_high=0.2)
-    mine = loss_of_variant("rloo", logprobs, batch["old"], batch["advantages"], batch["mask"]).loss
+    given = (logprobs, batch["mask"], batch["advantages"])
+    theirs = loss_of_trl(trl.RLOOTrainer, *given, old, epsilon_low=0.2, epsilon_high=0.2)
+    mine = loss_of_variant("rloo", *inputs_of(batch)).loss
     assert_same(mine, theirs, logprobs)
 
 
@@ -155,20 +102,24 @@ def test_ppo_clips_as_grpo_of_trl_does(trl: SimpleNamespace) -> None:
     batch = random_batch(5, 0.5)
     batch["logprobs"].requires_grad_()
     mine = policy_loss(
-        *(batch["logprobs"], batch["old"], batch["advantages"], batch["mask"]),
+        *inputs_of(batch),
         loss=PolicyLoss.of("ppo", clip_high=0.28),
     ).loss
-    assert_same(mine, grpo_of_trl(trl, "dapo", batch, kl_weight=0.0), batch["logprobs"])
+    assert_same(mine, variant_of_trl(trl, "dapo", batch, kl_weight=0.0), batch["logprobs"])
 
 
-def test_the_deviation_of_a_group_is_that_of_trl(trl: SimpleNamespace) -> None:
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_the_deviation_of_a_group_or_of_the_batch_is_that_of_trl(
+    trl: SimpleNamespace, scale: Scale
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(6, 4, generator=generator, dtype=DOUBLE)
+    rewards = torch.randn(6, 4, generator=generator, dtype=DOUBLE) + torch.arange(6)[:, None]
     rewards[torch.rand(6, 4, generator=generator) < 0.2] = torch.nan
     rewards[5] = 0.3
     group_N = torch.arange(6).repeat_interleave(4)
-    found = group_advantages(rewards.flatten(), group_N, std_epsilon=1e-4)
-    deviation = trl.nanstd(rewards, dim=1)[:, None]
+    found = group_advantages(rewards.flatten(), group_N, scale=scale, std_epsilon=1e-4)
+    is_group = scale == "group"
+    deviation = trl.nanstd(rewards, dim=1)[:, None] if is_group else trl.nanstd(rewards.flatten())
     expected = (rewards - rewards.nanmean(dim=1, keepdim=True)) / (deviation + 1e-4)
     # TRL's correction count / (count - 1) is a division of integers, which gives float32.
     assert torch.allclose(found.advantages_N, expected.flatten().nan_to_num(0.0), rtol=0, atol=1e-6)
@@ -188,17 +139,6 @@ def dpo_of_trl(
     """Call TRL's loss of pairs: rows 0 to 3 are chosen, rows 4 to 7 rejected."""
     mask = batch["mask"]
     masked = torch.cat([chosen, rejected]) * mask
-    zeros = torch.zeros_like(masked)
-    outputs = SimpleNamespace(
-        log_probs=masked, entropy=zeros, mean_logits=zeros, is_top1=torch.zeros_like(mask)
-    )
-
-    class Model:
-        training = True
-
-        def __call__(self, **_: object) -> SimpleNamespace:
-            return outputs
-
     trainer = trl_trainer(
         **{"label_smoothing": 0.0} | attributes,
         ld_alpha=None,
@@ -218,7 +158,7 @@ def dpo_of_trl(
         "ref_chosen_logps": reference[:4],
         "ref_rejected_logps": reference[4:],
     }
-    loss = trl.DPOTrainer._compute_loss(trainer, Model(), inputs, False)
+    loss = trl.DPOTrainer._compute_loss(trainer, model_that_says(masked), inputs, False)
     assert isinstance(loss, torch.Tensor)
     return loss
 
@@ -290,7 +230,6 @@ def test_preference_losses_equal_cpo_of_trl(
 def test_a_wider_clip_is_seen_by_the_comparison(trl: SimpleNamespace) -> None:
     batch = random_batch(3, 0.5)
     wider = PolicyLoss.of("ppo", clip_high=0.28)
-    inputs = (batch["logprobs"], batch["old"], batch["advantages"], batch["mask"])
-    mine = loss_of_variant("grpo", *inputs, loss=wider).loss
-    theirs = grpo_of_trl(trl, "grpo", batch, kl_weight=0.0)
+    mine = loss_of_variant("grpo", *inputs_of(batch), loss=wider).loss
+    theirs = variant_of_trl(trl, "grpo", batch, kl_weight=0.0)
     assert abs(mine.item() - theirs.item()) > 1e-4

@@ -10,7 +10,7 @@ from torchrl.objectives.value import GAE
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 from torchrl.objectives.value.functional import reward2go as torchrl_reward_to_go
 
-from nip_astra.rl_objectives.advantages import gae, reward_to_go
+from nip_astra.rl_objectives.advantages import AdvantageEstimate, gae, reward_to_go
 from nip_astra.rl_objectives.objective import EpisodeGae
 
 E, T, A = 5, 7, 2
@@ -25,32 +25,29 @@ def random_batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return reward_ETA, value_ETA, last_EA, is_end_ET
 
 
+def gae_of(
+    reward_ETA: Tensor,
+    value_ETA: Tensor,
+    last_EA: Tensor,
+    is_end_ET: Tensor,
+    gamma: float = 0.9,
+    lam: float = 0.95,
+) -> AdvantageEstimate:
+    end_ET1 = is_end_ET[..., None]
+    return gae(reward_ETA, value_ETA, gamma=gamma, lam=lam, bootstrap_E=last_EA, is_end_EH=end_ET1)
+
+
 def test_an_episode_of_two_rounds_is_what_the_hand_gives() -> None:
-    reward = torch.tensor([[[0.0], [1.0]]])
-    value = torch.tensor([[[0.5], [0.25]]])
-    is_end = torch.tensor([[False, True]])
-    found = gae(
-        *(reward, value),
-        gamma=0.9,
-        lam=0.5,
-        bootstrap_E=torch.tensor([[9.0]]),
-        is_end_EH=is_end[..., None],
-    )
+    reward, value = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[0.5], [0.25]]])
+    found = gae_of(reward, value, torch.tensor([[9.0]]), torch.tensor([[False, True]]), lam=0.5)
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.9 * 0.25 - 0.5 = -0.275.
     assert found.advantages.flatten().tolist() == pytest.approx([-0.275 + 0.45 * 0.75, 0.75])
     assert found.returns.flatten().tolist() == pytest.approx([0.5625, 1.0])
 
 
 def test_a_batch_that_ends_before_the_episode_counts_the_value_after_it() -> None:
-    reward, value = torch.tensor([[[1.0]]]), torch.tensor([[[0.5]]])
-    is_end = torch.tensor([[False]])
-    found = gae(
-        *(reward, value),
-        gamma=0.9,
-        lam=0.5,
-        bootstrap_E=torch.tensor([[2.0]]),
-        is_end_EH=is_end[..., None],
-    )
+    reward, value, last = (torch.tensor([[[x]]]) for x in (1.0, 0.5, 2.0))
+    found = gae_of(reward, value, last[0], torch.tensor([[False]]), lam=0.5)
     assert float(found.advantages) == pytest.approx(1 + 0.9 * 2 - 0.5)
 
 
@@ -58,14 +55,10 @@ def test_nothing_passes_from_an_episode_to_the_one_before() -> None:
     reward, value, last, _ = random_batch()
     is_end = torch.zeros(E, T, dtype=torch.bool)
     is_end[:, 3] = True
-    before = gae(
-        *(reward, value), gamma=0.9, lam=0.95, bootstrap_E=last, is_end_EH=is_end[..., None]
-    )
+    before = gae_of(reward, value, last, is_end)
     reward[:, 4:] += 100.0
     value[:, 4:] -= 50.0
-    after = gae(
-        *(reward, value), gamma=0.9, lam=0.95, bootstrap_E=last, is_end_EH=is_end[..., None]
-    )
+    after = gae_of(reward, value, last, is_end)
     assert torch.equal(before.advantages[:, :4], after.advantages[:, :4])
     assert not torch.equal(before.advantages[:, 4:], after.advantages[:, 4:])
 
@@ -74,9 +67,7 @@ def test_nothing_passes_from_an_episode_to_the_one_before() -> None:
 def test_advantages_are_those_of_torchrl(number: int) -> None:
     reward, value, last, is_end = random_batch()
     # Discounts that are exact in single precision, in which TorchRL keeps them.
-    found = gae(
-        *(reward, value), gamma=0.875, lam=0.75, bootstrap_E=last, is_end_EH=is_end[..., None]
-    )
+    found = gae_of(reward, value, last, is_end, gamma=0.875, lam=0.75)
     next_value = torch.cat([value[:, 1:], last[:, None]], dim=1)
     end = is_end[..., None]
     advantage, target = generalized_advantage_estimate(

@@ -18,16 +18,20 @@ MASK = torch.tensor([[True, True], [True, False]])
 
 
 @pytest.mark.parametrize(
-    ("level", "most", "expected"),
+    ("level", "mode", "most", "expected"),
     [
-        ("token", 9.0, [[2.0, 0.5], [0.25, 0.0]]),
-        ("token", 1.5, [[1.5, 0.5], [0.25, 0.0]]),
-        ("sequence", 9.0, [[1.0, 1.0], [0.25, 0.0]]),
-        ("sequence", 0.5, [[0.5, 0.5], [0.25, 0.0]]),
+        ("token", "truncate", 9.0, [[2.0, 0.5], [0.25, 0.0]]),
+        ("token", "truncate", 1.5, [[1.5, 0.5], [0.25, 0.0]]),
+        ("token", "mask", 1.5, [[0.0, 0.5], [0.25, 0.0]]),
+        ("sequence", "truncate", 9.0, [[1.0, 1.0], [0.25, 0.0]]),
+        ("sequence", "truncate", 0.5, [[0.5, 0.5], [0.25, 0.0]]),
+        ("sequence", "mask", 0.5, [[0.0, 0.0], [0.25, 0.0]]),
     ],
 )
-def test_weights_by_hand(level: ImportanceLevel, most: float, expected: list[list[float]]) -> None:
-    found = importance_weights(PI, MU, MASK, level=level, max_ratio=most)
+def test_weights_by_hand(
+    level: ImportanceLevel, mode: str, most: float, expected: list[list[float]]
+) -> None:
+    found = importance_weights(PI, MU, MASK, level=level, mode=mode, max_ratio=most)
     torch.testing.assert_close(found, torch.tensor(expected))
 
 

@@ -103,10 +103,8 @@ def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -
 @pytest.mark.parametrize("clip_value", [None, 0.25])
 @pytest.mark.parametrize("cls", [IPPOLoss, ClipPPOLoss])
 def test_value_and_gradient_are_those_of_torchrl(
-    cls: type, distance: str, clip_value: float | None
+    agents: AlwaysActing, batch: TensorDict, cls: type, distance: str, clip_value: float | None
 ) -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
     objective = objective_of(
         agents,
         clip_low=0.125,
@@ -133,8 +131,9 @@ def test_value_and_gradient_are_those_of_torchrl(
     assert_equal_gradients(ours, theirs)
 
 
-def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_distribution() -> None:
-    agents = AlwaysActing()
+def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_distribution(
+    agents: AlwaysActing,
+) -> None:
     batch = make_batch(agents, num_frames=6)
     # The old policy is uniform, and each action was taken once in each of two states.
     batch["agents", "observation"][:3] = batch["agents", "observation"][0]
@@ -161,8 +160,7 @@ def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_dis
     assert_equal_gradients(ours, theirs)
 
 
-def test_the_clipped_loss_is_what_the_hand_gives() -> None:
-    agents = AlwaysActing()
+def test_the_clipped_loss_is_what_the_hand_gives(agents: AlwaysActing) -> None:
     batch = make_batch(agents, num_frames=2)
     ratios = torch.tensor([1.5, 0.5], dtype=torch.float64)
     with torch.no_grad():
@@ -183,9 +181,8 @@ def test_the_clipped_loss_is_what_the_hand_gives() -> None:
     ("loss_type", "clipped", "outside"), [("clip", 0.5, 1.0), ("kl_penalty", 0.0, 1.0)]
 )
 def test_a_ratio_beyond_its_clip_counts_as_clipped_only_where_that_takes_its_gradient(
-    loss_type: str, clipped: float, outside: float
+    agents: AlwaysActing, loss_type: str, clipped: float, outside: float
 ) -> None:
-    agents = AlwaysActing()
     batch = make_batch(agents, num_frames=2)
     with torch.no_grad():
         now_B = agents.evaluate("first", batch).logprobs_B
@@ -201,9 +198,8 @@ def test_a_ratio_beyond_its_clip_counts_as_clipped_only_where_that_takes_its_gra
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
 def test_a_policy_that_went_far_has_a_finite_gradient_in_float32(
-    log_ratio: float, advantage: float, loss_type: str
+    agents: AlwaysActing, log_ratio: float, advantage: float, loss_type: str
 ) -> None:
-    agents = AlwaysActing()
     batch = make_batch(agents, num_frames=2)
     batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
     agents.float()
@@ -218,8 +214,7 @@ def test_a_policy_that_went_far_has_a_finite_gradient_in_float32(
     assert all(bool(weight.grad.isfinite().all()) for weight in agents["first"].parameters())
 
 
-def test_a_better_move_becomes_likelier() -> None:
-    agents = AlwaysActing()
+def test_a_better_move_becomes_likelier(agents: AlwaysActing) -> None:
     batch = make_batch(agents, num_frames=1)
     batch["agents", "advantage"][:] = 1.0
     with torch.no_grad():
@@ -234,9 +229,9 @@ def test_a_better_move_becomes_likelier() -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
-def test_an_advantage_of_one_agent_gives_the_other_no_gradient(loss_type: str) -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_an_advantage_of_one_agent_gives_the_other_no_gradient(
+    agents: AlwaysActing, batch: TensorDict, loss_type: str
+) -> None:
     batch["agents", "advantage"][:, 1] = 0.0
     objective = objective_of(
         agents, loss_type=loss_type, kl_beta=0.0, entropy_weight=0.0, critic_coef=0.0
@@ -246,9 +241,9 @@ def test_an_advantage_of_one_agent_gives_the_other_no_gradient(loss_type: str) -
     assert float(found["agents.agents.second.policy.weight"].abs().sum()) == 0.0
 
 
-def test_only_frames_in_which_an_agent_acts_shape_its_policy() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_only_frames_in_which_an_agent_acts_shape_its_policy(
+    agents: AlwaysActing, batch: TensorDict
+) -> None:
     batch["is_acting"][5:, 0] = False
     objective = objective_of(agents, critic_coef=0.0)
     _, masked = our_gradients(objective, batch)
@@ -258,9 +253,9 @@ def test_only_frames_in_which_an_agent_acts_shape_its_policy() -> None:
         torch.testing.assert_close(masked[name], alone[name], rtol=1e-12, atol=1e-14)
 
 
-def test_frames_that_are_masked_and_frames_that_are_left_out_give_one_loss() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_frames_that_are_masked_and_frames_that_are_left_out_give_one_loss(
+    agents: AlwaysActing, batch: TensorDict
+) -> None:
     batch["is_acting"][::3, 0] = False
     objective = objective_of(agents)
     left_out = objective.policy_view("first", frames_of(batch))
@@ -277,9 +272,7 @@ def test_frames_that_are_masked_and_frames_that_are_left_out_give_one_loss() -> 
         assert float(value.detach()) == pytest.approx(float(of_masked[name].detach()), abs=1e-12)
 
 
-def test_values_are_learned_from_all_frames() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_values_are_learned_from_all_frames(agents: AlwaysActing, batch: TensorDict) -> None:
     objective = objective_of(agents)
     _, before = our_gradients(objective, batch)
     batch["is_acting"][:, 0] = False
@@ -289,8 +282,9 @@ def test_values_are_learned_from_all_frames() -> None:
 
 
 @pytest.mark.parametrize("num_frames", [1, 7])
-def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(num_frames: int) -> None:
-    agents = AlwaysActing()
+def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(
+    agents: AlwaysActing, num_frames: int
+) -> None:
     batch = make_batch(agents, num_frames=num_frames)
     batch["is_acting"][:, 0] = False
     value, found = our_gradients(objective_of(agents), batch)
@@ -299,9 +293,9 @@ def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(num_frames:
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
-def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy(
+    agents: AlwaysActing, batch: TensorDict
+) -> None:
     batch["is_acting"][:, 0] = False
     objective = objective_of(agents)
     figures = ("kl", "clip_fraction", "ratio_outside_clip", "ess", "entropy")
@@ -316,10 +310,11 @@ def normalised(values: torch.Tensor, counts: torch.Tensor | None = None) -> torc
     return whiten(values, counts, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
 
 
-def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation() -> None:
+def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation(
+    agents: AlwaysActing,
+) -> None:
     one = torch.tensor([3.0])
     assert normalised(one).tolist() == [0.0]
-    agents = AlwaysActing()
     value, found = our_gradients(
         objective_of(agents, entropy_weight=0.0), make_batch(agents, num_frames=1)
     )
@@ -333,9 +328,9 @@ def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
     assert float(tiny.abs().max()) < 0.01
 
 
-def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration(
+    agents: AlwaysActing, batch: TensorDict
+) -> None:
     objective = objective_of(agents, loss_type="kl_penalty", kl_beta=1.0, kl_target=0.1)
     for shift, expected in ((1.0, 2.0), (0.0, 1.0), (0.1, 1.0)):
         for name in NAMES:
@@ -350,8 +345,7 @@ def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration() -> N
     assert objective.beta.tolist() == [1.0, 1.0], "no minibatch says nothing"
 
 
-def test_the_clipped_loss_has_no_weight_that_changes() -> None:
-    agents = AlwaysActing()
+def test_the_clipped_loss_has_no_weight_that_changes(agents: AlwaysActing) -> None:
     objective = objective_of(agents, kl_beta=0.5)
     objective(make_batch(agents))
     objective.finish_iteration()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 from torchrl.objectives import LossModule, ValueEstimators
 
@@ -35,8 +36,7 @@ def test_the_package_offers_the_base_class() -> None:
     assert issubclass(Objective, LossModule)
 
 
-def test_weights_are_the_agents_own_and_each_is_there_once() -> None:
-    agents = AlwaysActing()
+def test_weights_are_the_agents_own_and_each_is_there_once(agents: AlwaysActing) -> None:
     objective = ippo(agents)
     objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8)
     assert [id(p) for p in objective.parameters()] == [id(p) for p in agents.parameters()]
@@ -58,13 +58,12 @@ def test_another_estimator_is_refused() -> None:
         ippo(AlwaysActing()).make_value_estimator(ValueEstimators.GAE, gama=0.9)
 
 
-def test_an_objective_of_ones_own_takes_one_method() -> None:
+def test_an_objective_of_ones_own_takes_one_method(agents: AlwaysActing) -> None:
     class Likely(Objective):
         def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
             view = self.policy_view(name, batch)
             return {"loss_likely": -view.mean(view.evaluation.logprobs_B), "count": torch.ones(())}
 
-    agents = AlwaysActing()
     found = Likely(agents)(make_batch(agents))
     assert set(found.keys()) == {
         "loss_likely_first",
@@ -75,8 +74,7 @@ def test_an_objective_of_ones_own_takes_one_method() -> None:
     assert found["loss_likely_first"].requires_grad
 
 
-def test_gradients_by_agent_are_those_of_the_sum_of_all_losses() -> None:
-    agents = AlwaysActing()
+def test_gradients_by_agent_are_those_of_the_sum_of_all_losses(agents: AlwaysActing) -> None:
     batch, objective = make_batch(agents), ippo(agents)
     sum_of_losses(objective(batch).items()).backward()
     whole = gradients_of(agents)
@@ -86,8 +84,7 @@ def test_gradients_by_agent_are_those_of_the_sum_of_all_losses() -> None:
         torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-15)
 
 
-def test_parts_of_the_losses_have_together_the_gradients_of_the_whole() -> None:
-    agents = AlwaysActing()
+def test_parts_of_the_losses_have_together_the_gradients_of_the_whole(agents: AlwaysActing) -> None:
     batch, objective = make_batch(agents, num_frames=300), ippo(agents)
     whole = objective.compute_gradients(batch, NAMES)
     expected = gradients_of(agents)
@@ -103,8 +100,7 @@ def test_parts_of_the_losses_have_together_the_gradients_of_the_whole() -> None:
     assert all(torch.equal(found[n][k], v) for n in NAMES for k, v in whole[n].items())
 
 
-def test_an_agent_that_does_not_learn_gets_no_gradient() -> None:
-    agents = AlwaysActing()
+def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> None:
     ippo(agents).compute_gradients(make_batch(agents), ["second"])
     assert all(p.grad is None for p in agents["first"].parameters())
     assert all(p.grad is not None for p in agents["second"].parameters())
@@ -120,9 +116,7 @@ def test_its_own_state_is_what_the_agents_have_not() -> None:
     assert other.beta.tolist() == [0.125, 0.125]
 
 
-def test_reinforce_is_what_the_hand_gives() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_reinforce_is_what_the_hand_gives(agents: AlwaysActing, batch: TensorDict) -> None:
     found = ReinforceObjective(agents, entropy_weight=0.5)(batch)
     seen = agents.evaluate("first", batch)
     weights_B = batch["agents", "reward_to_go"][:, 0, 0]
@@ -133,9 +127,7 @@ def test_reinforce_is_what_the_hand_gives() -> None:
     assert "loss_value_first" not in found.keys()  # noqa: SIM118
 
 
-def test_reinforce_with_a_critic_learns_values() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: TensorDict) -> None:
     objective = ReinforceObjective(
         agents, RlTrainerParameters(loss_critic_type="l2"), weight="advantage"
     )
@@ -146,9 +138,9 @@ def test_reinforce_with_a_critic_learns_values() -> None:
     assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
 
 
-def test_a_reward_of_one_agent_gives_the_other_no_gradient() -> None:
-    agents = AlwaysActing()
-    batch = make_batch(agents)
+def test_a_reward_of_one_agent_gives_the_other_no_gradient(
+    agents: AlwaysActing, batch: TensorDict
+) -> None:
     batch["agents", "reward_to_go"][:, 1] = 0.0
     sum_of_losses(ReinforceObjective(agents)(batch).items()).backward()
     assert float(agents["first"].policy.weight.grad.abs().sum()) > 0.1

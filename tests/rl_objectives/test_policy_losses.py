@@ -18,7 +18,6 @@ from nip_astra.rl_objectives.policy_losses import (
     GroupVariantName,
     PolicyLoss,
     effective_sample_size,
-    importance_weights,
     nll_loss,
     policy_loss,
 )
@@ -30,7 +29,7 @@ from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
 from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
-from tests.rl_objectives.references import trl_trainer
+from tests.rl_objectives.references import assert_same, grpo_of_trl
 
 CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
 
@@ -296,69 +295,18 @@ def test_gspo_of_tokens_has_the_mean_and_the_gradient_of_gspo() -> None:
     assert mine.abs().max() > 0
 
 
-@pytest.fixture(scope="module")
-def trl() -> Any:
-    """The trainer, imported only where a test asks for it."""
-    pytest.importorskip("trl", minversion="1.16")
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    return GRPOTrainer
-
-
-def loss_of_trl(trl: Any, given: tuple[torch.Tensor, ...], **changes: Any) -> torch.Tensor:
-    logprobs, old, advantages, mask = given
-    attributes = {
-        "loss_type": "bnpo",
-        "importance_sampling_level": "token",
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "beta": 0.0,
-        "max_completion_length": 9,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "_entropy_bonus_enabled": False,
-    }
-    args = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
-    args |= {name: changes.pop(name) for name in [*changes] if name.startswith(("delta", "sapo"))}
-    trainer = trl_trainer(
-        **(attributes | changes),
-        args=SimpleNamespace(**args),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs * 0, None),
-    )
-    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
-    inputs = {
-        "prompt_ids": nothing,
-        "prompt_mask": nothing,
-        "completion_ids": torch.zeros_like(mask),
-        "completion_mask": mask.to(DOUBLE),
-        "advantages": advantages,
-        "old_per_token_logps": old,
-        "num_items_in_batch": mask.sum(),
-    }
-    found = trl._compute_loss(trainer, None, inputs)
-    assert isinstance(found, torch.Tensor)
-    return found
-
-
-def assert_same(mine: torch.Tensor, theirs: torch.Tensor, given: torch.Tensor) -> None:
-    assert mine.item() == pytest.approx(theirs.item(), abs=1e-10)
-    slopes = [torch.autograd.grad(one, given)[0] for one in (mine, theirs)]
-    assert slopes[0].abs().max() > 0
-    assert torch.allclose(slopes[0], slopes[1], rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_dual_clip_equals_the_delta_of_trl(trl: Any, seed: int) -> None:
+def test_dual_clip_equals_the_delta_of_trl(trl: SimpleNamespace, seed: int) -> None:
     given = arguments(seed)
     mine = LOSSES["dual_clip"].of_tokens(*given)
-    assert_same(reduce_loss(mine, given[3], "token"), loss_of_trl(trl, given, delta=1.5), given[0])
+    assert_same(reduce_loss(mine, given[3], "token"), grpo_of_trl(trl, given, delta=1.5), given[0])
 
 
-def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: Any) -> None:
+def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: SimpleNamespace) -> None:
     # TRL: clamp(max=5), no lower bound. TorchRL: clamp(1 - epsilon, 1 + epsilon).
     given = arguments(1)
     mine = PolicyLoss.of("cispo", clip_high=4.0).of_tokens(*given)
-    theirs = loss_of_trl(trl, given, loss_type="cispo", epsilon_high=5.0)
+    theirs = grpo_of_trl(trl, given, loss_type="cispo", epsilon_high=5.0)
     assert_same(reduce_loss(mine, given[3], "token"), theirs, given[0])
     logprobs, old, advantages, mask = given
     narrow = PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2).of_tokens(*given)
@@ -383,7 +331,7 @@ OF_TRL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OF_TRL)
 @pytest.mark.parametrize("seed", range(2))
 def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
-    trl: Any, name: str, seed: int
+    trl: SimpleNamespace, name: str, seed: int
 ) -> None:
     given = arguments(seed)
     assert len(set(given[3].sum(dim=1).tolist())) > 1  # ragged, so that reductions differ
@@ -391,11 +339,13 @@ def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
     batch = TensorDict(dict(zip(columns, given[1:], strict=True)), batch_size=[len(given[0])])
     options = PolicyLossParameters(loss=name)
     mine = self_hosted.policy_loss(given[0], batch, options, normaliser=None, max_length=None).loss
-    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]), given[0])
+    assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]), given[0])
 
 
 @pytest.mark.parametrize("name", ["ppo", "cispo"])
-def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(trl: Any, name: str) -> None:
+def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
+    trl: SimpleNamespace, name: str
+) -> None:
     given = arguments(2)
     rows = len(given[0])
     totals = torch.tensor([[int(given[3].sum()), rows]]).expand(rows, 2)
@@ -407,31 +357,16 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(trl: Any, na
     )
     mine = RemoteApiTrainer.loss(trainer, batch).loss
     # Services take sums; both of TRL are means over tokens.
-    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
+    assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
 
 
-def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: Any) -> None:
+def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: SimpleNamespace) -> None:
     given = arguments(3)
     mine = loss_of_variant("gspo", *given).loss
-    assert_same(mine, loss_of_trl(trl, given, **OF_TRL["gspo"]), given[0])
+    assert_same(mine, grpo_of_trl(trl, given, **OF_TRL["gspo"]), given[0])
 
 
 # ---- mismatch
-
-
-def test_importance_weights_truncate_or_mask_by_token_or_row() -> None:
-    logprobs = torch.log(torch.tensor([[3.0, 0.5], [1.5, 0.1]], dtype=DOUBLE))
-    sampler, mask = torch.zeros(2, 2, dtype=DOUBLE), torch.tensor([[True, True], [True, False]])
-
-    def found(**options: Any) -> list[float]:
-        options = {"level": "token", **options}
-        weights = importance_weights(logprobs, sampler, mask, max_ratio=2.0, **options)
-        return [round(one, 12) for one in weights.flatten().tolist()]
-
-    assert found() == [2.0, 0.5, 1.5, 0.0]
-    assert found(mode="mask") == [0.0, 0.5, 1.5, 0.0]
-    assert found(level="sequence") == [1.5, 1.5, 1.5, 0.0]
-    assert found(level="sequence", mode="mask") == [1.5, 1.5, 1.5, 0.0]
 
 
 def test_the_effective_sample_size_is_one_where_all_weights_are_alike() -> None:

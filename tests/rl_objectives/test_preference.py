@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,13 +13,21 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.preference import (
     PREFERENCE_KINDS,
     PreferenceKind,
+    pair_loss,
     preference_loss,
     sequence_logprobs,
+    simpo_loss,
 )
+from nip_astra.rl_objectives.reductions import LossOutput
 
 POLICY = torch.tensor([1.5, -0.3, 0.0, 4.0], dtype=torch.float64)
 REFERENCE = torch.tensor([1.0, 0.4, 0.0, -2.0], dtype=torch.float64)
 dpo_loss = partial(preference_loss, kind="sigmoid")
+LOSSES_OF_PAIRS = [
+    *(partial(preference_loss, kind=kind, beta=0.1) for kind in PREFERENCE_KINDS),
+    partial(pair_loss, kind="nca", beta=0.1),
+    partial(simpo_loss, beta=2.0, margin=0.5),
+]
 
 
 def test_one_pair_by_hand() -> None:
@@ -106,15 +115,6 @@ def test_the_robust_loss_is_on_average_that_of_labels_without_noise() -> None:
 
 
 @pytest.mark.parametrize("kind", PREFERENCE_KINDS)
-def test_no_pairs_give_a_loss_of_zero(kind: PreferenceKind) -> None:
-    policy = torch.zeros(0, requires_grad=True)
-    output = preference_loss(policy, torch.zeros(0), kind=kind, beta=0.1)
-    output.loss.backward()
-    assert output.loss.item() == 0.0
-    assert all(metric == 0.0 for metric in output.metrics.values())
-
-
-@pytest.mark.parametrize("kind", PREFERENCE_KINDS)
 def test_order_and_a_split_into_parts_change_no_kind(kind: PreferenceKind) -> None:
     def total(*parts: list[int]) -> float:
         return sum(
@@ -140,16 +140,33 @@ def test_a_sequence_is_the_sum_or_the_mean_of_its_tokens() -> None:
     assert logprobs.grad.tolist() == [[1.5, 1.5, 0.0], [2.0, 0.0, 0.0], [0.0] * 3]
 
 
+@pytest.mark.parametrize("loss", LOSSES_OF_PAIRS)
+def test_no_pairs_give_a_loss_of_zero(loss: Callable[..., LossOutput]) -> None:
+    nothing = torch.zeros(0, requires_grad=True)
+    output = loss(nothing, nothing.detach())
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert all(metric == 0.0 for metric in output.metrics.values())
+
+
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("loss", "options", "text"),
     [
-        ({"kind": "dpo"}, r"'dpo'.*sigmoid"),
-        ({"beta": 0.0}, r"beta.*0\.0"),
-        ({"kind": "ipo", "label_smoothing": 0.1}, "'ipo' does not read label_smoothing 0.1"),
-        ({"kind": "robust", "label_smoothing": 0.5}, "at least 0 and below 0.5"),
-        ({"kind": "sigmoid", "label_smoothing": -0.1}, "at least 0 and below 0.5"),
+        (preference_loss, {"kind": "dpo"}, r"'dpo'.*sigmoid"),
+        (preference_loss, {"kind": "sigmoid", "beta": 0.0}, r"beta.*0\.0"),
+        (
+            preference_loss,
+            {"kind": "ipo", "label_smoothing": 0.1},
+            "'ipo' does not read label_smoothing 0.1",
+        ),
+        (preference_loss, {"kind": "robust", "label_smoothing": 0.5}, "at least 0 and below 0.5"),
+        (preference_loss, {"kind": "sigmoid", "label_smoothing": -0.1}, "at least 0 and below 0.5"),
+        (pair_loss, {"kind": "dpo"}, "nca, sppo, apo_zero, apo_down"),
+        (simpo_loss, {"beta": 0, "margin": 0.5}, r"beta.*'simpo'.*0"),
     ],
 )
-def test_what_a_kind_cannot_use_is_refused(options: dict[str, object], text: str) -> None:
+def test_what_a_kind_cannot_use_is_refused(
+    loss: Callable[..., LossOutput], options: dict[str, object], text: str
+) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        preference_loss(POLICY, REFERENCE, **({"kind": "sigmoid", "beta": 0.1} | options))
+        loss(POLICY, REFERENCE, **({"beta": 0.1} | options))

@@ -12,7 +12,6 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.stackelberg import (
     VARIANTS,
     AgentUpdate,
-    SosUpdate,
     compute_sos_update,
 )
 from tests.rl_objectives.games import (
@@ -59,18 +58,19 @@ def learn(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["ihvp_variant"])
-def test_leader_and_follower_reach_the_stackelberg_solution(method: Method) -> None:
-    few = {**method, "ihvp_num_iterations": 20}
-    found = learn(cournot, "spg", SEQUENCE, inverse=few)
-    assert found == pytest.approx([1 / 2, 1 / 4], abs=1e-5)
-
-
-def test_who_leads_is_the_order_of_the_groups() -> None:
-    assert learn(cournot, "spg", ((1,), (0,))) == pytest.approx([1 / 4, 1 / 2])
-
-
-def test_without_followers_all_reach_the_nash_equilibrium() -> None:
-    assert learn(cournot, "spg", ((0, 1),)) == pytest.approx([1 / 3, 1 / 3])
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (SEQUENCE, [1 / 2, 1 / 4]),  # Stackelberg's solution
+        (((1,), (0,)), [1 / 4, 1 / 2]),  # the other leads
+        (((0, 1),), [1 / 3, 1 / 3]),  # without followers: Nash's equilibrium
+    ],
+)
+def test_sellers_reach_the_solution_of_the_order_in_which_they_move(
+    groups: object, expected: list[float], method: Method
+) -> None:
+    found = learn(cournot, "spg", groups, inverse={**method, "ihvp_num_iterations": 20})
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_lola_is_between_nash_and_stackelberg() -> None:
@@ -284,37 +284,34 @@ def test_a_tensor_of_two_agents_is_refused() -> None:
         updates_of([x.sum(), x.sum()], [x, x], "lola")
 
 
-def sos(gradient: list[float], lookahead: list[float], shaping: list[float]) -> SosUpdate:
+@pytest.mark.parametrize(
+    ("gradient", "lookahead", "shaping", "expected", "share"),
+    [
+        # agrees with lookahead, or at a right angle to it: used whole
+        ([3.0, 4.0], [1.0, 0.0], [-2.0, 5.0], [3.0, -5.0], 1.0),
+        ([3.0, 4.0], [1.0, 0.0], [0.0, 7.0], [1.0, -7.0], 1.0),
+        # against it: <-chi, xi_0> = -8 and |xi_0|**2 = 4, so that p1 = 0.5 * 4 / 8
+        ([3.0, 4.0], [2.0, 0.0], [4.0, 4.0], [1.0, -1.0], 0.25),
+        # near a fixed point of the gradient it vanishes, by the square of the norm
+        ([0.03, 0.04], [1.0, 0.0], [-1.0, 0.0], [1.0025, 0.0], 0.0025),
+        ([0.0, 0.0999], [1.0, 0.0], [-1.0, 0.0], [1.0 + 0.0999**2, 0.0], 0.0999**2),
+        ([0.0, 0.1001], [1.0, 0.0], [-1.0, 0.0], [2.0, 0.0], 1.0),
+        # the smaller of both shares counts
+        ([0.09, 0.0], [2.0, 0.0], [4.0, 0.0], [2.0 - 4 * 0.0081, 0.0], 0.0081),
+        ([0.09, 0.0], [0.01, 0.0], [4.0, 0.0], [0.005, 0.0], 0.00125),
+    ],
+)
+def test_how_much_of_the_shaping_is_used_by_hand(
+    gradient: list[float],
+    lookahead: list[float],
+    shaping: list[float],
+    expected: list[float],
+    share: float,
+) -> None:
     tensors = [torch.tensor(part, dtype=DOUBLE) for part in (gradient, lookahead, shaping)]
-    return compute_sos_update(*tensors, scaling_factor=0.5, threshold_factor=0.1)
-
-
-def test_shaping_that_agrees_with_lookahead_is_used_whole() -> None:
-    update, share = sos([3.0, 4.0], [1.0, 0.0], [-2.0, 5.0])
-    assert share.item() == 1.0
-    assert update.tolist() == [3.0, -5.0]
-
-
-def test_shaping_at_a_right_angle_to_lookahead_is_used_whole() -> None:
-    assert sos([3.0, 4.0], [1.0, 0.0], [0.0, 7.0]).share.item() == 1.0
-
-
-def test_shaping_against_lookahead_is_scaled_by_hand() -> None:
-    # <-chi, xi_0> = -8 and |xi_0|**2 = 4, so that p1 = 0.5 * 4 / 8.
-    update, share = sos([3.0, 4.0], [2.0, 0.0], [4.0, 4.0])
-    assert share.item() == pytest.approx(0.25)
-    assert update.tolist() == pytest.approx([1.0, -1.0])
-
-
-@pytest.mark.parametrize(("norm", "share"), [(0.05, 0.0025), (0.0999, 0.0999**2), (0.1001, 1.0)])
-def test_near_a_fixed_point_of_the_gradient_shaping_vanishes(norm: float, share: float) -> None:
-    gradient = [0.6 * norm, 0.8 * norm]
-    assert sos(gradient, [1.0, 0.0], [-1.0, 0.0]).share.item() == pytest.approx(share)
-
-
-def test_the_smaller_share_counts() -> None:
-    assert sos([0.09, 0.0], [2.0, 0.0], [4.0, 0.0]).share.item() == pytest.approx(0.0081)
-    assert sos([0.09, 0.0], [0.01, 0.0], [4.0, 0.0]).share.item() == pytest.approx(0.00125)
+    update, found_share = compute_sos_update(*tensors, scaling_factor=0.5, threshold_factor=0.1)
+    assert found_share.item() == pytest.approx(share)
+    assert update.tolist() == pytest.approx(expected)
 
 
 def test_the_update_never_leaves_the_half_space_of_lookahead() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nip_astra.errors import ContextLengthError
+from nip_astra.errors import ConfigurationError, ContextLengthError
 from nip_astra.evaluation.failure_probability import attacker_at
 from nip_astra.evaluation.playing import sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models import huggingface
 from nip_astra.language_models.base import Generation, TokenCount, TokenSampler
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
@@ -22,7 +26,13 @@ from nip_astra.samplers import executor
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from nip_astra.utils.forked import can_fork, get_num_processes, using_processes
+from tests.kit import actors_here
+from tests.kit.actors_here import ActorsHere
+from tests.kit.experiments import metrics_of, run_in
+from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
 from tests.samplers.test_trees import build
 
 PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
@@ -68,6 +78,18 @@ def sample(
         )
 
 
+def assert_equal(one: RolloutTree, other: RolloutTree) -> None:
+    assert set(one.nodes.keys()) == set(other.nodes.keys())
+    for name in one.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        assert torch.equal(one.nodes[name], other.nodes[name]), name
+    assert (one.probes, one.responses, one.contexts) == (
+        other.probes,
+        other.responses,
+        other.contexts,
+    )
+    assert one.num_unique_tokens == other.num_unique_tokens
+
+
 def counted(instance: ScenarioInstance) -> list[int]:
     models = [agent.language_model for agent in instance.agents.values()]
     return [getattr(m.token_count, field.name) for m in models for field in fields(TokenCount)]
@@ -101,13 +123,9 @@ def test_any_number_of_processes_plays_the_same_rollout(
     alone = sample(instance.sampler, 1, num_parts=num_parts)
     assert len(batches) > 1, "one process has several batches too"
     together = sample(other.sampler, num_processes, num_parts=num_parts)
-    assert (together.prompts, together.probes) == (PROMPTS, alone.probes)
-    assert (together.responses, together.contexts) == (alone.responses, alone.contexts)
-    assert together.num_unique_tokens == alone.num_unique_tokens
+    assert together.prompts == PROMPTS
+    assert_equal(together, alone)
     assert counted(other) == counted(instance)
-    assert set(together.nodes.keys()) == set(alone.nodes.keys())
-    for name, values in alone.nodes.items():
-        assert torch.equal(together.nodes[name], values), name
     assert together.seconds.keys() == alone.seconds.keys()
 
 
@@ -220,19 +238,6 @@ def test_a_large_model_is_not_divided(
     assert divided == [2, 1]
 
 
-def test_what_is_not_divided_is_played_by_one_process_in_pieces_too(
-    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where memory for keys and values holds some of the episodes only."""
-    sampler = instance.sampler
-    instance.agents["target"].language_model.can_be_forked = False
-    sampler.max_cache_bytes = (
-        2 * sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
-    )
-    monkeypatch.setattr("nip_astra.samplers.executor.call_at_once", None)
-    assert sample(sampler, 2).num_episodes == len(PROMPTS)
-
-
 class Unforked(TokenSampler):
     """A model from elsewhere, which does not say whether it may be forked."""
 
@@ -287,3 +292,167 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     assert max(divided) == 3
     assert trainer.results["num_processes"] == used
     assert get_num_processes() == 1
+
+
+# ---- actors of Ray
+
+
+def played(sampler: TreeSampler, number: int = 0) -> RolloutTree:
+    sampler.num_parts = 3
+    return sampler.sample(PROMPTS, tree_width=2, tree_depth=2, key=(0, "actors", number))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
+    """Actors are of this process."""
+    return actors_here.install(monkeypatch)
+
+
+@pytest.mark.parametrize("num_actors", [1, 2, 4])
+def test_any_number_of_actors_plays_the_same(
+    instance: ScenarioInstance, here: list[ActorsHere], num_actors: int
+) -> None:
+    sampler = instance.sampler
+    expected = played(sampler)
+    before = counted(instance)
+    with using_actors(ActorOptions(num_actors)):
+        assert_equal(played(sampler), expected)
+    after = counted(instance)
+    assert [new - old for new, old in zip(after, before, strict=True)] == before
+
+
+def test_what_was_learnt_reaches_actors_once_a_rollout(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    sampler = instance.sampler
+    with using_actors(ActorOptions(2)):
+        played(sampler)
+        num_sent = len(here[0].sent)
+        played(sampler, 1)
+        assert len(here[0].sent) == num_sent
+        with torch.no_grad():
+            for parameter in instance.agents["attacker"].language_model.parameters():
+                parameter.data.mul_(1.5)
+        learned = played(sampler, 2)
+        assert len(here[0].sent) == num_sent + 1
+        again = played(sampler.with_attacker(sampler.reference), 2)
+        assert len(here[0].sent) == num_sent + 1
+    assert_equal(learned, played(sampler, 2))
+    assert_equal(again, played(sampler.with_attacker(sampler.reference), 2))
+    assert learned.probes != again.probes
+
+
+def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
+    tiny_scenario: Path, here: list[ActorsHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 1)
+    sampler = build(tiny_scenario).sampler
+    assert sampler.target.language_model._snapshot.is_released
+    expected = played(sampler)
+    with using_actors(ActorOptions(2)):
+        assert_equal(played(sampler), expected)
+        assert here[0].turn == 3
+
+
+def test_captured_steps_stay_and_actors_capture_their_own(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    """As on a GPU, where every model has some."""
+    sampler = instance.sampler
+    capture = Recorder(is_counter=True)
+    for agent in instance.agents.values():
+        fix(agent.language_model, capture)
+    expected = played(sampler)
+    num_captured = capture.count
+    assert num_captured
+    with using_actors(ActorOptions(2)):
+        assert_equal(played(sampler), expected)
+        assert here[0].turn == 3
+    assert capture.count == num_captured
+
+
+def test_actors_without_a_gpu_are_refused_for_models_that_are_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    resolved = resolve_experiment(trainer="ast_dpo")
+    with pytest.raises(ConfigurationError, match=r"actor_gpus is 0"):
+        prepare_experiment(resolved, num_actors=2, device="cuda")
+
+
+def test_a_fault_in_an_actor_is_raised_as_what_it_is(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    sampler = instance.sampler
+    with using_actors(ActorOptions(1)):
+        played(sampler)
+        with pytest.raises(ContextLengthError):
+            sampler.sample(["good " * 500], tree_width=2, tree_depth=2, key=(0,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "more"), [((0, 1, 2, 4), ()), ((0, 2), ("ast_dpo.max_staleness=1",))]
+)
+def test_runs_on_any_number_of_actors_write_the_same_metrics(
+    tiny_scenario: Path,
+    tmp_path: Path,
+    counts: tuple[int, ...],
+    more: tuple[str, ...],
+) -> None:
+    pytest.importorskip("ray")
+    overrides = [
+        "training.num_iterations=2",
+        "training.eval_period=1",
+        "training.num_episodes_per_experience=8",
+        "ast_chat.num_rollout_parts=4",
+        "ast_chat.evaluation.num_episodes=4",
+        *more,
+    ]
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(tiny_scenario), overrides=overrides
+    )
+    written = []
+    for num_actors in counts:
+        cpus = {"actor_cpus": 0.25} if num_actors else {}
+        run = run_in(tmp_path, resolved, f"by-{num_actors}", num_actors=num_actors, **cpus)
+        results = RunDirectory.open(run).read_json("results.json")
+        written.append((metrics_of(run), results["before"], results["after"]))
+    assert all(one == written[0] for one in written)
+
+
+def test_actors_that_would_be_idle_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="num_actors=2"):
+        prepare_experiment(resolve_experiment(trainer="vanilla_ppo"), num_actors=2)
+
+
+@pytest.mark.slow
+def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInstance) -> None:
+    pytest.importorskip("ray")
+    sampler = instance.sampler
+    expected = played(sampler)
+    for num_actors in (1, 2):
+        with using_actors(ActorOptions(num_actors, num_cpus=0.5)):
+            assert_equal(played(sampler), expected)
+            actors = get_actors()
+            assert isinstance(actors, Actors)
+            killed = actors.call([os.getpid], [])[0]
+            marker = Path(os.environ.get("TMPDIR", "/tmp")) / f"killed-{killed}"
+            results = actors.call([partial(_end_once, marker, number) for number in range(4)], [])
+            assert results == [0, 1, 2, 3]
+            assert marker.exists()
+            marker.unlink()
+            # What replaced it has the models again, as they have learnt meanwhile.
+            with torch.no_grad():
+                for parameter in instance.agents["attacker"].language_model.parameters():
+                    parameter.mul_(1.1)
+            with using_actors(ActorOptions(0)):
+                expected = played(sampler)
+            assert_equal(played(sampler), expected)
+
+
+def _end_once(marker: Path, number: int) -> int:
+    if number == 2 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.errors import NipAstraError, WorkerProcessError
+from nip_astra.errors import WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
 from nip_astra.samplers import executor, tasks
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
@@ -201,29 +200,6 @@ def test_a_large_model_is_cut_alike_and_not_forked(
         assert made[0].turn == 2
 
 
-@needs_forks
-def test_what_fails_in_another_process_is_raised_as_what_it_is(
-    agent: ConversationAgent, trainer: Any, forked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
-    environment = trainer.task.environment
-
-    def broken(split: Any, problem: int) -> Any:
-        one = environment(split, problem)
-        if problem == PROBLEMS[-1]:
-            one.step = fails
-        return one
-
-    def fails(message: str) -> Reaction:
-        raise NipAstraError("the tool broke")
-
-    monkeypatch.setattr(trainer.task, "environment", broken)
-    with using_processes(2), pytest.raises(NipAstraError, match="the tool broke") as caught:
-        play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
-    assert forked
-    assert "raised in a forked process" in str(caught.value.__notes__)
-
-
 class Holding(GuessNumberEnvironment):
     """Holds a generator, from the first or once it is played."""
 
@@ -320,14 +296,3 @@ def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(
     monkeypatch.setattr(Unrated, "reset", moody)
     with pytest.raises(WorkerProcessError, match="RatedGuessing"):
         play_task(agent, task, PROBLEMS, PLAN, num_parts=3, team=team)
-
-
-def test_a_trajectory_is_made_of_what_it_tells() -> None:
-    one = Trajectory([1, 2], [0, 1], logprobs=[0.0, -0.1], reward=0.5, run_id="a", problem=3)
-    other = Trajectory(**unpack_state(pack_state(one.to_plain())))
-    assert torch.equal(other.tokens, one.tokens)
-    assert torch.equal(other.loss_mask, one.loss_mask)
-    assert other.logprobs is not None
-    assert one.logprobs is not None
-    assert torch.equal(other.logprobs, one.logprobs)
-    assert (other.reward, other.run_id, other.group_id, other.problem) == (0.5, "a", None, 3)

@@ -47,3 +47,19 @@ def test_an_attacker_learns_to_make_pocket_chat_fail(
     results = run(tmp_path, trainer, *short, *overrides)
     assert results["before"]["failure_rate"] < 0.2
     assert results["after"]["failure_rate"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_iterations"), [("pure_text_ei", 5), ("pure_text_malt", 4)]
+)
+def test_a_verifier_in_words_learns_from_less_of_its_preset(
+    trainer: str, num_iterations: int, tmp_path: Path
+) -> None:
+    """The 95 % intervals before and after do not overlap; the guide has the whole presets."""
+    shorter = (f"num_iterations={num_iterations}", "rollouts_per_iteration=128")
+    results = run(tmp_path, trainer, *(f"text_rl.{one}" for one in shorter), "seed=0")
+    before, after = results["before"], results["after"]
+    assert after["mean_accuracy_interval"][0] > before["mean_accuracy_interval"][1]
+    assert after["mean_accuracy"] > 0.8
+    assert after["num_episodes"] == 200
+    assert results["training"]["num_jobs"] == num_iterations - 1

@@ -60,12 +60,12 @@ STATEFUL = {
 
 
 def check_checkpoints(
-    resolved: ResolvedExperiment, folder: Path, *, is_last_resumed: bool = True
+    resolved: ResolvedExperiment, folder: Path, places: Sequence[int] = (1, -1), period: int = 1
 ) -> Path:
-    """Resume in the middle and at the end, and compare all that was computed."""
-    run = run_in(folder, resolved, "whole", checkpoint_period=1, num_checkpoints_kept=99)
+    """Resume from some checkpoints, and compare all that was computed."""
+    run = run_in(folder, resolved, "whole", checkpoint_period=period, num_checkpoints_kept=99)
     checkpoints = sorted(run.glob("checkpoints/step_*"))
-    for checkpoint in (checkpoints[1], *checkpoints[-1:][:is_last_resumed]):
+    for checkpoint in (checkpoints[place] for place in places):
         copy = folder / checkpoint.name
         copy_as_killed_after(run, checkpoint, copy)
         # What another program drew meanwhile.
@@ -82,7 +82,7 @@ def check_checkpoints(
 def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path) -> None:
     more = STATEFUL.get(trainer, ())
     resolved = short_experiment(trainer, tmp_path / "scenario", *more, num_iterations=3)
-    run = check_checkpoints(resolved, tmp_path, is_last_resumed=trainer in ONE_OF_EACH_LOOP)
+    run = check_checkpoints(resolved, tmp_path, (1, -1) if trainer in ONE_OF_EACH_LOOP else (1,))
     found = read_results(run)
     reported = {one.name for one in found.figures if one.when == "after"}
     reported |= {name for row in found.metrics for name in row if name.startswith("dev/")}
@@ -92,6 +92,18 @@ def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path)
     for name in ("torch", "numpy", "normal", "python", "gauss"):
         drawn = [line[f"drawn/{name}"] for line in metrics_of(run) if f"drawn/{name}" in line]
         assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["ast_ppo", "ast_dpo", "ast_grpo", "ast_reinforce"])
+def test_no_checkpoint_of_a_preset_changes_what_follows(tmp_path: Path, trainer: str) -> None:
+    """Batches of tiny trees round alike however they are cut; those of presets may not."""
+    sizes = ("num_episodes=20", "batch_size=20", "use_random_search=false")
+    overrides = [f"ast_chat.evaluation.{one}" for one in sizes]
+    resolved = resolve_experiment(
+        trainer=trainer, seed=1, overrides=[*overrides, "training.num_iterations=18"]
+    )
+    check_checkpoints(resolved, tmp_path, range(8), period=2)
 
 
 @pytest.mark.usefixtures("no_plugins_left")

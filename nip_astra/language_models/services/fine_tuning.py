@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import Field
 
@@ -41,6 +41,10 @@ class PreferenceExample(NamedTuple):
     messages: tuple[ChatMessage, ...]
     preferred: str
     rejected: str
+
+
+Examples: TypeAlias = Sequence[SupervisedExample] | Sequence[PreferenceExample]
+"""The examples of a job, all of its method's kind."""
 
 
 class JobStatus(StrEnum):
@@ -149,12 +153,7 @@ class FineTuningService(ABC):
 
     @abstractmethod
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         """Start a job that trains `model`, or return the existing one with its key."""
 
@@ -225,12 +224,7 @@ class OpenAIFineTuning(FineTuningService):
         )
 
     async def submit(
-        self,
-        model: str,
-        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
-        options: FineTuningOptions,
-        *,
-        key: str,
+        self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
     ) -> FineTuningJob:
         content = jsonl_of(examples, options.method)
         if len(key) > LONGEST_KEY:
@@ -334,9 +328,7 @@ class OpenAIFineTuning(FineTuningService):
         )
 
 
-def jsonl_of(
-    examples: Sequence[SupervisedExample] | Sequence[PreferenceExample], method: str
-) -> bytes:
+def jsonl_of(examples: Examples, method: str) -> bytes:
     """Convert examples to JSON Lines in OpenAI's format."""
     wanted = SupervisedExample if method == "supervised" else PreferenceExample
     if not examples or not all(isinstance(example, wanted) for example in examples):

@@ -11,11 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from nip_astra.errors import (
-    AnswerTooLargeError,
-    BudgetExhaustedError,
-    ConfigurationError,
-)
+from nip_astra.errors import AnswerTooLargeError, BudgetExhaustedError, ConfigurationError
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable

@@ -294,10 +294,7 @@ class TrainingConnection:
         with suppress(self._httpx.HTTPError):
             # At interpreter exit the event loop takes no more work.
             self._httpx.request(
-                method,
-                f"{self.base_url}{path}",
-                headers=self._headers,
-                timeout=SECONDS_TO_NOTIFY,
+                method, f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_NOTIFY
             )
 
     def unreadable(self, problem: str) -> ServiceError:

@@ -252,8 +252,7 @@ class ShardedService(DataParallelService):
         self.team.request(_SAVE, [str(directory)] * self.team.size)
         _, state = split_optimizer(self.optimizer)
         save_state(
-            directory / OPTIMIZER,
-            {"modules": dict(self.modules.state_dict()), "optimizer": state},
+            directory / OPTIMIZER, {"modules": dict(self.modules.state_dict()), "optimizer": state}
         )
         self.learner.save_description(directory / self.role)
 

@@ -423,10 +423,7 @@ class LogprobLeaves:
         return leaf_BT
 
     def mean_loss(
-        self,
-        batches: Sequence[TensorDict],
-        loss: Loss,
-        send: Callable[[Rows, Tensor], None],
+        self, batches: Sequence[TensorDict], loss: Loss, send: Callable[[Rows, Tensor], None]
     ) -> dict[str, float]:
         """Compute a loss, and send the gradients of its mean over all batches' samples.
 

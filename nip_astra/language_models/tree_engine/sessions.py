@@ -96,10 +96,7 @@ class CachedSession(GenerationSession):
 
     @torch.no_grad()
     def generate(
-        self,
-        *rows: *DrawnRows,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
+        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
     ) -> Turns:
         contexts, rows_per_context, uniforms_RT, options = rows
         # The last token of a turn is not forwarded.

@@ -197,10 +197,7 @@ def _cut(
 
 
 def _ends(
-    shared_S: IntArray,
-    depth_N: IntArray,
-    is_new_SD: NDArray[np.bool_],
-    rows: list[tuple[int, int]],
+    shared_S: IntArray, depth_N: IntArray, is_new_SD: NDArray[np.bool_], rows: list[tuple[int, int]]
 ) -> IntArray:
     """Return, for each token, the index in its row at which its continuations end.
 

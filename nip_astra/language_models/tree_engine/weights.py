@@ -411,11 +411,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_NI: Tensor,
-        down_RI: Tensor,
-        up_OR: Tensor,
-        matrices: Sequence[Matrix],
+        ctx: Any, x_NI: Tensor, down_RI: Tensor, up_OR: Tensor, matrices: Sequence[Matrix]
     ) -> Tensor:
         inner_NR = x_NI @ down_RI.t()
         ctx.save_for_backward(x_NI, inner_NR, down_RI, up_OR)

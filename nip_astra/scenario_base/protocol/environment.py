@@ -225,11 +225,7 @@ class ProtocolEnvironment(EnvBase):
         before = self.state()
         example = self.fresh(self.num_environments)
         self.load_state(before)
-        self.observation_spec = Composite(
-            {name: _spec_of(value) for name, value in example.items()},
-            shape=self.batch_size,
-            device=self.device,
-        )
+        self.observation_spec = self._spec({name: _spec_of(one) for name, one in example.items()})
         agents = (self.num_environments, self.protocol.num_agents)
         place = (*agents, self.protocol.num_channels, self.space.message_size)
         actions: dict[str, TensorSpec] = {
@@ -242,19 +238,15 @@ class ProtocolEnvironment(EnvBase):
         if self.protocol.needs_logits:
             actions["message_logits"] = Unbounded((*place, self.space.num_symbols))
             actions["decision_logits"] = Unbounded((*agents, 3))
-        self.action_spec = self._of_agents(Composite(actions, shape=self.batch_size))
-        self.reward_spec = self._of_agents(
-            Composite({"reward": Unbounded((*agents, 1))}, shape=self.batch_size)
-        )
+        self.action_spec = self._spec({"agents": self._spec(actions)})
+        rewards = self._spec({"reward": Unbounded((*agents, 1))})
+        self.reward_spec = self._spec({"agents": rewards})
         flag = Binary(1, shape=(self.num_environments, 1), dtype=torch.bool)
-        self.done_spec = Composite(
-            {"done": flag.clone(), "terminated": flag.clone()},
-            shape=self.batch_size,
-            device=self.device,
-        )
+        self.done_spec = self._spec({"done": flag, "terminated": flag.clone()})
 
-    def _of_agents(self, spec: Composite) -> Composite:
-        return Composite({"agents": spec}, shape=self.batch_size, device=self.device)
+    def _spec(self, specs: Mapping[str, TensorSpec]) -> Composite:
+        on_device = {name: spec.to(self.device) for name, spec in specs.items()}
+        return Composite(on_device, shape=self.batch_size, device=self.device)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         is_done_E = None if tensordict is None else tensordict.get("_reset", None)

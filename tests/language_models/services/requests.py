@@ -35,7 +35,7 @@ def ask(model: ChatModel, *requests: ChatRequest) -> list[ChatOutcome]:
 
 
 def texts(outcome: ChatOutcome) -> list[str]:
-    """What was said; failures by their reason in brackets."""
+    """The texts of all samples; failures by their reason in brackets."""
     return [
         one.text if isinstance(one, ChatAnswer) else f"<{one.reason}>" for one in outcome.samples
     ]

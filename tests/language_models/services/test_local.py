@@ -97,7 +97,7 @@ def test_logprobs_are_those_of_the_model_for_the_tokens_of_the_text(model: Local
     assert isinstance(answer, ChatAnswer)
     assert answer.finish_reason is FinishReason.LENGTH
     backend = model.language_model
-    context = model._encode(saying("hello").messages)
+    context = model._prompt_of(json.dumps(saying("hello").messages))
     ids = backend.tokenizer.encode(answer.text, add_special_tokens=False)
     assert outcome.usage == (len(context), 6)
     rows = (*pad_left([context], CPU), *pad_right([ids], CPU))
@@ -234,9 +234,7 @@ def test_answers_keep_to_a_response_format_beside_free_ones(
 
 
 def test_a_form_that_cannot_be_enforced_is_an_unknown_form(
-    model: LocalChatModel,
-    byte_model: HuggingFaceLanguageModel,
-    monkeypatch: pytest.MonkeyPatch,
+    model: LocalChatModel, byte_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
     forms = [

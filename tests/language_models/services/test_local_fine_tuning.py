@@ -64,9 +64,7 @@ def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
-    method: str,
-    open_service: Open,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = open_service()
     job_id = _submit(service, method)
@@ -88,8 +86,7 @@ def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
 
 
 def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
-    open_service: Open,
-    monkeypatch: pytest.MonkeyPatch,
+    open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = open_service()
     job_id = _submit(service)
@@ -110,15 +107,13 @@ def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_an_example_that_the_window_does_not_hold_fails_the_job(
-    method: str,
-    open_service: Open,
-    tiny_model: HuggingFaceLanguageModel,
+    method: str, open_service: Open, tiny_model: HuggingFaceLanguageModel
 ) -> None:
     long = "a " * tiny_model.context_window
     examples: list[Any] = [LIKED, LIKED._replace(rejected=long)]
     if method == "supervised":
-        said = {"role": "assistant", "content": "yes"}
-        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, said))]  # type: ignore[typeddict-item]
+        answer = {"role": "assistant", "content": "yes"}
+        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, answer))]  # type: ignore[typeddict-item]
     service = open_service()
     ended = _train(service, _submit(service, method, examples=examples))
     assert ended.status is JobStatus.FAILED
@@ -164,10 +159,7 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
     ],
 )
 def test_a_job_whose_files_were_changed_is_not_trained(
-    name: str,
-    old: str,
-    new: str,
-    open_service: Open,
+    name: str, old: str, new: str, open_service: Open
 ) -> None:
     service = open_service()
     job_id = _submit(service)
@@ -180,9 +172,7 @@ def test_a_job_whose_files_were_changed_is_not_trained(
 
 @pytest.mark.parametrize("owner", ["rename", "save_progress", "save_pretrained", "write_manifest"])
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
-    owner: str,
-    open_service: Open,
-    monkeypatch: pytest.MonkeyPatch,
+    owner: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -204,10 +194,7 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_killed_job_continues_after_its_last_step(
-    method: str,
-    open_service: Open,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, open_service: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = open_service(tmp_path / "whole")
     expected = _train(whole, _submit(whole, method))

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import (
-    BudgetExhaustedError,
-    ConfigurationError,
-    MissingDependencyError,
-)
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, MissingDependencyError
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from tests.language_models.services.requests import ask, completion, failure, saying, texts

@@ -71,6 +71,6 @@ def test_a_form_is_unknown_to_it() -> None:
         ({"answers": []}, "at least 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(parameters: dict[str, Any], problem: str) -> None:
+def test_invalid_scripts_are_refused(parameters: dict[str, Any], problem: str) -> None:
     with pytest.raises(ParameterError, match=problem):
         ScriptedChatModel.Parameters(**parameters)

@@ -116,9 +116,7 @@ def test_gradients_of_calls_add_up_and_those_of_batches_are_means(model: Languag
         torch.testing.assert_close(parameter.grad, 2 * gradient, atol=1e-6, rtol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_dropped(
-    model: LanguageModel,
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_dropped(model: LanguageModel) -> None:
     service, before = local(model), weights_of(model)
     loss = nll(service)
     service.forward_backward(
@@ -172,9 +170,7 @@ def test_a_state_is_restored_exactly_and_a_damaged_one_is_refused(
         service.load_state(tmp_path)
 
 
-def test_a_trainer_learns_equally_through_a_remote_service(
-    tiny_scenario: Path,
-) -> None:
+def test_a_trainer_learns_equally_through_a_remote_service(tiny_scenario: Path) -> None:
     options = ("training.gradient_accumulation_steps=2", "training.minibatch_size=2")
     here, there = (ast_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
     there.service = DistantService(there.policy, there.training.lr)

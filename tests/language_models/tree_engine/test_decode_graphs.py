@@ -65,9 +65,9 @@ def grow(model: HuggingFaceLanguageModel, *, seed: int = 0) -> list[Generation]:
     for level, width in enumerate((2, 2, 1)):
         uniforms = torch.rand(len(rows) * width, 7, generator=generator)
         branching = 1 if level == 0 else 2
-        said = session.generate(rows, width, uniforms, OPTIONS, branching=branching).generation
-        found.append(said)
-        spoken = [ids[mask].tolist() for ids, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+        drawn = session.generate(rows, width, uniforms, OPTIONS, branching=branching).generation
+        found.append(drawn)
+        spoken = [ids[mask].tolist() for ids, mask in zip(drawn.ids_BT, drawn.mask_BT, strict=True)]
         turns = [
             [*rows[i // width], *turn, *([] if turn[-1] == 3 else [3]), 4, 6 + i % 3, 3, 5]
             for i, turn in enumerate(spoken)
@@ -109,7 +109,7 @@ def test_a_tree_is_the_same_with_fixed_shapes(
     assert spent.forwarded > 0
 
 
-def test_a_step_is_captured_once_and_reads_what_was_learnt(
+def test_a_step_is_captured_once_and_uses_updated_weights(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:
     recorder = Recorder()
@@ -128,7 +128,7 @@ def test_a_step_is_captured_once_and_reads_what_was_learnt(
     assert same(grow(tiny_model), after)
 
 
-def test_a_step_that_cannot_be_captured_is_computed_and_told(
+def test_a_step_that_cannot_be_captured_is_computed_with_a_warning(
     tiny_model: HuggingFaceLanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(function: Callable[[], None]) -> Callable[[], None]:
@@ -259,8 +259,8 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
     options = SamplingOptions(max_new_tokens=7, top_k=top_k, top_p=top_p)
     uniforms = torch.rand(3, 7, device=META)
     hidden_RX = passes[-1].last_hidden()
-    said = session._generate(fixed, hidden_RX, [6, 5, 8], uniforms, options)
-    assert [x.device.type for x in said] == ["meta"] * 3
+    drawn = session._generate(fixed, hidden_RX, [6, 5, 8], uniforms, options)
+    assert [x.device.type for x in drawn] == ["meta"] * 3
     assert fixed is None or fixed.num_steps == 6
 
 

@@ -166,19 +166,19 @@ def test_other_architectures_sample_through_generate(gpt2: HuggingFaceLanguageMo
     uniforms = uniforms_of(12, 6)
     options = SamplingOptions(max_new_tokens=6, min_new_tokens=1)
     with gpt2.counting() as spent:
-        said = gpt2.generate(contexts, 4, uniforms, options)
-    assert spent.generated == int(said.mask_BT.sum())
+        drawn = gpt2.generate(contexts, 4, uniforms, options)
+    assert spent.generated == int(drawn.mask_BT.sum())
     assert spent.forwarded > spent.generated
     rows = [context for context in contexts for _ in range(4)]
-    turns = [ids[mask].tolist() for ids, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
-    assert set(said.ids_BT[said.mask_BT].tolist()).isdisjoint({0, 1, 2, 4, 5})
+    turns = [ids[mask].tolist() for ids, mask in zip(drawn.ids_BT, drawn.mask_BT, strict=True)]
+    assert set(drawn.ids_BT[drawn.mask_BT].tolist()).isdisjoint({0, 1, 2, 4, 5})
     assert all(turn.index(3) == len(turn) - 1 for turn in turns if 3 in turn)
     scored = gpt2.logprobs(*pad_left(rows, CPU), *pad_right(turns, CPU))
     width = scored.shape[1]
-    assert torch.allclose(scored, said.logprobs_BT[:, :width], atol=1e-4)
+    assert torch.allclose(scored, drawn.logprobs_BT[:, :width], atol=1e-4)
     gpt2.max_batch_tokens = 20
     parts = gpt2.generate(contexts, 4, uniforms, options)
-    assert torch.equal(parts.ids_BT, said.ids_BT)
+    assert torch.equal(parts.ids_BT, drawn.ids_BT)
 
 
 def test_other_architectures_play_trees(gpt2: HuggingFaceLanguageModel) -> None:
@@ -204,13 +204,13 @@ def test_a_large_frozen_model_is_held_once_and_cannot_be_saved(
     assert held_once.module.model.layers[0].mlp.up_proj.weight.device.type == "meta"
     assert held_once.num_parameters() == whole.num_parameters()
     uniforms = torch.rand(4, 6)
-    said = [
+    drawn = [
         model.generate([[2, 4, 6]], 4, uniforms, SamplingOptions(max_new_tokens=6))
         for model in (whole, held_once)
     ]
-    assert torch.equal(said[0].ids_BT, said[1].ids_BT)
+    assert torch.equal(drawn[0].ids_BT, drawn[1].ids_BT)
     rows = torch.tensor([[2, 4, 6]] * 4), torch.ones(4, 3, dtype=torch.bool)
-    scored = [m.logprobs(*rows, said[0].ids_BT, said[0].mask_BT) for m in (whole, held_once)]
+    scored = [m.logprobs(*rows, drawn[0].ids_BT, drawn[0].mask_BT) for m in (whole, held_once)]
     assert torch.allclose(*scored, atol=1e-5)
     with pytest.raises(ModelLoadError, match="frozen"):
         held_once.save_pretrained(tmp_path / "copy")
@@ -234,11 +234,11 @@ def test_entropies_and_hidden_states_come_from_the_same_pass(
     for row, context in enumerate([[2, 4, 6, 7], [2, 4]]):
         length = int(mask[row].sum())
         whole = torch.tensor([context + ids[row, :length].tolist()])
-        said = model.module(whole, output_hidden_states=True)
+        output = model.module(whole, output_hidden_states=True)
         before = slice(len(context) - 1, -1)
-        expected = torch.distributions.Categorical(logits=said.logits[0, before]).entropy()
+        expected = torch.distributions.Categorical(logits=output.logits[0, before]).entropy()
         assert torch.allclose(found.entropy_BT[row, :length], expected, atol=1e-5)
-        hidden = said.hidden_states[-1][0, before]
+        hidden = output.hidden_states[-1][0, before]
         assert torch.allclose(found.hidden_BTX[row, :length], hidden, atol=1e-5)
     assert (found.entropy_BT[~mask] == 0).all()
     assert (found.hidden_BTX[~mask] == 0).all()

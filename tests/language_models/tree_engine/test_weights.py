@@ -121,10 +121,10 @@ OPTIONS = SamplingOptions(max_new_tokens=4)
 
 def gap(model: HuggingFaceLanguageModel) -> float:
     """How far log-probabilities of sampling are from those of scoring."""
-    said = model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
+    drawn = model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
     with torch.no_grad():
-        scored = model.logprobs(*pad_left(CONTEXTS, CPU), said.ids_BT, said.mask_BT)
-    return float((scored - said.logprobs_BT).abs().max())
+        scored = model.logprobs(*pad_left(CONTEXTS, CPU), drawn.ids_BT, drawn.mask_BT)
+    return float((scored - drawn.logprobs_BT).abs().max())
 
 
 def use_fixed_shapes(model: HuggingFaceLanguageModel) -> None:
@@ -150,7 +150,7 @@ def test_a_step_of_any_optimizer_is_sampled_from(
     assert gap(tiny_model) < 1e-4
 
 
-def test_weights_are_not_copied_again_where_nothing_was_learnt(
+def test_unchanged_weights_are_not_copied_again(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:
     gap(tiny_model)

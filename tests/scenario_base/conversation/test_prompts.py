@@ -67,42 +67,6 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "p.txt"), None)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("p.txt", ""), ("p.txt", " \n\n"), ("p.jsonl", "\n"), ("p.jsonl", '{"prompt": " "}'),
-     ("p.json", "[]")],
-)  # fmt: skip
-def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) -> None:
-    path = written(tmp_path, name, text)
-    message = f"the prompt file {path} has no prompts. Give at least"
-    with pytest.raises(DataError, match=re.escape(message)):
-        read_prompts(path, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        ("p.jsonl", '{"prompt": "a"}\nhello\n', "line 2: Expecting value"),
-        ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: no column 'prompt'"),
-        ("p.jsonl", '["a"]\n', "line 1: not an object"),
-        ("p.jsonl", '{"prompt": null}\n', "line 1: the prompt null is neither a text"),
-        ("p.jsonl", '{"prompt": 3}\n', "line 1: the prompt 3 is neither a text"),
-        ("p.json", '{"prompt": "a"}', "not a list"),
-        ("p.json", '"hello"', "not a list"),
-        ("p.json", '["a", null]', "item 2: the prompt null is neither a text"),
-        ("p.json", "[", "Expecting value"),
-    ],
-)
-def test_a_file_that_cannot_be_parsed_is_told_with_the_line(
-    tmp_path: Path, name: str, text: str, problem: str
-) -> None:
-    path = written(tmp_path, name, text)
-    with pytest.raises(DataError) as caught:
-        read_prompts(path, None)
-    assert f"the prompt file {path} cannot be parsed: {problem}" in str(caught.value)
-    assert 'a .jsonl file has one {"prompt": "..."} per line' in (str(caught.value))
-
-
 def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: Path) -> None:
     text = 'goal,kind,weight\n"say a, or b",first,1\nhello,,2\n'
     path = written(tmp_path, "p.csv", text)
@@ -121,9 +85,29 @@ def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: P
     assert (again, columns_of(again)) == (prompt, columns_of(prompt))
 
 
+NO_PROMPTS = "the prompt file {path} has no prompts. Give at least"
+NOT_PARSED = "the prompt file {path} cannot be parsed: "
+
+
 @pytest.mark.parametrize(
     ("name", "text", "column", "words"),
     [
+        *((name, text, "prompt", NO_PROMPTS) for name, text in (
+            ("p.txt", ""), ("p.txt", " \n\n"), ("p.jsonl", "\n"), ("p.jsonl", '{"prompt": " "}'),
+            ("p.json", "[]"),
+        )),
+        *((name, text, "prompt", NOT_PARSED + problem) for name, text, problem in (
+            ("p.jsonl", '{"prompt": "a"}\nhello\n', "line 2: Expecting value"),
+            ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: no column 'prompt'"),
+            ("p.jsonl", '["a"]\n', "line 1: not an object"),
+            ("p.jsonl", '{"prompt": null}\n', "line 1: the prompt null is neither a text"),
+            ("p.jsonl", '{"prompt": 3}\n', "line 1: the prompt 3 is neither a text"),
+            ("p.json", '{"prompt": "a"}', "not a list"),
+            ("p.json", '"hello"', "not a list"),
+            ("p.json", '["a", null]', "item 2: the prompt null is neither a text"),
+            ("p.json", "[", "Expecting value"),
+        )),
+        ("p.json", "[", "prompt", 'a .jsonl file has one {{"prompt": "..."}} per line'),
         ("p.csv", "goal,kind\na,b\n", "gaol", "did you mean 'goal'"),
         ("p.csv", "goal,kind\na\n", "goal", "as many values as columns"),
         ("p.csv", "goal,kind\na,b,c\n", "goal", "as many values as columns"),
@@ -135,12 +119,13 @@ def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: P
         ("p.json", "[" * 100_000, "prompt", "too deeply nested"),
         ("p.jsonl", "[" * 100_000 + "\n", "prompt", "too deeply nested"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_prompts_is_told(
     tmp_path: Path, name: str, text: str, column: str, words: str
 ) -> None:
-    with pytest.raises(DataError, match=words):
-        read_prompts(written(tmp_path, name, text), None, column)
+    path = written(tmp_path, name, text)
+    with pytest.raises(DataError, match=re.escape(words.format(path=path))):
+        read_prompts(path, None, column)
 
 
 def test_a_device_or_folder_is_no_file_of_prompts(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import NonFiniteLossError
+from nip_astra.errors import CheckpointError, ConfigurationError, NonFiniteLossError
 from nip_astra.parameters.agents import LrFactors
+from nip_astra.trainers.protocol.learning import MinibatchBuffer, episode_numbers
+from nip_astra.trainers.protocol.optimizers import GroupAdam
 from tests.kit.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_trainer
 from tests.trainers.test_rl_tensordict_base import AGENTS, changed, parts_changed, weights_of
 
@@ -148,3 +154,130 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step() -> None:
         trainer.learner.learn(batch, 0)
     finite = {name for name, value in weights_of(trainer).items() if bool(value.isfinite().all())}
     assert finite == set(before)
+
+
+# ---- minibatches
+
+
+def test_episodes_are_numbered_from_end_to_end_and_apart_in_each_environment() -> None:
+    done = torch.tensor([[False, True, False, False], [True, True, False, True]])
+    numbers = episode_numbers(done)
+    assert numbers.tolist() == [[0, 0, 1, 1], [4, 5, 6, 6]]
+
+
+LENGTHS = [3, 1, 4, 1, 5, 2, 6]
+"""Of episodes, 22 frames in all."""
+
+
+def filled(size: int, key: str = "key", lengths: list[int] = LENGTHS, **more: Any) -> Any:
+    buffer = MinibatchBuffer(size, key, **more)
+    episode = torch.repeat_interleave(torch.arange(len(lengths)) * 10, torch.tensor(lengths))
+    content = {"episode": episode, "frame": torch.arange(len(episode))}
+    mixed = torch.randperm(len(episode), generator=torch.Generator().manual_seed(0))
+    buffer.extend(TensorDict(content, batch_size=[len(episode)])[mixed])
+    return buffer
+
+
+def frames_of(buffer: MinibatchBuffer) -> list[list[int]]:
+    return [minibatch["frame"].tolist() for minibatch in buffer]
+
+
+@pytest.mark.parametrize("options", [{}, {"episode_key": "episode"}], ids=["frames", "episodes"])
+def test_an_epoch_gives_each_frame_once_in_an_order_that_survives_a_restart(
+    options: dict[str, str],
+) -> None:
+    buffer, again, other, restarted = (filled(6, key, **options) for key in "aaba")
+    epochs = [frames_of(buffer) for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(row for batch in epoch for row in batch) == list(range(22))
+        if not options:
+            assert [len(batch) for batch in epoch] == [6, 6, 6, 4]
+    assert epochs[0] != epochs[1]
+    assert frames_of(again) == epochs[0] != frames_of(other)
+    restarted.load_state_dict(again.state_dict())
+    assert frames_of(restarted) == epochs[1]
+
+
+def test_an_episode_is_in_one_minibatch() -> None:
+    buffer = filled(6, episode_key="episode")
+    for _ in range(5):
+        minibatches = list(buffer)
+        episodes = [set(minibatch["episode"].tolist()) for minibatch in minibatches]
+        assert sum(len(one) for one in episodes) == len(LENGTHS)
+        assert all(0 < len(minibatch) < 6 + 6 for minibatch in minibatches)
+    assert [len(one) for one in filled(22, episode_key="episode")] == [22]
+    longer = filled(2, lengths=[5, 7], episode_key="episode")
+    assert sorted(len(one) for one in longer) == [5, 7]
+
+
+def test_an_empty_buffer_is_told() -> None:
+    buffer = filled(4)
+    assert len(buffer) == 22
+    buffer.empty()
+    with pytest.raises(ConfigurationError, match="holds no frames"):
+        next(iter(buffer))
+
+
+# ---- Adam for a group of weights
+
+
+def weights() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).requires_grad_() for shape in ((3, 4), (4,), (2,))]
+
+
+def groups(of: list[Tensor]) -> list[dict[str, object]]:
+    return [{"params": of[:2], "lr": 0.01}, {"params": of[2:], "lr": 0.1}]
+
+
+def push(ours: list[Tensor], torchs: list[Tensor], seed: int) -> None:
+    torch.manual_seed(seed)
+    for one, other in zip(ours, torchs, strict=True):
+        one.grad = torch.randn(one.shape)
+        other.grad = one.grad.clone()
+
+
+@pytest.mark.parametrize("exchanges_state", [False, True])
+def test_it_moves_weights_as_torch_does_to_the_bit(exchanges_state: bool) -> None:
+    ours, torchs = weights(), weights()
+    adam = GroupAdam(groups(ours), lr=0.1, eps=1e-5)
+    other = torch.optim.Adam(groups(torchs), lr=0.1, eps=1e-5, fused=True)
+    for seed in range(6):
+        push(ours, torchs, seed)
+        adam.step()
+        other.step()
+        if exchanges_state:
+            remembered = [copy.deepcopy(optimizer.state_dict()) for optimizer in (other, adam)]
+            adam.load_state_dict(remembered[0])
+            other.load_state_dict(remembered[1])
+    assert all(map(torch.equal, ours, torchs))
+
+
+def test_a_weight_without_gradient_has_one_of_zero() -> None:
+    ours = weights()
+    adam = GroupAdam(groups(ours), lr=0.1, eps=1e-5)
+    ours[0].grad = torch.ones_like(ours[0])
+    before = [weight.detach().clone() for weight in ours]
+    adam.step()
+    moved = [not torch.equal(weight, old) for weight, old in zip(ours, before, strict=True)]
+    assert moved == [True, False, False]
+
+
+def test_counts_that_differ_within_a_group_are_refused() -> None:
+    torchs = weights()
+    other = torch.optim.Adam(groups(torchs), lr=0.1, eps=1e-5, fused=True)
+    for learns in ((True, True, True), (True, False, True)):
+        for weight, has_gradient in zip(torchs, learns, strict=True):
+            weight.grad = torch.ones_like(weight) if has_gradient else None
+        other.step()
+    adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
+    with pytest.raises(CheckpointError, match="1 to 2 times"):
+        adam.load_state_dict(other.state_dict())
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
+    state = adam.state_dict()
+    state["param_groups"] = [{**state["param_groups"][0], "params": [0, 1, 2, 3]}]
+    with pytest.raises(CheckpointError, match=r"\[4\] weights .* \[\d, \d\]"):
+        adam.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Statistics of play by hand, and minibatches.
+"""Statistics of play by hand.
 
 Shapes: E environments, T rounds, A agents.
 """
@@ -12,8 +12,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
-from nip_astra.trainers.protocol.learning import MinibatchBuffer
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     MetricSums,
@@ -176,35 +174,3 @@ def test_entropies_are_shares_of_the_largest_where_an_agent_has_a_choice() -> No
     decisions = found["verifier/decision_entropy"]
     torch.testing.assert_close(decisions[decisions.isfinite()], torch.ones(int((~turns_ET).sum())))
     assert not bool(found["prover/decision_entropy"].isfinite().any())
-
-
-def frames(count: int) -> TensorDict:
-    return TensorDict({"row": torch.arange(count)}, batch_size=[count])
-
-
-def test_an_epoch_gives_each_frame_once_in_an_order_of_its_own() -> None:
-    buffer = MinibatchBuffer(4, "key")
-    buffer.extend(frames(10))
-    epochs = [[batch["row"].tolist() for batch in buffer] for _ in range(2)]
-    assert [len(batch) for batch in epochs[0]] == [4, 4, 2]
-    flat = [[row for batch in epoch for row in batch] for epoch in epochs]
-    assert sorted(flat[0]) == sorted(flat[1]) == list(range(10))
-    assert flat[0] != flat[1]
-
-
-def test_orders_go_on_where_a_checkpoint_left_them() -> None:
-    first, second = MinibatchBuffer(4, "key"), MinibatchBuffer(4, "key")
-    for buffer in (first, second):
-        buffer.extend(frames(10))
-    list(first)
-    second.load_state_dict(first.state_dict())
-    assert [b["row"].tolist() for b in first] == [b["row"].tolist() for b in second]
-
-
-def test_an_empty_buffer_is_told() -> None:
-    buffer = MinibatchBuffer(4, "key")
-    buffer.extend(frames(3))
-    assert len(buffer) == 3
-    buffer.empty()
-    with pytest.raises(ConfigurationError, match="holds no frames"):
-        next(iter(buffer))

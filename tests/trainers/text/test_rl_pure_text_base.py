@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.nn import Module
 
 from nip_astra.errors import (
     CheckpointError,
@@ -19,6 +20,7 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import _write_report
 from nip_astra.samplers import text_rollouts
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
@@ -26,7 +28,9 @@ from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.utils.nested_array_dict import NestedArrayDict
-from tests.kit.experiments import metrics_of
+from tests.kit import actors_here
+from tests.kit.experiments import metrics_of, run_in
+from tests.kit.resuming import short_experiment
 from tests.kit.text_games import (
     CLAIMS,
     FakeFineTuning,
@@ -535,3 +539,20 @@ def test_statistics_are_those_of_a_hand_worked_table(
     monkeypatch.setattr(type(trainer), "_get_log_stats", lambda self, rollouts: {"own": 2.0})
     assert trainer.figures_of(rollouts)["own"] == 2.0
     assert asked == [False]
+
+
+def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = actors_here.install(monkeypatch)
+    cut = "secret_word.agents.default.model.num_batches=3"
+    resolved = short_experiment("pure_text_ei", tmp_path / "scenario", cut, num_iterations=2)
+    found = [
+        what_was_found(run_in(tmp_path, resolved, f"by-{count}", num_actors=count))
+        for count in (0, 2)
+    ]
+    assert found[0] == found[1]
+    assert sum(one.turn for one in made) >= 3
+    assert len(made) == 2
+    kept = [sum(isinstance(part, Module) for part in one.sender._kept) for one in made]
+    assert kept == [1, 1], "actors keep the current model and none before it"

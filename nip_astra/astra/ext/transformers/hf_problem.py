@@ -25,8 +25,8 @@ from nip_astra.language_models.base import (
     as_language_model,
     pad_left,
     pad_right,
+    require_finite,
 )
-from nip_astra.language_models.scoring import require_finite
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.ast.ppo import ValueHead

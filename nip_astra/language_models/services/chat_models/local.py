@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ from nip_astra.language_models.services.chat import (
     NUM_SEEDS,
     ChatAnswer,
     ChatFailure,
-    ChatMessage,
     ChatModel,
     ChatOutcome,
     ChatRequest,
@@ -56,8 +55,8 @@ from nip_astra.utils.processor import split_evenly
 DEFAULT_MAX_TOKENS = 1024
 TURNS_TO_GATHER = 3
 """Event-loop iterations for which a batch waits for further requests."""
-MAX_KEPT_PROMPTS, MAX_KEPT_TOKENS = 1024, 1000
-"""Prompts whose tokens are kept, since many requests have the same, and their greatest length."""
+MAX_KEPT_PROMPTS = 256
+"""Prompts whose tokens are kept, since many requests have the same."""
 
 
 class _Pending(NamedTuple):
@@ -116,8 +115,8 @@ class LocalChatModel(ChatModel):
         self.language_model = model
         self.max_batch_size, self.num_batches = max_batch_size, num_batches
         # A tokenizer may be used by one thread at a time, and the model decodes in another one.
-        self._tokenizer = copy.deepcopy(model.tokenizer)
-        self._encoded: dict[str, list[int]] = {}
+        encode = partial(_prompt_of, copy.deepcopy(model.tokenizer))
+        self._prompt_of = lru_cache(MAX_KEPT_PROMPTS)(encode)
         self._waiting: list[_Pending] = []
         self._worker: asyncio.Task[None] | None = None
         # Requests may come from event loops of several threads.
@@ -139,7 +138,7 @@ class LocalChatModel(ChatModel):
         return cls(sampler, name=name, **sizes, num_batches=parameters.num_batches)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        prompt = self._encode(request.messages)
+        prompt = self._prompt_of(json.dumps(request.messages))
         window = self.language_model.context_window
         room = window - len(prompt)
         max_tokens = min(request.max_tokens or DEFAULT_MAX_TOKENS, max(room, 1))
@@ -158,7 +157,7 @@ class LocalChatModel(ChatModel):
             return ChatOutcome((failure,) * request.num_samples)
         seeds = [request.seed_from(number) for number in request.sample_numbers]
         planned = GenerationRequest(
-            prompt=tuple(prompt),
+            prompt=prompt,
             max_tokens=max_tokens,
             sample_seeds=tuple(
                 secrets.randbelow(NUM_SEEDS) if seed is None else seed for seed in seeds
@@ -193,18 +192,6 @@ class LocalChatModel(ChatModel):
         grammar = json_grammar(schema)
         self.language_model.grammars.matcher(grammar)
         return grammar
-
-    def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
-        key = json.dumps(messages)
-        ids = self._encoded.get(key)
-        if ids is None:
-            text = render_chat(self._tokenizer, messages, opens_answer=True)
-            ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-            if len(ids) <= MAX_KEPT_TOKENS:
-                if len(self._encoded) >= MAX_KEPT_PROMPTS:
-                    self._encoded.clear()
-                self._encoded[key] = ids
-        return ids
 
     async def _work(self) -> None:
         """Answer all waiting requests, round by round."""
@@ -267,6 +254,11 @@ class LocalChatModel(ChatModel):
                 for _, spent in completed:
                     model.token_count.add(spent)
         return [one for answers, _ in completed for one in answers]
+
+
+def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+    text = render_chat(tokenizer, json.loads(conversation), opens_answer=True)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _sample(progress: Progress, request: ChatRequest) -> ChatAnswer | ChatFailure:

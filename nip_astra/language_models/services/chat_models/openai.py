@@ -166,11 +166,7 @@ class OpenAIChatModel(ChatModel):
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
             shown = connection.shown(json.dumps(found))
-            return _failed(
-                request,
-                FailureReason.MALFORMED,
-                f"{shown!r} is not a chat completion",
-            )
+            return _failed(request, FailureReason.MALFORMED, f"{shown!r} is not a chat completion")
         missing = ChatFailure(
             FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
         )
