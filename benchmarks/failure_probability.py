@@ -56,7 +56,7 @@ def play(
     """Play one episode a prompt number."""
     depth, threshold = attacker.section.tree_depth, attacker.section.failure_threshold
     texts = attacker.instance.datasets["test"]
-    sampler = sampler_of(proposal, attacker.sampler, num_turns=depth)
+    sampler = sampler_of(proposal, attacker.instance.sampler, num_turns=depth)
     ratios, first = [], []
     for start in range(0, len(prompts), BATCH):
         numbers = prompts[start : start + BATCH]
@@ -73,7 +73,10 @@ def play(
         if weigh:
             mine, others = (
                 sampled_logprobs(agent.language_model, tree, agent.sampling)
-                for agent in (attacker.sampler.attacker, attacker.sampler.reference)
+                for agent in (
+                    attacker.instance.sampler.attacker,
+                    attacker.instance.sampler.reference,
+                )
             )
             log_ratio = mine - others
         ratios.append(log_ratio.view(depth, -1).T.numpy())

@@ -216,7 +216,7 @@ def stress_parameters(
 def _speaker(model: str | Path) -> dict[str, Any]:
     return {
         "language_model": {"_type": "huggingface", "model": _located(model)},
-        "format": "chat" if has_chat_template(model) else "plain",
+        "format": "chat" if getattr(_tokenizer(model), "chat_template", None) else "plain",
     }
 
 
@@ -255,14 +255,10 @@ def task_parameters(
     }
     if test_data is not None:
         task["test"] = _located(test_data)
-    policy = {
-        "language_model": {"_type": "huggingface", "model": _located(model)},
-        "format": "chat" if has_chat_template(model) else "plain",
-    }
     values: dict[str, Any] = {
         "trainer": TRAINER,
         "scenario": SCENARIO,
-        "task": {"task": task, "policy": policy},
+        "task": {"task": task, "policy": _speaker(model)},
         TRAINER: _variant(algorithm),
     }
     mapped = mapped_options(options or {})
@@ -380,11 +376,6 @@ def numbers_of(text: str) -> list[float]:
         raise ConfigurationError(
             f"the weights {text!r} are not numbers. Give one for each reward: 1,0.5."
         ) from error
-
-
-def has_chat_template(model: str | Path) -> bool:
-    """Return whether the tokenizer of a model has a chat template."""
-    return bool(getattr(_tokenizer(model), "chat_template", None))
 
 
 def _tokenizer(model: str | Path) -> Any:

@@ -14,40 +14,41 @@ import torch
 
 from nip_astra.errors import RunDirectoryError, ScorerTimeoutError
 from nip_astra.evaluation.storage import encode_rows, read_rows
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "{a: " * 50_000], ids=["lists", "groups"])
-def test_a_parameter_file_that_is_nested_without_end(cli: CommandLine, text: str) -> None:
-    message = refused(cli("show", "--parameters", cli.write("deep.yaml", text)))
-    assert "deep.yaml" in message
-    assert "nested too deep" in message
+SHOW = ("show", "--trainer", "ast_dpo")
+DEEP = {"lists": "a: " + "[" * 100_000, "groups": "{a: " * 50_000}
+"""YAML that is nested without end."""
 
 
-def test_an_assignment_that_is_nested_without_end(cli: CommandLine) -> None:
-    assert "YAML" in refused(cli.run("--set", "training.lr=" + "[" * 5_000))
-
-
-def test_a_parameter_file_that_is_a_device(cli: CommandLine) -> None:
-    assert "/dev/zero" in refused(cli("show", "--parameters", "/dev/zero"))
-
-
-@pytest.mark.parametrize("assignment", ["training[lr]=1", "training[lr=1", "training.lr]=1"])
-def test_brackets_in_the_name_of_a_parameter(cli: CommandLine, assignment: str) -> None:
-    assert "is not an assignment" in refused(cli.run("--set", assignment))
-
-
-@pytest.mark.parametrize("path", ["training.lr", "rl.lr", "solo_agent.lr"])
-def test_a_learning_rate_that_cannot_be_meant(cli: CommandLine, path: str) -> None:
-    trainer = {"training.lr": "ast_dpo", "rl.lr": "vanilla_ppo"}.get(path, "solo_agent")
-    said = cli("show", "--trainer", trainer, "--set", f"{path}=1e30")
-    assert f"{path}: must be at most 100" in refused(said)
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        *((("show", "--parameters", f"{one}.yaml"), (f"{one}.yaml", "too deep")) for one in DEEP),
+        (("show", "--parameters", "/dev/zero"), ("/dev/zero",)),
+        ((*SHOW, "--set", "training.lr=" + "[" * 5_000), ("training.lr", "YAML")),
+        *(((*SHOW, "--set", one), (one,)) for one in ("training[lr]=1", "training[lr=1")),
+        ((*SHOW, "--set", "training.lr]=1"), ("training.lr]=1",)),
+        ((*SHOW, "--set", "training.lr=1e30"), ("training.lr: ", "at most 100")),
+        (("show", "--trainer", "vanilla_ppo", "--set", "rl.lr=1e30"), ("rl.lr: ", "at most 100")),
+        (("show", "--trainer", "solo_agent", "--set", "solo_agent.lr=1e30"), ("solo_agent.lr: ",)),
+        (("--trainer", "ast_dpo", "--num-threads", "1000000"), ("num_threads: ", "at most")),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_input_without_end_or_of_impossible_size_is_refused(
+    cli: CommandLine, arguments: tuple[str, ...], facts: tuple[str, ...]
+) -> None:
+    for name, text in DEEP.items():
+        cli.write(f"{name}.yaml", text)
+    assert says(refused(cli(*arguments)), *facts)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,6 @@ def test_sizes_that_no_memory_holds(cli: CommandLine, overrides: tuple[str, ...]
     assert "ower" in message
     assert time.monotonic() - started < 30
     assert not (cli.folder / "runs" / "one").exists()
-
-
-def test_a_number_of_threads_that_stalls_the_machine(cli: CommandLine) -> None:
-    for number in ("1000000", "10000"):
-        assert "num_threads: must be at most" in refused(cli.run("--num-threads", number))
 
 
 def test_a_runs_folder_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -154,7 +150,3 @@ def test_an_iteration_without_samples_shows_no_nan(
     assert said.code == 0, said.err
     assert "nan" not in said.err
     assert "loss=nothing to learn from" in said.err
-
-
-def test_settings_hold_the_bound_on_threads() -> None:
-    assert ExperimentSettings(num_threads=2).num_threads == 2

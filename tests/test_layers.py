@@ -13,43 +13,19 @@ import pytest
 PACKAGE = "nip_astra"
 PACKAGE_DIR = Path(__file__).resolve().parents[1] / PACKAGE
 FLOORS = [
-    [
-        *(
-            "errors",
-            "version",
-            "lazy",
-            "registry",
-            "plugins",
-            "progress",
-            "tracking",
-        ),
-        *("safe_text", "trust"),
-    ],
-    ["parameters", "experiment_settings"],
-    ["rollouts", "rl_objectives", "checkpoints", "distributed", "utils"],
-    ["language_models", "scorers", "reward_terms", "message_regressors"],
-    ["protocols", "scenario_base", "samplers"],
-    ["factory", "scenario_instance", "scenarios"],
-    ["trainers", "evaluation", "report"],
-    [
-        *(
-            "run",
-            "resume_check",
-            "recipes",
-            "hub",
-            "overview",
-            "installation",
-            "resolving",
-            "sweep",
-            "cli",
-            "serve",
-            "astra",
-            "nip",
-            "__main__",
-        ),
-        # They resolve and build the experiments of runs; what trainers measure by is below.
-        *("evaluation.api", "evaluation.families"),
-    ],
+    names.split()
+    for names in (
+        "errors version lazy registry plugins progress tracking safe_text trust",
+        "parameters experiment_settings",
+        "rollouts rl_objectives checkpoints distributed utils",
+        "language_models scorers reward_terms message_regressors",
+        "protocols scenario_base samplers",
+        "factory scenario_instance scenarios",
+        "trainers evaluation report",
+        # The last two resolve and build the experiments of runs; what trainers measure by is below.
+        "run resume_check recipes hub overview installation resolving sweep cli serve astra nip "
+        "__main__ evaluation.api evaluation.families",
+    )
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The package itself offers names of every floor, so only the top may import from it.

@@ -20,7 +20,7 @@ from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from nip_astra.resolving.resolution import OF_EVERY_RUN, SHARED_GROUPS
+from nip_astra.resolving.resolution import SHARED_GROUPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.solo_agent import SoloAgentTrainer
 
@@ -65,7 +65,7 @@ def parameter_pages() -> Iterator[Page]:
         importlib.import_module(module)
     readers = _Readers()
     yield _page("Shared groups", "experiment", HyperParameters, readers, prefix="")
-    for name in (*SHARED_GROUPS, *OF_EVERY_RUN):
+    for name in (*SHARED_GROUPS, "base_run"):
         group = HyperParameters.model_fields[name].annotation
         assert isinstance(group, type)
         yield _page("Shared groups", name, group, readers, prefix=f"{name}.")

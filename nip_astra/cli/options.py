@@ -144,9 +144,10 @@ RUN = ("device", "wandb", "track", "run_id", "runs_dir", "num_threads", "setting
 
 
 def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add `OPTIONS` and --debug to a command, which receives the values of all options as `given`.
+    """Add some of `OPTIONS`, and --debug, to a command.
 
-    A command has those options as parameters that it reads itself.
+    It receives the values of all its options as `given`. Options of this command alone are further
+    parameters.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -154,15 +155,11 @@ def shared_options(*names: str) -> Callable[[Callable[..., None]], Callable[...,
         del parameters["given"]
         own = list(parameters)
         for name in (*names, "debug"):
-            is_flag = get_args(OPTIONS[name])[0] is bool
-            parameters.setdefault(
+            parameters[name] = inspect.Parameter(
                 name,
-                inspect.Parameter(
-                    name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=False if is_flag else None,
-                    annotation=OPTIONS[name],
-                ),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if get_args(OPTIONS[name])[0] is bool else None,
+                annotation=OPTIONS[name],
             )
 
         @functools.wraps(command)

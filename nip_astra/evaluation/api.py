@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from nip_astra.evaluation.families.base import (
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
-    OnPart,
-    OpenProgress,
     as_list,
     family_of_run,
     is_text_attacker,
@@ -192,8 +190,7 @@ def evaluate(
     from nip_astra.report.page import write_report
 
     for path in paths:
-        bars = _bars(enabled=progress)
-        evaluations = _evaluated(family, Path(path), request, settings, bars)
+        evaluations = _evaluated(family, Path(path), request, settings, progress)
         for evaluation in _with_bar(evaluations, "Evaluating", enabled=progress):
             if (evaluation.run / HYPER_PARAMETERS).is_file():
                 write_report([evaluation.run])
@@ -210,7 +207,7 @@ def _evaluated(
     run: Path,
     request: EvaluationRequest,
     settings: ExperimentSettings,
-    open_bar: OpenProgress,
+    progress: bool,
 ) -> Iterator[Evaluation]:
     """Evaluate each subject of a run, or resume an interrupted evaluation."""
     for subject in family.load(run, request, settings):
@@ -218,22 +215,11 @@ def _evaluated(
             configuration = family.units(subject, request)
             folder = EvaluationFolder.of_run(subject.place, subject.name)
             subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-            with open_bar(subject.label, family.num_units(subject)) as on_part:
-                played = family.play(subject, folder, request, on_part)
+            total = family.num_units(subject) or None
+            with showing(subject.label, total, enabled=progress) as bar:
+                played = family.play(subject, folder, request, bar.step)
             figures = family.figures(subject, folder, played)
         yield family.store(folder, figures)
-
-
-def _bars(*, enabled: bool, counts_requests: bool = False) -> OpenProgress:
-    """Return a function that opens a progress bar with a label and a total."""
-
-    @contextmanager
-    def open_bar(label: str, total: int) -> Iterator[OnPart]:
-        bar = showing(label, total or None, counts_requests=counts_requests, enabled=enabled)
-        with bar as display:
-            yield display.step
-
-    return open_bar
 
 
 def _with_bar(
@@ -277,8 +263,8 @@ def score(
     path = locate(run, settings)
     family = _stored_family(path, request)
     with showing("Rating", enabled=settings.progress):
-        bars = _bars(enabled=settings.progress, counts_requests=True)
-        evaluation = family.score(path, request, settings, bars)
+        open_bar = partial(showing, counts_requests=True, enabled=settings.progress)
+        evaluation = family.score(path, request, settings, open_bar)
     from nip_astra.report.page import write_report
 
     write_report([evaluation.run])

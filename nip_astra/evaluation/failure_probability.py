@@ -40,7 +40,6 @@ import numpy as np
 from nip_astra.evaluation.outcomes import Outcome, failure_rate, follow_up_of
 from nip_astra.utils.intervals import (
     Array,
-    Interval,
     cluster_variance,
     effective_sample_size,
     weighted_rate_interval,
@@ -192,24 +191,24 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
     scaled_EH = weights_EH / np.where(observed_H > 0.0, observed_H, 1.0)
     contributions_E = np.where(has_failed_E, scaled_EH[np.arange(num_episodes), until_E], 0.0)
     whole_E = weights_EH[:, -1]
-    value = float(contributions_E.mean())
     failing = effective_sample_size(contributions_E)
     total = effective_sample_size(whole_E)
     reason = _why_refused(shares, whole_E, total)
     if reason is None and observed_H[-1] == 0.0:
         reason = "no episode has verdicts through its last turn"
-    interval = Interval(math.nan, math.nan)
+    value = low = high = None
     if reason is None:
-        interval = weighted_rate_interval(
+        value = float(contributions_E.mean())
+        low, high = weighted_rate_interval(
             contributions_E,
             episodes.prompts_E,
             largest=1.0 / (shares[REFERENCE] * float(observed_H[-1])),
             level=level,
         )
     return ImportanceEstimate(
-        value=None if reason else value,
-        low=None if reason else interval.low,
-        high=None if reason else interval.high,
+        value=value,
+        low=low,
+        high=high,
         standard_error=_standard_error(contributions_E, episodes.prompts_E),
         level=level,
         method="gamma interval of weighted events (Fay and Feuer) over opening prompts",

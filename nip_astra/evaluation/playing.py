@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,22 +119,19 @@ class Player:
         done = file.recover()
         self.on_part(done)
         sampler = _with_target_likelihood(self.sampler)
+        # The key of the trainer's own table, so that both show the same conversations.
+        key = (options.seed, "evaluate", options.split)
         for first in range(done, options.num_episodes, options.batch_size):
             episodes = range(first, min(first + options.batch_size, options.num_episodes))
-            with self._part("attacker", episodes) as part:
-                # The key of the trainer's own table, so that both show the same conversations.
+            with self._part(file, "attacker", episodes) as (part, rows):
                 tree = play_episodes(
-                    sampler,
-                    self.prompts,
-                    episodes,
-                    num_turns=options.num_turns,
-                    key=(options.seed, "evaluate", options.split),
+                    sampler, self.prompts, episodes, num_turns=options.num_turns, key=key
                 )
-                rows = self._rows(tree, first)
+                rows += self._rows(tree, first)
                 chains = episodes_of(rows)
-                part["scorer_calls"] = 2 * len(rows) + rate_probes(chains, self.sampler.scorer)
-                part["scorer_calls"] += rate_by_others(chains, self.others)
-            self._keep(file, chains, part)
+                rate_probes(chains, self.sampler.scorer)
+                rate_by_others(chains, self.others)
+                part["scorer_calls"] = len(rows) * (3 + len(self.others))
         return episodes_of(file.read())
 
     def play_probability(self) -> list[Episode]:
@@ -156,21 +153,17 @@ class Player:
         for proposal, count in counts.items():
             start, stop = stop, stop + count
             sampler = sampler_of(proposal, self.sampler, num_turns=options.num_turns)
+            key = (options.seed, "probability", options.split, proposal)
             for first in range(max(start, done), stop, size):
                 episodes = range(first, min(first + size, stop))
-                with self._part(proposal, episodes) as part:
+                with self._part(file, proposal, episodes) as (part, rows):
                     tree = play_episodes(
-                        sampler,
-                        prompts,
-                        episodes,
-                        num_turns=options.num_turns,
-                        key=(options.seed, "probability", options.split, proposal),
+                        sampler, prompts, episodes, num_turns=options.num_turns, key=key
                     )
-                    rows = self._rows(tree, first, proposal=proposal)
+                    rows += self._rows(tree, first, proposal=proposal)
                     if is_weighed:
                         self._weigh(tree, rows)
                     part["scorer_calls"] = 2 * len(rows)
-                self._keep(file, episodes_of(rows), part)
         return episodes_of(file.read())
 
     def _uncut_batch(self) -> int:
@@ -211,8 +204,10 @@ class Player:
                 row[f"{role}_sampled_logprob"] = value
 
     @contextmanager
-    def _part(self, table: str, episodes: range) -> Iterator[dict[str, Any]]:
-        """Measure the seconds and tokens of one part."""
+    def _part(
+        self, file: RowFile, table: str, episodes: range
+    ) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+        """Measure the seconds and tokens of one part, and append its rows to the file."""
         speakers = (self.sampler.attacker, self.sampler.target, self.sampler.reference)
         models = {id(one.language_model): one.language_model for one in speakers}
         part: dict[str, Any] = {
@@ -220,21 +215,20 @@ class Player:
             "first_episode": episodes.start,
             "num_episodes": len(episodes),
         }
+        rows: list[Row] = []
         with ExitStack() as stack:
             counts = [stack.enter_context(model.counting()) for model in models.values()]
             started = time.perf_counter()
             stack.enter_context(torch.no_grad())
-            yield part
+            yield part, rows
         part |= {
             "seconds": time.perf_counter() - started,
             "tokens_generated": sum(count.generated for count in counts),
             "tokens_forwarded": sum(count.forwarded for count in counts),
         }
-
-    def _keep(self, file: RowFile, chains: Sequence[Episode], part: Mapping[str, Any]) -> None:
-        file.append([row for chain in chains for row in chain])
+        file.append([row for chain in episodes_of(rows) for row in chain])
         self.folder.note_part(part)
-        self.on_part(len(chains))
+        self.on_part(len(episodes))
 
 
 def play_chains(
@@ -472,8 +466,8 @@ def rate_anew(
     return num_ratings(episodes, ordinary, scorers)
 
 
-def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
-    """Write response, combined and probe scores to rows as in a rollout, and return their number.
+def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> None:
+    """Write response, combined and probe scores to rows as in a rollout.
 
     A scorer that reads the history has seen the probe when it rates the response, so its combined
     score is that of the response.
@@ -489,27 +483,25 @@ def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
         row["response_score"] = _known(response_score)
         row["combined_score"] = _known(combined_score)
         row["is_error"] = is_error
-    return len(turns) * (1 if scorer.reads_history else 2) + rate_probes(episodes, scorer)
+    rate_probes(episodes, scorer)
 
 
-def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
-    """Write the scores of the probes themselves to rows, and return their number."""
+def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> None:
+    """Write the scores of the probes themselves to rows."""
     turns = list(_turns(episodes))
     probes = [Exchange(row["probe"], b, "user", columns_of_record(row)) for row, b in turns]
     for (row, _), score in zip(turns, scorer.rate(probes).scores_N.tolist(), strict=True):
         row["probe_score"] = _known(score)
-    return len(turns)
 
 
-def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -> int:
-    """Write each further scorer's rating of the response to `scores`, and return their number."""
+def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -> None:
+    """Write each further scorer's rating of the response to `scores`."""
     turns = list(_turns(episodes))
     for name, scorer in scorers.items():
         rated = scorer.rate([_response(row, before) for row, before in turns])
         values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
         for (row, _), (score, is_error) in zip(turns, values, strict=True):
             row.setdefault("scores", {})[name] = {"score": _known(score), "is_error": is_error}
-    return len(turns) * len(scorers)
 
 
 def scored_by(name: str, episode: Episode) -> Episode:
@@ -550,15 +542,6 @@ PROBABILITY_KEYS = ("num_probability_episodes", "use_importance_sampling")
 """Further options that determine the conversations for the probability of failure."""
 
 
-class _Stored(NamedTuple):
-    """Conversations of another evaluation, and its scorers."""
-
-    name: str
-    episodes: list[Episode]
-    ordinary: list[Episode]
-    scorers: Mapping[str, Any]
-
-
 def reuse_conversations(
     folder: EvaluationFolder,
     configuration: Mapping[str, Any],
@@ -581,61 +564,66 @@ def reuse_conversations(
     own, own_probability = folder.rows(length), folder.probability_rows(length)
     if own.recover() or own_probability.recover():
         return None
-    longest: _Stored | None = None
-    for path in sorted(folder.path.parent.glob(f"*/{CONFIGURATION}")):
-        if path.parent == folder.path:
-            continue
-        try:
-            stored = _stored_conversations(EvaluationFolder(path.parent), configuration, length)
-        except NipAstraError as error:
-            name = path.parent.name
-            logger.warning("conversations of the evaluation %s are not reused: %s", name, error)
-            continue
-        if stored.episodes and (longest is None or len(stored.episodes) >= len(longest.episodes)):
-            longest = stored
-    if longest is None:
+    found = _stored_conversations(folder, configuration, length)
+    longest = max(found, key=lambda one: len(one[1]), default=(folder, [], []))
+    other, episodes, ordinary = longest
+    if not episodes:
         return None
-    episodes, ordinary = longest.episodes[: options.num_episodes], longest.ordinary
-    calls = _rate_reused(episodes, ordinary, scorers, configuration["scorers"], longest.scorers)
+    episodes = episodes[: options.num_episodes]
+    before = other.configuration().get("scorers", {})
+    calls = _rate_reused(episodes, ordinary, scorers, configuration["scorers"], before)
     for file, chains in ((own, episodes), (own_probability, ordinary)):
         if chains:
             file.append([row for chain in chains for row in chain])
     folder.note_part(
         {
             "table": "reused",
-            "reused_from": longest.name,
+            "reused_from": other.path.name,
             "num_episodes": len(episodes) + len(ordinary),
             "reused_queries": sum(map(len, [*episodes, *ordinary])),
             "scorer_calls": calls,
         }
     )
-    return longest.name
+    return other.path.name
 
 
 def _stored_conversations(
-    other: EvaluationFolder, configuration: Mapping[str, Any], length: int
-) -> _Stored:
-    """Return another evaluation's conversations that match this configuration."""
-    stored = other.configuration()
+    folder: EvaluationFolder, configuration: Mapping[str, Any], length: int
+) -> Iterator[tuple[EvaluationFolder, list[Episode], list[Episode]]]:
+    """Yield other evaluations with their matching conversations, the last by name first."""
+    for path in sorted(folder.path.parent.glob(f"*/{CONFIGURATION}"), reverse=True):
+        other = EvaluationFolder(path.parent)
+        if other.path == folder.path:
+            continue
+        try:
+            stored = other.configuration()
+            episodes, ordinary = (
+                _matching(file, stored, configuration, keys)
+                for file, keys in (
+                    (other.rows(length), KEYS),
+                    (other.probability_rows(length), (*KEYS, *PROBABILITY_KEYS)),
+                )
+            )
+        except NipAstraError as error:
+            name = path.parent.name
+            logger.warning("conversations of the evaluation %s are not reused: %s", name, error)
+            continue
+        yield other, episodes, ordinary
 
-    def episodes(file: RowFile, *keys: str) -> list[Episode]:
-        # Of rated conversations the speakers are unknown.
-        if "options" not in stored or "scored_from" in stored:
-            return []
-        if any(stored.get(name) != configuration.get(name) for name in SPEAKERS):
-            return []
-        before, now = stored["options"], configuration["options"]
-        if any(before.get(name) != now.get(name) for name in keys):
-            return []
-        rows = file.read()
-        return episodes_of(rows[: len(rows) // length * length])
 
-    return _Stored(
-        other.path.name,
-        episodes(other.rows(length), *KEYS),
-        episodes(other.probability_rows(length), *KEYS, *PROBABILITY_KEYS),
-        stored.get("scorers", {}),
-    )
+def _matching(
+    file: RowFile, stored: Mapping[str, Any], wanted: Mapping[str, Any], keys: Sequence[str]
+) -> list[Episode]:
+    """Return the whole conversations of a file, if speakers and the options `keys` are equal."""
+    # Of rated conversations the speakers are unknown.
+    if "options" not in stored or "scored_from" in stored:
+        return []
+    if any(stored.get(name) != wanted.get(name) for name in SPEAKERS):
+        return []
+    if any(stored["options"].get(name) != wanted["options"].get(name) for name in keys):
+        return []
+    rows = file.read()
+    return episodes_of(rows[: len(rows) // file.episode_length * file.episode_length])
 
 
 def _rate_reused(
@@ -658,7 +646,9 @@ def _rate_reused(
     rated = [episode for episode in episodes if not _has_error(episode)]
     failed = [episode for episode in episodes if _has_error(episode)]
     failed_ordinary = [episode for episode in ordinary if _has_error(episode)]
-    calls = rate_by_others(rated, {one: scorers[one] for one in others if one not in known})
+    missing = {one: scorers[one] for one in others if one not in known}
+    rate_by_others(rated, missing)
+    calls = sum(map(len, rated)) * len(missing)
     if failed or failed_ordinary:
         calls += rate_anew(failed, failed_ordinary, scorers)
     return calls

@@ -177,13 +177,18 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
         When rows are broken.
     """
     directory = RunDirectory.find(run, runs_dir or ExperimentSettings().runs_dir)
-    has_ended = (directory.path / RESULTS).is_file()
     return RunResults(
         directory.path,
-        directory.read_json(RESULTS) if has_ended else {},
+        results_of(directory),
         read_rows(directory.path / METRICS_FILE),
         read_rows(directory.path / TIMINGS_FILE),
     )
+
+
+def results_of(directory: RunDirectory) -> dict[str, Any]:
+    """Return the content of results.json; empty if the run has not ended."""
+    has_ended = (directory.path / RESULTS).is_file()
+    return dict(directory.read_json(RESULTS)) if has_ended else {}
 
 
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -198,7 +198,7 @@ def groups_of(run: RunRecord) -> list[Group]:
     the conversations.
     """
     kind = run.kind
-    tables = _TABLES[kind](run)
+    tables = _tables_of(run)
     before = tables.pop("before", [])
     # The end of the run first, then evaluations, and what was sampled in training last.
     names = sorted(tables, key=lambda name: (name == "train", name != "evaluation"))
@@ -279,26 +279,43 @@ def _fitted(group: Group) -> Group:
     return group
 
 
-# ---- tasks
+def _tables_of(run: RunRecord) -> dict[str, list[Entry]]:
+    """Return the entries of each table's last step; of tasks in training, those of all steps."""
+    stored: Mapping[str, Sequence[Any]] = run.tables
+    if run.kind == PROTOCOL:
+        stored = run.episodes | run.outcomes
+    entries_of: dict[str, Callable[[RunRecord, Sequence[Any]], Iterator[Entry]]] = {
+        PROTOCOL: _episodes,
+        TASK: _problems,
+        CONVERSATION: _conversations,
+    }
+    found: dict[str, list[Entry]] = {}
+    for name, step, rows in by_step(stored):
+        if run.kind == TASK and name == "train":
+            found.setdefault(name, []).extend(_problems(run, rows, f"iteration {step:,}"))
+        elif name != "train" and name not in found:
+            found[name] = list(entries_of[run.kind](run, rows))
+    return found
 
 
-def _task_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """Return the rows of tasks by table; of training, those of all iterations."""
+def _time_by_time(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Yield entries so that items that were played several times are paired time by time."""
+    seen: Counter[str] = Counter()
+    for entry in entries:
+        seen[entry.key] += 1
+        yield entry._replace(key=f"{entry.key}/{seen[entry.key]}")
+
+
+def _problems(run: RunRecord, nodes: Sequence[Node], label: str = "") -> Iterator[Entry]:
+    """Yield the answers to problems; those of equal texts are paired in their order."""
     options = mapping(mapping(run.hyper_params.get("task")).get("evaluation"))
     success = number(options.get("success_reward")) or 1.0
-    found: dict[str, list[Entry]] = {}
-    for name, step, nodes in by_step(run.tables):
-        if name == "train" or name not in found:
-            label = f"iteration {step:,}" if name == "train" else ""
-            several = max(Counter(node.problem for node in nodes).values()) > 1 and not label
-            numbers: dict[str, dict[str, int]] = {}
-            for node in nodes:
-                # Problems of equal texts are paired in their order.
-                same = numbers.setdefault(node.problem_hash, {})
-                key = f"{node.problem_hash}/{same.setdefault(node.problem, len(same))}"
-                entry = _entry_of(node, key, success, label, several)
-                found.setdefault(name, []).append(entry)
-    return found
+    has_runs = max(Counter(node.problem for node in nodes).values()) > 1 and not label
+    numbers: dict[str, dict[str, int]] = {}
+    for node in nodes:
+        same = numbers.setdefault(node.problem_hash, {})
+        key = f"{node.problem_hash}/{same.setdefault(node.problem, len(same))}"
+        yield _entry_of(node, key, success, label, has_runs)
 
 
 def _entry_of(node: Node, key: str, success: float, label: str, has_runs: bool) -> Entry:
@@ -324,46 +341,33 @@ def _entry_of(node: Node, key: str, success: float, label: str, has_runs: bool) 
     )
 
 
-# ---- protocols
+def _episodes(run: RunRecord, rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
+    """Yield the test episodes of a protocol."""
+    return _time_by_time(map(_episode, rows))
 
 
-def _protocol_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """Return the test episodes by table: all those of the last test."""
-    found: dict[str, list[Entry]] = {}
-    rows_of = run.episodes | run.outcomes
-    for name, _, rows in by_step(rows_of):
-        if name != "train" and name not in found:
-            found[name] = list(_episodes(rows))
-    return found
-
-
-def _episodes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
-    seen: Counter[str] = Counter()
-    for row in rows:
-        datapoint = mapping(row.get("datapoint"))
-        label = number(row.get("y", row.get("label")))
-        place = count(row.get("datapoint_id", datapoint.get("id")))
-        key = f"{place}/{label}/{text(row.get('datapoint_hash'))}"
-        seen[key] += 1
-        texts = [f"{words(name)}: {one}" for name, one in mapping(datapoint.get("texts")).items()]
-        decision = row.get("decision")
-        decided = number(decision)
-        decision_text = text(decision) if decided is None else DECISIONS.get(int(decided), "")
-        decision_text = "" if decided == UNDECIDED else decision_text
-        rewards = mapping(row.get("rewards"))
-        facts = [decision_text or "no decision"]
-        facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
-        stored = row.get("is_right")
-        is_right = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
-        wanted = "" if label is None else DECISIONS.get(int(label), "")
-        yield Entry(
-            # A datapoint that was played several times is paired time by time.
-            f"{key}/{seen[key]}",
-            " · ".join(texts) or f"datapoint {place}",
-            f"right: {wanted}" if wanted else "",
-            [],
-            Side("", is_right, None, ", ".join(facts), list(_moves(row))),
-        )
+def _episode(row: Mapping[str, Any]) -> Entry:
+    datapoint = mapping(row.get("datapoint"))
+    label = number(row.get("y", row.get("label")))
+    place = count(row.get("datapoint_id", datapoint.get("id")))
+    texts = [f"{words(name)}: {one}" for name, one in mapping(datapoint.get("texts")).items()]
+    decision = row.get("decision")
+    decided = number(decision)
+    decision_text = text(decision) if decided is None else DECISIONS.get(int(decided), "")
+    decision_text = "" if decided == UNDECIDED else decision_text
+    rewards = mapping(row.get("rewards"))
+    facts = [decision_text or "no decision"]
+    facts += [f"reward of {words(name)} {decimal(one)}" for name, one in rewards.items()]
+    stored = row.get("is_right")
+    is_right = stored if isinstance(stored, bool) else outcome_of(row) == RIGHT
+    wanted = "" if label is None else DECISIONS.get(int(label), "")
+    return Entry(
+        f"{place}/{label}/{text(row.get('datapoint_hash'))}",
+        " · ".join(texts) or f"datapoint {place}",
+        f"right: {wanted}" if wanted else "",
+        [],
+        Side("", is_right, None, ", ".join(facts), list(_moves(row))),
+    )
 
 
 def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
@@ -377,23 +381,12 @@ def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
                 yield words(text(move.get("agent"))), "\n".join([*sent, *ended])
 
 
-# ---- stress tests
-
-
-def _conversation_tables(run: RunRecord) -> dict[str, list[Entry]]:
-    """Return the held-out conversations by table; training trees have no counterpart."""
-    found: dict[str, list[Entry]] = {}
-    for name, _, nodes in by_step(run.tables):
-        if name == "train" or name in found:
-            continue
-        seen: Counter[str] = Counter()
-        found[name] = []
-        for (_, _, prompt), turns in sorted(conversations_of(nodes).items()):
-            seen[prompt] += 1
-            # A prompt that was played several times is paired time by time.
-            side = _attacked(sorted(turns, key=lambda node: node.depth))
-            found[name].append(Entry(f"{prompt}/{seen[prompt]}", prompt, "", [], side))
-    return found
+def _conversations(run: RunRecord, nodes: Sequence[Node]) -> Iterator[Entry]:
+    """Yield the held-out conversations; training trees have no counterpart."""
+    return _time_by_time(
+        Entry(prompt, prompt, "", [], _attacked(sorted(turns, key=lambda node: node.depth)))
+        for (_, _, prompt), turns in sorted(conversations_of(nodes).items())
+    )
 
 
 def _attacked(turns: Sequence[Node]) -> Side:
@@ -409,6 +402,3 @@ def _attacked(turns: Sequence[Node]) -> Side:
         f"{facts}, fails at turn {outcomes.index(outcome) + 1}" if failed else facts,
         [message for node in turns for message in node.messages],
     )
-
-
-_TABLES = {PROTOCOL: _protocol_tables, TASK: _task_tables, CONVERSATION: _conversation_tables}

@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from nip_astra.parameters.files import flatten
 from nip_astra.report.records import (
-    REGRESSION,
     TASK,
     TEST_PREFIX,
     RunRecord,
@@ -131,28 +131,30 @@ def thin_line(
     """
     if len(line.points) <= max(max_points, num_stretches) or line.has_steps:
         return line, [], 1
-    size = math.ceil(len(line.points) / num_stretches)
     means: list[Point] = []
     ranges = []
-    for start in range(0, len(line.points), size):
-        stretch = line.points[start : start + size]
+    stretches = _stretches(line.points, num_stretches)
+    for stretch in stretches:
         known = [y for _, y in stretch if y is not None]
         x = (stretch[0][0] + stretch[-1][0]) / 2
         means.append((x, sum(known) / len(known) if known else None))
         if known:
             ranges.append((x, min(known), max(known)))
-    return replace(line, points=means), ranges, size
+    return replace(line, points=means), ranges, len(stretches[0])
+
+
+def _stretches(points: Sequence[Any], num: int) -> list[Sequence[Any]]:
+    """Divide points into at most `num` segments, all but the last of the same size."""
+    size = math.ceil(len(points) / num)
+    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _thin_band(band: Band) -> Band:
     """Reduce a band with too many points to the minimum and maximum of each segment."""
     if len(band.points) <= MAX_POINTS:
         return band
-    size = math.ceil(len(band.points) / NUM_STRETCHES)
-    points = []
-    for start in range(0, len(band.points), size):
-        xs, lows, highs = zip(*band.points[start : start + size], strict=True)
-        points.append(((xs[0] + xs[-1]) / 2, min(lows), max(highs)))
+    parts = (zip(*one, strict=True) for one in _stretches(band.points, NUM_STRETCHES))
+    points = [((xs[0] + xs[-1]) / 2, min(lows), max(highs)) for xs, lows, highs in parts]
     return replace(band, points=points)
 
 
@@ -324,12 +326,13 @@ def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x
 
 
 class Curve(NamedTuple):
-    """A metric with a chart: the first of its names that a run has; `{}` stands for an agent.
+    """A metric with a chart: the first of the space-separated names that a run has.
 
-    The metric `beside` is drawn thin and dashed. A curve with `kinds` applies only to such runs.
+    `{}` in a name stands for an agent. The metric `beside` is drawn thin and dashed. A curve with
+    `kinds` applies only to such runs.
     """
 
-    names: tuple[str, ...]
+    metrics: str
     title: str
     note: str
     kind: str = "number"
@@ -338,90 +341,92 @@ class Curve(NamedTuple):
     x_label: str = "iteration"
     kinds: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the metric, in order of preference."""
+        return self.metrics.split()
+
 
 HELD_OUT = "held_out/"
 """Prefix of figures on test data before and after training."""
 ENDS = ("_low", "_high")
 """Suffixes of a metric's interval."""
+_share = partial(Curve, kind="percent")
 CURVES = (
-    Curve(
-        *(("dev/accuracy", f"{HELD_OUT}accuracy"), "Right answers, held out"),
-        *("share, dev problems, or test problems before and after", "percent"),
+    _share(
+        "dev/accuracy held_out/accuracy",
+        "Right answers, held out",
+        "share, dev problems, or test problems before and after",
         kinds=(TASK,),
     ),
-    Curve(("failure_rate",), "Failing responses", "share, training prompts", "percent"),
-    Curve(
-        ("episode_failure_rate",), "Episodes with a failure", "share, training prompts", "percent"
+    _share("failure_rate", "Failing responses", "share, training prompts"),
+    _share("episode_failure_rate", "Episodes with a failure", "share, training prompts"),
+    _share(
+        "dev/failure_rate held_out/failure_rate",
+        "Episodes with a failure, held out",
+        "share, dev prompts, or test prompts before and after",
     ),
-    Curve(
-        *(("dev/failure_rate", f"{HELD_OUT}failure_rate"), "Episodes with a failure, held out"),
-        *("share, dev prompts, or test prompts before and after", "percent"),
+    _share("mean_accuracy accuracy", "Right decisions", "share of training episodes"),
+    _share(
+        "test_mean_accuracy test_accuracy held_out/mean_accuracy", "Right decisions, test", "share"
     ),
+    _share("worst_datapoint_accuracy", "Worst datapoint", "its share of right decisions"),
+    _share("share_undecided", "Undecided episodes", "share whose rounds ran out"),
+    Curve("mean_episode_length", "Episode length", "rounds, mean"),
+    Curve("mean_reward", "Reward", "mean of a turn"),
+    Curve("rollout/reward_mean", "Reward of trajectories", "mean, training problems"),
+    Curve("rollout/response_tokens_mean", "Length of answers", "tokens, mean"),
+    Curve("probe_length", "Length of probes", "tokens, mean"),
+    Curve("{}/mean_message_words", "Length of messages", "words, mean"),
+    Curve("rollout/entropy entropy", "Entropy", "nats per token, of samples"),
     Curve(
-        *(("mean_accuracy", "accuracy"), "Right decisions", "share of training episodes"),
-        "percent",
-    ),
-    Curve(
-        ("test_mean_accuracy", "test_accuracy", f"{HELD_OUT}mean_accuracy"),
-        *("Right decisions, test", "share", "percent"),
-    ),
-    Curve(
-        *(("worst_datapoint_accuracy",), "Worst datapoint", "its share of right decisions"),
-        "percent",
-    ),
-    Curve(("share_undecided",), "Undecided episodes", "share whose rounds ran out", "percent"),
-    Curve(("mean_episode_length",), "Episode length", "rounds, mean"),
-    Curve(("mean_reward",), "Reward", "mean of a turn"),
-    Curve(("rollout/reward_mean",), "Reward of trajectories", "mean, training problems"),
-    Curve(("rollout/response_tokens_mean",), "Length of answers", "tokens, mean"),
-    Curve(("probe_length",), "Length of probes", "tokens, mean"),
-    Curve(("{}/mean_message_words",), "Length of messages", "words, mean"),
-    Curve(("rollout/entropy", "entropy"), "Entropy", "nats per token, of samples"),
-    Curve(
-        *(("kl/reference", "rollout/kl", "opd/reverse_kl"), "KL from the reference"),
+        "kl/reference rollout/kl opd/reverse_kl",
+        "KL from the reference",
         "or teacher; nats per token",
     ),
-    Curve(("kl",), "KL", "of the loss, nats"),
-    Curve(("approx_kl",), "KL of the updates", "from the policy that sampled, nats per token"),
-    Curve(("clip_fraction",), "Clip fraction", "share of tokens or moves", "percent"),
-    Curve(("grad_norm",), "Gradient norm", "before clipping"),
+    Curve("kl", "KL", "of the loss, nats"),
+    Curve("approx_kl", "KL of the updates", "from the policy that sampled, nats per token"),
+    _share("clip_fraction", "Clip fraction", "share of tokens or moves"),
+    Curve("grad_norm", "Gradient norm", "before clipping"),
+    _share("grpo/zero_variance_share", "Groups of equal rewards", "share of the groups"),
+    _share("rollout/cut_share", "Answers cut off", "share"),
+    Curve("preference_margin", "Preference margin", "chosen less rejected, mean"),
+    _share("preference_accuracy", "Preferences met", "share of pairs"),
+    Curve("mean_score", "Score of responses", "mean of a turn"),
+    Curve("probe_nll", "Unlikeliness of probes", "NLL, nats per token"),
+    _share("distinct_share", "Distinct successful probes", "share of successful ones"),
+    Curve("plants_found", "Planted failures found", "so far", "count"),
+    Curve("loss", "Loss", "mean of the iteration's steps"),
+    Curve("{}/mean_episode_reward", "Reward of an episode", "mean"),
+    _share("{}/mean_message_entropy", "Entropy of messages", "share of the greatest possible"),
+    _share("{}/mean_decision_entropy", "Entropy of decisions", "share of the greatest possible"),
     Curve(
-        ("grpo/zero_variance_share",), "Groups of equal rewards", "share of the groups", "percent"
-    ),
-    Curve(("rollout/cut_share",), "Answers cut off", "share", "percent"),
-    Curve(("preference_margin",), "Preference margin", "chosen less rejected, mean"),
-    Curve(("preference_accuracy",), "Preferences met", "share of pairs", "percent"),
-    Curve(("mean_score",), "Score of responses", "mean of a turn"),
-    Curve(("probe_nll",), "Unlikeliness of probes", "NLL, nats per token"),
-    Curve(("distinct_share",), "Distinct successful probes", "share of successful ones", "percent"),
-    Curve(("plants_found",), "Planted failures found", "so far", "count"),
-    Curve(("loss",), "Loss", "mean of the iteration's steps"),
-    Curve(("{}/mean_episode_reward",), "Reward of an episode", "mean"),
-    Curve(
-        *(("{}/mean_message_entropy",), "Entropy of messages", "share of the greatest possible"),
-        "percent",
-    ),
-    Curve(
-        *(("{}/mean_decision_entropy",), "Entropy of decisions", "share of the greatest possible"),
-        "percent",
-    ),
-    Curve(
-        *(("{}/residual_critic_variance",), "Residual variance of critics"),
+        "{}/residual_critic_variance",
+        "Residual variance of critics",
         "as a share of the variance of the targets",
     ),
-    Curve(
-        *((f"{REGRESSION}/{{}}",), "Label predicted from the first message", "accuracy", "percent"),
-        *(f"{REGRESSION}/{{}}_baseline", "without the message"),
+    _share(
+        "message_regression/{}",
+        "Label predicted from the first message",
+        "accuracy",
+        beside="message_regression/{}_baseline",
+        beside_label="without the message",
+    ),
+    _share(
+        "{}/held_out_accuracy",
+        "Right without a conversation",
+        "share, data held out of training",
+        beside="{}/train_accuracy",
+        beside_label="training data",
+        x_label="epoch",
     ),
     Curve(
-        *(("{}/held_out_accuracy",), "Right without a conversation"),
-        *("share, data held out of training", "percent", "{}/train_accuracy", "training data"),
-        "epoch",
-    ),
-    Curve(
-        *(("{}/held_out_loss",), "Loss without a conversation"),
-        *("cross entropy in nats, data held out of training", "number", "{}/train_loss"),
-        *("training data", "epoch"),
+        "{}/held_out_loss",
+        "Loss without a conversation",
+        "cross entropy in nats, data held out of training",
+        beside="{}/train_loss",
+        beside_label="training data",
+        x_label="epoch",
     ),
 )
 """The metrics with charts, of all families; other metrics are in a table."""

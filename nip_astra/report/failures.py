@@ -10,8 +10,8 @@ from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
-from nip_astra.report.transcripts import Key, Paths, Table, key_of, label_of, order_of
+from nip_astra.report.records import Key, Node, RunRecord, items, mapping, node_of, number, text
+from nip_astra.report.transcripts import Paths, Table, label_of, order_of
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.formatting import decimal
 
@@ -136,7 +136,7 @@ def failures(
     Examples link to the conversations of `tables`, whose section has the id `anchor`.
     """
     links = {
-        (table.name, key_of(episode.turns[0].node)): episode.anchor
+        (table.name, episode.turns[0].node.conversation): episode.anchor
         for table in tables
         for episode in table.episodes
     }
@@ -261,7 +261,7 @@ def _examples(run: RunRecord, table: str, links: Links) -> Callable[[Node, bool]
             [(one, one is path[-1] or one.is_failure) for one in path],
             [(name, decimal(value)) for name, value in figures.items() if value is not None],
             "" if stored is None else label_of(table, stored),
-            "" if stored is None else links.get((table, key_of(stored)), ""),
+            "" if stored is None else links.get((table, stored.conversation), ""),
         )
 
     return make

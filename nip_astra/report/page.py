@@ -43,7 +43,6 @@ from nip_astra.report.records import (
     words,
 )
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
-from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
 from nip_astra.safe_text import safe_text
 from nip_astra.tracking.run_directory import FAILED, HYPER_PARAMETERS, REPORT, write_atomically
 from nip_astra.utils import formatting
@@ -144,18 +143,6 @@ def write_report(
 
 def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
     """Render the page about one run, or about several with a comparison first, as HTML."""
-    max_nodes, max_characters = MAX_NODES // len(runs), MAX_CHARACTERS // len(runs)
-
-    def sections_about(run: RunRecord, anchor: str, prefix: str, has_curves: bool) -> list[Section]:
-        specs = sections_of_run(
-            run,
-            anchor=anchor,
-            max_nodes=max_nodes,
-            max_characters=max_characters,
-            has_curves=has_curves,
-        )
-        return _drawn(specs, redact, prefix)
-
     if len(runs) == 1:
         (run,) = runs
         names = [text(run.hyper_params.get(name)) for name in ("trainer", "scenario")]
@@ -167,7 +154,7 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             ("finished", "yes" if run.results else "not yet"),
         ]
         facts = [(name, value) for name, value in facts if value]
-        return _page(title, facts, sections_about(run, "conversations", "", True), [])
+        return render_sections(title, facts, sections_of_run(run), redact=redact)
     groups = group_runs(runs)
     anchors = {id(run): f"run-{place}" for place, run in enumerate(runs, start=1)}
     sections = _drawn(sections_of_comparison(groups, anchors), redact)
@@ -175,7 +162,8 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
     for group in groups:
         for run in group.runs:
             anchor = anchors[id(run)]
-            own = sections_about(run, anchor, f"{anchor}-", False)
+            specs = sections_of_run(run, anchor=anchor, num_runs=len(runs))
+            own = _drawn(specs, redact, f"{anchor}-")
             parts.append(RunPart(anchor, run_label(run, group), run.run_id, own))
     return _page(f"Comparison of {len(runs)} runs", [], sections, parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -39,6 +39,10 @@ _BASELINE = "_baseline"
 _MAX_LOG_LINES = 12
 _KNOWN = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
 _REWARD_PREFIX = "reward/"
+
+
+Key = tuple[int, int, str]
+"""Identity of a conversation within its table: step, episode, opening."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,10 @@ class Node:
         return [("attacker", self.probe), ("target", self.response)]
 
     @property
-    def conversation(self) -> tuple[int, str]:
-        """Identity of the conversation within its table and step."""
+    def conversation(self) -> Key:
+        """Identity of the conversation within its table."""
         # Some older tables count episodes from 0 again in each part.
-        return self.episode, self.prompt
+        return self.step, self.episode, self.prompt
 
     @property
     def logprob(self) -> float | None:
@@ -104,18 +108,20 @@ class Node:
 
 
 class Columns:
-    """Numbers by name and step, with 16 bytes of memory per number."""
+    """Numbers by name and step, of rows with a step, with 16 bytes of memory per number."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.num_rows = 0
         self._columns: dict[str, tuple[array[float], array[float]]] = {}
         for row in rows:
+            if number(row.get("step")) is None:
+                continue
             self.num_rows += 1
             for name, value in row.items():
                 if name != "step":
                     steps, values = self._columns.setdefault(name, (array("d"), array("d")))
                     known = number(value)
-                    steps.append(number(row["step"]) or 0.0)
+                    steps.append(float(row["step"]))
                     values.append(math.nan if known is None else known)
 
     def __iter__(self) -> Iterator[str]:
@@ -234,12 +240,12 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
     directory.check_links()
     run = RunRecord(directory.path)
     reader = _Reader(run)
-    stored = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    stored = reader.document(files.HYPER_PARAMETERS)
     run.hyper_params = with_new_names(stored, source=str(directory.path / files.HYPER_PARAMETERS))
-    run.settings = reader.document(files.SETTINGS, directory.read_yaml)
-    run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
+    run.settings = reader.document(files.SETTINGS)
+    run.environment = reader.document(files.ENVIRONMENT)
     if (directory.path / files.RESULTS).exists():
-        run.results = _with_new_names(reader.document(files.RESULTS, directory.read_json))
+        run.results = _with_new_names(reader.document(files.RESULTS))
         error = mapping(run.results.get("error"))
         if run.results.get("status") == files.FAILED:
             run.notes.append(
@@ -249,27 +255,20 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
     else:
         run.notes.append("The run has not ended: there is no results.json yet.")
     if (directory.path / files.PARAMETER_SOURCES).exists():
-        sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
+        sources = reader.document(files.PARAMETER_SOURCES)
         run.sources = {current_name(n) or n: str(source) for n, source in sources.items()}
     run.metrics = Columns(
         {present_name(name): value for name, value in row.items()}
         for row in reader.lines(METRICS_FILE)
-        if _integer(row.get("step")) is not None
     )
-    run.timings = Columns(
-        row
-        for row in reader.lines(TIMINGS_FILE, is_needed=False)
-        if _integer(row.get("step")) is not None
-    )
+    run.timings = Columns(reader.lines(TIMINGS_FILE, is_needed=False))
     if not has_tables:
         return run
-    for file in sorted(directory.path.glob(ANALYSES)):
-        if not file.name.endswith(".verdicts.json"):
-            name = file.relative_to(directory.path).as_posix()
-            run.analyses.append(reader.document(name, directory.read_json))
-    for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
-        name = file.relative_to(directory.path).as_posix()
-        run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
+    analyses = sorted(directory.path.glob(ANALYSES))
+    analyses = [file for file in analyses if not file.name.endswith(".verdicts.json")]
+    run.analyses = [reader.document(file) for file in analyses]
+    evaluations = sorted(directory.path.glob("evaluations/*/evaluation.json"))
+    run.evaluations = {file.parent.name: reader.document(file) for file in evaluations}
     for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
         if file.stem == "analyses":
             # The same as in `analyses`, for trackers.
@@ -298,9 +297,7 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
                 run.tables[folder] = nodes
     matrices = sorted(directory.path.glob(TRANSFER), key=lambda file: file.stat().st_mtime_ns)
     if matrices:
-        newest = matrices[-1].relative_to(directory.path).as_posix()
-        cells = items(reader.document(newest, directory.read_json).get("cells"))
-        run.transfer = [mapping(cell) for cell in cells]
+        run.transfer = [mapping(cell) for cell in items(reader.document(matrices[-1]).get("cells"))]
     run.log_lines = _log_lines(directory.path / files.LOG)
     return run
 
@@ -321,8 +318,11 @@ class _Reader:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
 
-    def document(self, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
-        """Read a JSON or YAML file with a mapping."""
+    def document(self, file: str | Path) -> dict[str, Any]:
+        """Read a JSON or YAML file with a mapping, given by its name or path in the run."""
+        name = (self.run.path / file).relative_to(self.run.path).as_posix()
+        directory = RunDirectory(self.run.path)
+        read = directory.read_yaml if name.endswith(".yaml") else directory.read_json
         try:
             value = read(name)
         except (RunDirectoryError, RecursionError) as error:

@@ -68,175 +68,22 @@ from nip_astra.utils.formatting import (
 )
 from nip_astra.utils.statistics import kaplan_meier
 
-HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
-ROLES = ("attacker", "target")
-_NOT_STATED = "not stated"
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A hyper-parameter with its source, which is empty if unknown."""
-
-    path: str
-    value: str
-    source: str
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the user set it for this run."""
-        return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
-
-
-def parameters(run: RunRecord) -> list[Parameter]:
-    """Return every hyper-parameter read by the run, with its source; all if sources are unknown."""
-    return [
-        Parameter(path, value_text(value), run.sources.get(path, ""))
-        for path, value in flatten(run.hyper_params)
-        if not run.sources or path in run.sources
-    ]
-
-
-def commands(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the commands that repeat the run, each with its requirements."""
-    folder = text(run.settings.get("runs_dir")) or "runs"
-    file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
-    device = text(run.settings.get("device"))
-    where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
-    found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
-    if run.sources:
-        names = ("trainer", "scenario", "seed")
-        options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
-        for one in parameters(run):
-            if one.source == "--plugin":
-                plugins = items(run.hyper_params.get("plugins"))
-                options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
-            elif one.is_given and one.path not in names:
-                options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
-        found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
-    return found
-
-
-def all_warnings(run: RunRecord) -> list[str]:
-    """Return the distinct warnings of results, evaluations and log."""
-    found = [text(one) for one in items(run.results.get("warnings"))]
-    of_evaluations: dict[str, list[str]] = {}
-    for name, evaluation in run.evaluations.items():
-        for one in items(evaluation.get("warnings")):
-            of_evaluations.setdefault(text(one), []).append(name)
-    found += [
-        f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
-        for line, names in of_evaluations.items()
-    ]
-    listed = " ".join(found)
-    found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
-    return list(dict.fromkeys(found))
-
-
-def cards(run: RunRecord) -> dict[str, Any] | None:
-    """Return the model cards, and sentences about reproducing the numbers."""
-    if run.kind == PROTOCOL:
-        return None
-    measured = _of_evaluations(run)
-    models = measured or _of_parameters(run)
-    if not models:
-        return None
-    return {
-        "headings": HEADINGS,
-        "rows": [_cells(card) for card in models],
-        "is_digested": bool(measured),
-        "sentences": determinism(run),
-    }
-
-
-def determinism(run: RunRecord) -> list[str]:
-    """Return the conditions under which the same command gives the same numbers."""
-    seed = text(run.hyper_params.get("seed"))
-    found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
-    threads = number(run.environment.get("num_threads"))
-    device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
-    if device == "cpu":
-        many = "" if threads is None else f" with {counted(threads, 'thread')}"
-        found.append(
-            f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
-            "give the same numbers to the last bit, also where a run was stopped and resumed."
-        )
-    else:
-        found.append(
-            f"Its device was {device}: a GPU may add numbers up in another order each time, so "
-            "that last digits differ, and with them words that were nearly as likely."
-        )
-    models = [*_of_parameters(run), *_of_evaluations(run)]
-    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in models):
-        found.append("A service stands behind a scorer; it may answer otherwise another time.")
-    return found
-
-
-def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for evaluation in run.evaluations.values():
-        for card in map(mapping, items(evaluation.get("cards"))):
-            if card and card not in found:
-                found.append(card)
-    order = (*ROLES, "scorer")
-    return sorted(found, key=lambda card: [text(card.get("role")) != role for role in order])
-
-
-def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
-    """Return model facts from the parameters, if no evaluation inspected the weights."""
-    sections = [mapping(value) for value in run.hyper_params.values()]
-    section = next((one for one in sections if "target" in one and "scorer" in one), {})
-    found: list[Mapping[str, Any]] = []
-    for role in ROLES:
-        agent = mapping(section.get(role))
-        model = mapping(agent.get("language_model")) or mapping(agent.get("chat_model"))
-        if model:
-            found.append(_card(role, model))
-    scorer = mapping(section.get("scorer"))
-    if scorer:
-        found.append(_card("scorer", scorer) | {"threshold": section.get("failure_threshold")})
-    return found
-
-
-def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    kind = text(parameters.get("_type"))
-    places = [parameters.get("base_url"), parameters.get("model")]
-    if parameters.get("service") == "local":
-        places = [parameters.get("weights")]
-    source = next(filter(None, places), None)
-    return {"role": role, "name": kind, "kind": kind, "source": source}
-
-
-def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
-    name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
-    size = number(card.get("size_bytes"))
-    cells = [
-        name or NOTHING,
-        ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
-        text(card.get("licence")) or _NOT_STATED,
-        count(card.get("num_parameters")),
-        NOTHING if size is None else filesize.decimal(int(size)),
-        text(card.get("sha256")) or NOTHING,
-        decimal(card.get("threshold")),
-    ]
-    return text(card.get("role")), cells
-
-
 Context = dict[str, Any]
-GROUPS = (
-    ("outcomes", "outcomes, turns"),
-    ("scores", "scores"),
-    ("nll", "likelihood of probes"),
-    ("turns_to_failure", "turns to failure"),
-    ("hit_at", "found within so many conversations"),
-    ("diversity", "diversity"),
-    ("plants", "planted failures"),
-    ("probability_of_failure", "probability of failure under the reference"),
-    ("fluency", "fluency"),
-    ("kinds", "kinds of failure"),
-    ("scorers", "by other scorers"),
-    ("detectors", "scorers on labelled responses"),
-    ("budget", "budget"),
-)
+GROUPS = {
+    "outcomes": "outcomes, turns",
+    "scores": "scores",
+    "nll": "likelihood of probes",
+    "turns_to_failure": "turns to failure",
+    "hit_at": "found within so many conversations",
+    "diversity": "diversity",
+    "plants": "planted failures",
+    "probability_of_failure": "probability of failure under the reference",
+    "fluency": "fluency",
+    "kinds": "kinds of failure",
+    "scorers": "by other scorers",
+    "detectors": "scorers on labelled responses",
+    "budget": "budget",
+}
 """Parts of evaluation.json with separate headings, in the order of the page."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
@@ -252,6 +99,8 @@ MAX_WITH_BEFORE = 3
 """Maximum agents with figures before training beside those after."""
 _CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
 """Units over which intervals are computed."""
+_CARD_HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
+_ROLES = ("attacker", "target")
 
 
 @dataclass(frozen=True)
@@ -264,9 +113,9 @@ class Spec:
 
 
 def sections_of_run(
-    run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
+    run: RunRecord, *, anchor: str = "conversations", num_runs: int = 1
 ) -> list[Spec]:
-    """Return the sections about one run; those without content build None."""
+    """Return the sections about one of the runs of a page; those without content build None."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -275,9 +124,7 @@ def sections_of_run(
 
     @cache
     def tables() -> list[transcripts.Table]:
-        return transcripts.tables_of(
-            run, max_nodes=max_nodes, max_characters=max_characters, prefix=anchor
-        )
+        return transcripts.tables_of(run, num_runs=num_runs, prefix=anchor)
 
     if run.kind == PROTOCOL:
         of_kind = [
@@ -314,7 +161,8 @@ def sections_of_run(
         Spec("environment", "Environment", lambda: _environment(run)),
         Spec("notes", "Unreadable parts", lambda: {"notes": run.notes} if run.notes else None),
     ]
-    return [spec for spec in specs if has_curves or spec.name != "curves"]
+    # The curves of several runs are drawn together.
+    return [spec for spec in specs if num_runs == 1 or spec.name != "curves"]
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
@@ -324,6 +172,9 @@ def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) 
         Spec("differences", "What differs", lambda: differences(groups)),
         Spec("curves", "Learning curves", lambda: curves(groups)),
     ]
+
+
+# ---- summary and curves
 
 
 def _summary(run: RunRecord) -> Context:
@@ -336,6 +187,22 @@ def _summary(run: RunRecord) -> Context:
         "rows": rows,
         "clusters": _CLUSTERS[run.kind],
     }
+
+
+def all_warnings(run: RunRecord) -> list[str]:
+    """Return the distinct warnings of results, evaluations and log."""
+    found = [text(one) for one in items(run.results.get("warnings"))]
+    of_evaluations: dict[str, list[str]] = {}
+    for name, evaluation in run.evaluations.items():
+        for one in items(evaluation.get("warnings")):
+            of_evaluations.setdefault(text(one), []).append(name)
+    found += [
+        f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
+        for line, names in of_evaluations.items()
+    ]
+    listed = " ".join(found)
+    found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
+    return list(dict.fromkeys(found))
 
 
 def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
@@ -445,12 +312,11 @@ def _by_evaluation(
 
 def _all_figures(stored: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[summary.Row]]]:
     """Return every figure of evaluations in groups, those without a group first."""
-    grouped = dict(GROUPS)
     parts: dict[str, list[Mapping[str, Any]]] = {"": []}
     for one in stored:
-        hidden = (*grouped, *_SHOWN_ELSEWHERE)
+        hidden = (*GROUPS, *_SHOWN_ELSEWHERE)
         parts[""].append({name: value for name, value in one.items() if name not in hidden})
-        for name, heading in GROUPS:
+        for name, heading in GROUPS.items():
             part = {heading: one[name]} if name in one else {}
             parts.setdefault(heading, []).append(mapping(part.get(heading)) or part)
     tables = [
@@ -703,6 +569,52 @@ def _conversations(
     }
 
 
+# ---- parameters, models and environment
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A hyper-parameter with its source, which is empty if unknown."""
+
+    path: str
+    value: str
+    source: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user set it for this run."""
+        return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
+
+
+def parameters(run: RunRecord) -> list[Parameter]:
+    """Return every hyper-parameter read by the run, with its source; all if sources are unknown."""
+    return [
+        Parameter(path, value_text(value), run.sources.get(path, ""))
+        for path, value in flatten(run.hyper_params)
+        if not run.sources or path in run.sources
+    ]
+
+
+def commands(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the commands that repeat the run, each with its requirements."""
+    folder = text(run.settings.get("runs_dir")) or "runs"
+    file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
+    device = text(run.settings.get("device"))
+    where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
+    found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    if run.sources:
+        names = ("trainer", "scenario", "seed")
+        options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
+        for one in parameters(run):
+            if one.source == "--plugin":
+                plugins = items(run.hyper_params.get("plugins"))
+                options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
+            elif one.is_given and one.path not in names:
+                options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
+        found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
+    return found
+
+
 def _parameters(run: RunRecord) -> Context | None:
     every = parameters(run)
     groups: dict[str, list[Parameter]] = {}
@@ -716,6 +628,95 @@ def _parameters(run: RunRecord) -> Context | None:
         "given": [one for one in every if one.is_given],
         "has_sources": bool(run.sources),
     }
+
+
+def cards(run: RunRecord) -> dict[str, Any] | None:
+    """Return the model cards, and sentences about reproducing the numbers."""
+    if run.kind == PROTOCOL:
+        return None
+    measured = _of_evaluations(run)
+    models = measured or _of_parameters(run)
+    if not models:
+        return None
+    return {
+        "headings": _CARD_HEADINGS,
+        "rows": [_cells(card) for card in models],
+        "is_digested": bool(measured),
+        "sentences": determinism(run),
+    }
+
+
+def determinism(run: RunRecord) -> list[str]:
+    """Return the conditions under which the same command gives the same numbers."""
+    seed = text(run.hyper_params.get("seed"))
+    found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
+    threads = number(run.environment.get("num_threads"))
+    device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
+    if device == "cpu":
+        many = "" if threads is None else f" with {counted(threads, 'thread')}"
+        found.append(
+            f"It ran on a CPU{many}: the same parameters, packages, threads and kind of processor "
+            "give the same numbers to the last bit, also where a run was stopped and resumed."
+        )
+    else:
+        found.append(
+            f"Its device was {device}: a GPU may add numbers up in another order each time, so "
+            "that last digits differ, and with them words that were nearly as likely."
+        )
+    models = [*_of_parameters(run), *_of_evaluations(run)]
+    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in models):
+        found.append("A service stands behind a scorer; it may answer otherwise another time.")
+    return found
+
+
+def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for evaluation in run.evaluations.values():
+        for card in map(mapping, items(evaluation.get("cards"))):
+            if card and card not in found:
+                found.append(card)
+    order = (*_ROLES, "scorer")
+    return sorted(found, key=lambda card: [text(card.get("role")) != role for role in order])
+
+
+def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
+    """Return model facts from the parameters, if no evaluation inspected the weights."""
+    sections = [mapping(value) for value in run.hyper_params.values()]
+    section = next((one for one in sections if "target" in one and "scorer" in one), {})
+    found: list[Mapping[str, Any]] = []
+    for role in _ROLES:
+        agent = mapping(section.get(role))
+        model = mapping(agent.get("language_model")) or mapping(agent.get("chat_model"))
+        if model:
+            found.append(_card(role, model))
+    scorer = mapping(section.get("scorer"))
+    if scorer:
+        found.append(_card("scorer", scorer) | {"threshold": section.get("failure_threshold")})
+    return found
+
+
+def _card(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    kind = text(parameters.get("_type"))
+    places = [parameters.get("base_url"), parameters.get("model")]
+    if parameters.get("service") == "local":
+        places = [parameters.get("weights")]
+    source = next(filter(None, places), None)
+    return {"role": role, "name": kind, "kind": kind, "source": source}
+
+
+def _cells(card: Mapping[str, Any]) -> tuple[str, list[str]]:
+    name, kind, source = (text(card.get(key)) for key in ("name", "kind", "source"))
+    size = number(card.get("size_bytes"))
+    cells = [
+        name or NOTHING,
+        ", ".join(part for part in dict.fromkeys((kind, source)) if part and part != name),
+        text(card.get("licence")) or "not stated",
+        count(card.get("num_parameters")),
+        NOTHING if size is None else filesize.decimal(int(size)),
+        text(card.get("sha256")) or NOTHING,
+        decimal(card.get("threshold")),
+    ]
+    return text(card.get("role")), cells
 
 
 def _environment(run: RunRecord) -> Context | None:
@@ -755,6 +756,8 @@ def _services(run: RunRecord) -> Context | None:
         "has_prices": any(number(use.get("cost")) is not None for use in every),
     }
 
+
+# ---- comparison of runs
 
 _OVERVIEWS = {
     CONVERSATION: ("Conversations", "Conversations with a failure before and after training."),

@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 
 from nip_astra.errors import NipAstraError, counted
 from nip_astra.report.charts import agent_colors
-from nip_astra.report.records import Node, RunRecord, items, mapping, number, text, words
+from nip_astra.report.records import Key, Node, RunRecord, items, mapping, number, text, words
 from nip_astra.scenario_base.protocol.datapoint_views import Choice, DatapointView, Picture
 from nip_astra.utils.formatting import count, decimal, percent
 
-Key = tuple[int, int, str]
-"""Identity of a conversation within its table: step, episode, opening."""
 AnyRow = TypeVar("AnyRow")
 MAX_NODES = 5_000
 """Maximum number of nodes on a page."""
@@ -168,12 +166,10 @@ def reward_scale(run: RunRecord) -> Scale:
     return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
 
 
-def tables_of(
-    run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
-) -> list[Table]:
+def tables_of(run: RunRecord, *, num_runs: int = 1, prefix: str = "conversations") -> list[Table]:
     """Return a run's conversations by table and iteration, a sample if there are too many.
 
-    `prefix` begins the ids of conversations on the page.
+    The page has `num_runs` runs; `prefix` begins the ids of its conversations.
     """
     scale = reward_scale(run)
     taken: set[str] = set()
@@ -188,8 +184,8 @@ def tables_of(
         tables.append(table)
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
     limits = [
-        _shares([table.num_nodes for table in tables], max_nodes),
-        _shares(sizes, max_characters),
+        _shares([table.num_nodes for table in tables], MAX_NODES // num_runs),
+        _shares(sizes, MAX_CHARACTERS // num_runs),
     ]
     for table, num_nodes, num_characters in zip(tables, *limits, strict=True):
         _choose(table, num_nodes, num_characters)
@@ -242,7 +238,7 @@ def conversations_of(nodes: Iterable[Node]) -> dict[Key, list[Node]]:
     """Group the nodes of a table by conversation, each in the order of the rows."""
     found: dict[Key, list[Node]] = {}
     for node in nodes:
-        found.setdefault(key_of(node), []).append(node)
+        found.setdefault(node.conversation, []).append(node)
     return found
 
 
@@ -342,11 +338,6 @@ def _reward(turn: Turn) -> float:
     return -1e30 if turn.node.reward is None else turn.node.reward
 
 
-def key_of(node: Node) -> Key:
-    """Return the conversation of a node."""
-    return node.step, *node.conversation
-
-
 class Paths:
     """The turns of one table by conversation."""
 
@@ -358,7 +349,7 @@ class Paths:
 
         Only the node if the rows lack the turns before it.
         """
-        others = self._conversations.get(key_of(node), [node])
+        others = self._conversations.get(node.conversation, [node])
         if node.node is not None and node.parent is not None:
             by_index = {other.node: other for other in others}
             path, parent = [node], _before(node, by_index)
@@ -376,7 +367,7 @@ class Paths:
         found = (
             node
             for key, nodes in self._conversations.items()
-            for node in (nodes if key[1:] == like.conversation else ())
+            for node in (nodes if key[1:] == like.conversation[1:] else ())
             if (node.depth, node.probe) == (like.depth, like.probe)
         )
         return next(found, None)

@@ -70,18 +70,14 @@ VERIFIERS = "verifiers"
 PARAMETERS, RERUN_TESTS = "parameters", "rerun_tests"
 _OF_THE_NEW_RUN = ("base_run", VERSION_KEY, "plugins")
 """Values that a run never takes from its base run."""
-SET_FOR_A_RERUN = (*_OF_THE_NEW_RUN, "rl.num_test_iterations")
-"""Values that may differ in a run that repeats the tests of another run."""
 _CUSTOM_TRAINER = ("custom_trainer_module_path", "custom_trainer_class_name")
 _OPEN = "???"
-OF_EVERY_RUN = ("base_run",)
-"""Groups that every run reads."""
 SHARED_GROUPS = tuple(
     name
     for name, info in HyperParameters.model_fields.items()
     if isinstance(info.annotation, type)
     and issubclass(info.annotation, SubParameters)
-    and name not in OF_EVERY_RUN
+    and name != "base_run"  # which every run reads
 )
 """Groups of the hyper-parameters that belong to no single component."""
 
@@ -318,21 +314,19 @@ class _Resolution:
         self.protocol = self.merged().get("interaction_protocol")
 
     def _check_that_it_trains_on_the_scenario(self) -> None:
-        trainer_class = self.trainer_class
-        trainer_type = trainer_class.trainer_type
-        if not trainer_class.scenario_kinds and trainer_type in self.scenario_class.trainer_types:
-            # Other kinds need not be imported.
-            self.scenario_class.check_trainer_type(trainer_type)
-            return
-        kinds = list(trainer_class.scenario_kinds) or [
-            name for name in SCENARIOS.names() if trainer_type in SCENARIOS.get(name).trainer_types
-        ]
-        if self.kind in kinds or not kinds:
-            self.scenario_class.check_trainer_type(trainer_type)
-            return
-        if not trainer_class.scenario_kinds:
+        trainer_type = self.trainer_class.trainer_type
+        kinds = list(self.trainer_class.scenario_kinds)
+        fits = trainer_type in self.scenario_class.trainer_types
+        if kinds:
+            fits = self.kind in kinds
+        elif not fits:  # Otherwise other kinds need not be imported.
+            classes = {name: SCENARIOS.get(name) for name in SCENARIOS.names()}
+            kinds = [name for name in classes if trainer_type in classes[name].trainer_types]
             # A trainer that names no kinds plays protocols.
-            kinds = [name for name in kinds if SCENARIOS.get(name).uses_protocol] or kinds
+            kinds = [name for name in kinds if classes[name].uses_protocol] or kinds
+        if fits or not kinds:
+            self.scenario_class.check_trainer_type(trainer_type)
+            return
         shipped = [
             name for name in scenario_names() if _read_scenario(find_scenario(name))[1] in kinds
         ]
@@ -897,7 +891,7 @@ def _check_rerun(base: _BaseRun, layers: Sequence[Layer], trainer_class: type[Tr
             sources.get(path, ""),
         )
         for path, value in flatten(given)
-        if not any(f"{path}.".startswith(f"{one}.") for one in SET_FOR_A_RERUN)
+        if not _is_in(path, (*_OF_THE_NEW_RUN, "rl.num_test_iterations"))
         and not _is_same(path, value, before.get(path))
     ]
     if faults:

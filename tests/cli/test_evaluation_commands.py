@@ -13,8 +13,7 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.api import compare, score
-from nip_astra.evaluation.playing import Player
-from nip_astra.evaluation.storage import PARTS, read_rows
+from nip_astra.evaluation.storage import PARTS, RowFile, read_rows
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.samplers import executor, trees
@@ -142,22 +141,22 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
     shutil.copytree(run, whole)
     options = ("--batch-size", "2")
     cli.ok("evaluate", str(whole), *options)
-    kept = Player._keep
+    append = RowFile.append
     for fatal_part in (2, 1, 2):
         count = iter(range(10))
 
-        def keep(self: Player, *args: Any, fatal: int = fatal_part, count: Any = count) -> None:
+        def killed(self: RowFile, rows: Any, fatal: int = fatal_part, count: Any = count) -> None:
             if next(count) == fatal:
                 raise ArithmeticError("killed")
-            kept(self, *args)
+            append(self, rows)
 
-        monkeypatch.setattr(playing.Player, "_keep", keep)
+        monkeypatch.setattr(RowFile, "append", killed)
         with pytest.raises(ArithmeticError, match="killed"):
             cli("evaluate", "runs/one", *options)
         # Half a line, as a kill in the middle of a write leaves it.
         with (run / "evaluations" / "test" / "rows.jsonl").open("ab") as file:
             file.write(b'{"step": 0, "epis')
-    monkeypatch.setattr(playing.Player, "_keep", kept)
+    monkeypatch.setattr(RowFile, "append", append)
     cli.ok("evaluate", "runs/one", "--batch-size", "3")
     for name in ("rows.jsonl", "probability_rows.jsonl"):
         ours, theirs = (read_rows(r / "evaluations" / "test" / name) for r in (run, whole))

@@ -17,7 +17,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trust import StoredSource, is_own, on_behalf_of, read_variable, sign
 from tests.kit.command_line import CommandLine, plugins_forgotten_after, refused
-from tests.report.test_page import report
+from tests.report.runs import report
 
 MARKER = "import pathlib\npathlib.Path({path!r}).touch()\n"
 SECRET = "a-value-of-the-environment"

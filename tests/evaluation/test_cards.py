@@ -1,4 +1,4 @@
-"""Where models come from and under which licence."""
+"""Sources and licences of models, and identities of scorers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from nip_astra import plugins
-from nip_astra.evaluation.families import scorers as cards
 from nip_astra.evaluation.families.scorers import code_of, model_card, scorer_card
 from nip_astra.evaluation.storage import weights_hash
 from nip_astra.scorers.base import SCORERS, Scorer, build_scorer
@@ -31,37 +30,26 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_model_of_the_scenario_has_size_digest_and_the_scenarios_licence(
-    tmp_path: Path, model: Path
-) -> None:
-    (tmp_path / "scenario" / "LICENSE").write_text("\nMIT License\n\nAll of it.\n")
-    card = model_card(
-        "target", parameters("scenario://models/target"), tmp_path / "scenario", num_parameters=5
-    )
+def test_a_card_has_size_digest_source_and_the_nearest_licence(tmp_path: Path, model: Path) -> None:
+    scenario = tmp_path / "scenario"
+    (scenario / "LICENSE").write_text("\nMIT License\n\nAll of it.\n")
+    card = model_card("target", parameters("scenario://models/target"), scenario, num_parameters=5)
     assert card == {
         "role": "target", "name": "scenario://models/target", "kind": "huggingface",
         "source": "the scenario's own files", "licence": "MIT License", "num_parameters": 5,
         "size_bytes": 5, "sha256": weights_hash(model),
     }  # fmt: skip
-
-
-def test_the_models_own_card_comes_before_other_licences(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "scenario" / "LICENSE").write_text("MIT License")
     (model / "README.md").write_text("---\nlicense: apache-2.0\ntags: [a]\n---\n# A model\n")
-    card = model_card("target", parameters(str(model)), tmp_path / "scenario")
+    card = model_card("target", parameters(str(model)), scenario)
     assert (card["licence"], card["source"]) == ("apache-2.0", "a folder")
     (model / "README.md").write_text("# A model\n---\nlicense: mine\n---\n")
     assert model_card("target", parameters(str(model)), None)["licence"] is None
-
-
-def test_trained_weights_have_the_digest_of_the_run(model: Path) -> None:
     card = model_card("attacker", parameters(str(model)), None, trained="run one", sha256="abcd")
-    assert (card["name"], card["source"], card["sha256"]) == (
-        "run one", "trained from a folder", "abcd",
-    )  # fmt: skip
+    trained = ("run one", "trained from a folder", "abcd")
+    assert (card["name"], card["source"], card["sha256"]) == trained
 
 
-def test_what_is_not_on_this_machine_is_named_and_no_more() -> None:
+def test_models_that_are_not_on_this_machine_have_their_name_alone() -> None:
     for reference in ("some/model-of-nobody", "package://no_such_package/x"):
         card = model_card("target", parameters(reference), None)
         assert card["name"] == reference
@@ -105,7 +93,7 @@ def test_a_function_with_other_code_is_another_scorer(
 
 
 class Installed(Scorer):
-    """One of an installed package."""
+    """A scorer of an installed package."""
 
     __module__ = "yaml"
 
@@ -113,22 +101,15 @@ class Installed(Scorer):
         return [0.0 for _ in texts]
 
 
-def test_a_scorer_of_an_installed_package_is_known_by_its_version(
+def test_scorers_of_packages_are_identified_by_their_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scorer = Installed(Scorer.Parameters(), device=torch.device("cpu"))
-    first = code_of(scorer)
-    monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
-    assert code_of(scorer) != first
-
-
-def test_what_ships_has_no_code_of_its_own_but_the_packages_that_it_asks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parameters = DisclosureScorer.Parameters(secrets=["a word"])
-    assert code_of(DisclosureScorer(parameters, device=torch.device("cpu"))) is None
+    disclosure = DisclosureScorer.Parameters(secrets=["a word"])
+    assert code_of(DisclosureScorer(disclosure, device=torch.device("cpu"))) is None
+    installed = Installed(Scorer.Parameters(), device=torch.device("cpu"))
     # Without the package that it needs.
-    scorer = ProfanityScorer.__new__(ProfanityScorer)
-    first = code_of(scorer)
-    monkeypatch.setattr(cards.metadata, "version", lambda _: "0.0.1")
-    assert code_of(scorer) != first
+    profanity = ProfanityScorer.__new__(ProfanityScorer)
+    before = [code_of(installed), code_of(profanity)]
+    monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")
+    assert None not in before
+    assert not {code_of(installed), code_of(profanity)} & set(before)

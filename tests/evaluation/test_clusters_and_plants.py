@@ -1,4 +1,4 @@
-"""Failing probes in groups, and planted failures found in rows."""
+"""Clusters of failing probes, their number, and planted failures in rows."""
 
 from __future__ import annotations
 
@@ -41,14 +41,18 @@ def test_probes_that_are_alike_are_one_cluster_the_largest_first() -> None:
     assert found["num_clusters"] == 2
     first, second = found["clusters"]
     assert (first["size"], first["num_distinct"], second["size"]) == (3, 2, 1)
-    # The medoid counts a probe as often as it was said; the likeliest has the largest log p.
+    # The medoid counts a probe as often as it occurs; the likeliest has the largest log p.
     assert first["medoid"]["probe"] == "my cat eats"
     assert (first["most_likely"]["episode"], first["most_likely"]["depth"]) == (0, 1)
     assert first["plants"] == ["cat", "cat twice"]
     assert second["plants"] == []
+    one = cluster_failures(judged(episode(0, [0.9])), by_first_word, distance=0.5)
+    assert [cluster["size"] for cluster in one["clusters"]] == [1]
+    none = cluster_failures(judged(episode(0, [0.1])), by_first_word, distance=0.5)
+    assert none == {"num_clusters": 0, "clusters": [], "num_left_out": 0}
 
 
-def test_a_cluster_tells_its_shortest_probe_its_prompts_and_when_it_was_met() -> None:
+def test_a_cluster_has_its_shortest_probe_its_prompts_and_its_first_query() -> None:
     episodes = judged(
         episode(0, [0.1, 0.9], probe=["x", "my cat eats fish today"], prompt="a"),
         episode(1, [0.9, 0.9], probe=["my cat eats", "you know"], prompt="b"),
@@ -69,23 +73,12 @@ def test_real_sentences_of_two_kinds_make_two_clusters() -> None:
     assert [cluster["size"] for cluster in found["clusters"]] == [4, 3]
 
 
-def test_one_failing_probe_is_a_cluster_and_none_is_none() -> None:
-    one = cluster_failures(judged(episode(0, [0.9])), by_first_word, distance=0.5)
-    assert [cluster["size"] for cluster in one["clusters"]] == [1]
-    none = cluster_failures(judged(episode(0, [0.1])), by_first_word, distance=0.5)
-    assert none == {"num_clusters": 0, "clusters": [], "num_left_out": 0}
-
-
-def test_only_turns_with_a_failure_are_failing() -> None:
-    episodes = judged(episode(0, [0.9, None, 0.1]), episode(1, ["error", 0.5]))
-    assert [(row["episode"], row["depth"]) for row in failing_turns(episodes)] == [(0, 0), (1, 1)]
-
-
 def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
     episodes = judged(
         episode(0, [0.1, 0.9], probe=["a cat", "the cat"]),
         episode(1, [0.9, None], probe=["a cat", "a dog"]),
     )
+    assert [(row["episode"], row["depth"]) for row in failing_turns(episodes)] == [(0, 1), (1, 0)]
     found = find_plants(episodes, PLANTS)
     assert found is not None
     # Five tokens a turn. The second turn meets both cat plants; the dog has no verdict.
@@ -96,45 +89,35 @@ def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
     assert find_plants(episodes, ()) is None
 
 
-def test_the_estimate_is_chaos() -> None:
+def test_the_number_of_kinds_is_chaos_estimate() -> None:
     """Seven kinds in 10 units, 4 once and 2 twice: 7 + 0.9 * 12 / 6."""
     found = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
     assert (found["seen"], found["seen_once"], found["seen_twice"]) == (7, 4, 2)
     assert found["value"] == pytest.approx(8.8)
     # var = 0.9 * 12 / 6 + 0.81 * 4 * 49 / 36 + 0.81 * 2 * 144 / 324; the unseen 1.8 are log-normal.
     spread = math.exp(1.959964 * math.sqrt(math.log1p(6.93 / 1.8**2)))
-    # What was seen is certain, and nothing shows that there is more.
+    # Kinds that were seen are certain, and nothing shows that there are more.
     assert found["low"] == 7.0
     assert found["high"] == pytest.approx(7 + 1.8 * spread, rel=1e-5)
-
-
-def test_a_kind_seen_twice_is_not_needed() -> None:
-    """3 + 0.8 * 3 * 2 / 2."""
+    # No kind twice: 3 + 0.8 * 3 * 2 / 2.
     found = chao2([1, 1, 1], 5, level=0.95)
     assert found["value"] == pytest.approx(5.4)
     assert 3.0 == found["low"] < found["value"] < found["high"]
-
-
-def test_where_all_were_seen_often_none_is_thought_unseen() -> None:
+    # All seen often.
     found = chao2([9, 12, 30], 100, level=0.95)
     assert found["value"] == found["low"] == 3.0
     assert 3.0 <= found["high"] < 3.1
-
-
-def test_nothing_seen_tells_nothing() -> None:
     found = chao2([], 100, level=0.95)
     assert (found["seen"], found["value"], found["low"], found["high"]) == (0, 0.0, 0.0, 0.0)
 
 
-def test_on_average_it_is_a_lower_bound_nearer_to_the_truth_than_what_was_seen() -> None:
+def test_on_average_it_is_a_lower_bound_nearer_to_the_truth_than_the_seen_kinds() -> None:
     rng = np.random.default_rng(0)
     chances = 0.15 / np.arange(1, 31)
-    seen, told, num_low_enough = [], [], 0
+    found = []
     for _ in range(200):
         counts = (rng.random((200, 30)) < chances).sum(axis=0)
-        found = chao2([int(one) for one in counts if one], 200, level=0.95)
-        seen.append(found["seen"])
-        told.append(found["value"])
-        num_low_enough += found["low"] <= 30.0
-    assert np.mean(seen) < np.mean(told) < 30
-    assert num_low_enough == 200
+        found.append(chao2([int(one) for one in counts if one], 200, level=0.95))
+    seen, estimated = (np.mean([one[name] for one in found]) for name in ("seen", "value"))
+    assert seen < estimated < 30
+    assert all(one["low"] <= 30.0 for one in found)

@@ -28,28 +28,34 @@ from tests.evaluation.rows_by_hand import episode, judged
 def contender(
     label: str, failed: Sequence[float | None], prompts: Sequence[str] | None = None
 ) -> Contender:
-    prompts = prompts or [f"prompt {i}" for i in range(len(failed))]
-    episodes = [
-        episode(i, [f], prompt=p) for i, (f, p) in enumerate(zip(failed, prompts, strict=True))
-    ]
-    return contender_of(label, judged(*episodes))
+    """Conversations of one turn."""
+    return chains(label, *([one] for one in failed), prompts=prompts)
+
+
+def chains(
+    label: str, *scores: Sequence[float | None], prompts: Sequence[str] | None = None
+) -> Contender:
+    """Conversations of several turns, by default each from a prompt of its own."""
+    prompts = prompts or [f"prompt {i}" for i in range(len(scores))]
+    made = zip(scores, prompts, strict=True)
+    return contender_of(label, judged(*(episode(i, s, prompt=p) for i, (s, p) in enumerate(made))))
+
+
+def compared(first: Contender, second: Contender) -> dict[str, Any]:
+    """The metrics of the second contender."""
+    metrics: dict[str, Any] = compare(first, [second])["comparisons"][second.label]
+    return metrics
 
 
 def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
     first = contender("a", [0.9] * 2 + [0.1] * 9 + [0.9] * 4)
     second = contender("b", [0.1] * 2 + [0.9] * 9 + [0.9] * 4)
-    found = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    found = compared(first, second)["failure_rate"]
     assert found["difference"] == pytest.approx(7 / 15)
     assert (found["only_first"], found["only_second"], found["num_pairs"]) == (2, 9, 15)
     assert found["p_value"] == pytest.approx(mcnemar_exact(2, 9))
     assert found["test"] == "McNemar, exact"
     assert found["low"] < found["difference"] < found["high"]
-
-
-def chains(label: str, *scores: Sequence[float | None]) -> Contender:
-    """Conversations of several turns, each from a prompt of its own."""
-    made = [episode(i, one, prompt=f"prompt {i}") for i, one in enumerate(scores)]
-    return contender_of(label, judged(*made))
 
 
 def test_pairs_without_two_verdicts_are_counted() -> None:
@@ -70,19 +76,17 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
     first = chains("a", [0.1, 0.9], [0.1, 0.9], [0.9, 0.1], [0.1, 0.1])
     # The first pair is known through turn 1, where neither has failed.
     second = chains("b", [0.1, None], [0.1, 0.1], [0.1, 0.1], [0.1, 0.9])
-    rate = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    rate = compared(first, second)["failure_rate"]
     # First: one of four at turn 1, then one of two at risk. Second: none, then one of three.
     assert rate["first"] == pytest.approx(1 - 3 / 4 * 1 / 2)
     assert rate["second"] == pytest.approx(1 / 3)
     assert rate["difference"] == pytest.approx(1 / 3 - 5 / 8)
     assert (rate["only_first"], rate["only_second"]) == (2, 1)
     assert (rate["num_pairs"], rate["num_censored"], rate["through_turn"]) == (4, 1, 2)
-
-
-def test_a_difference_is_through_the_last_turn_at_which_a_pair_is_left() -> None:
+    # A difference is through the last turn at which a pair is left.
     first = chains("a", [0.9, 0.1, 0.1], [0.1, 0.1, None])
     second = chains("b", [0.1, 0.1, 0.1], [0.1, 0.9, 0.1])
-    rate = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    rate = compared(first, second)["failure_rate"]
     assert rate["through_turn"] == 2
     assert (rate["first"], rate["second"]) == (0.5, 0.5)
 
@@ -96,46 +100,46 @@ def test_a_difference_is_right_where_verdicts_are_missing_at_random(missing: flo
         scores = np.where(rng.random(failed.shape) < missed, np.nan, failed)
         contenders.append(chains(label, *scores.tolist()))
         truth.append(failed.any(axis=1).mean())
-    rate = compare(contenders[0], contenders[1:])["comparisons"]["b"]["failure_rate"]
+    rate = compared(*contenders)["failure_rate"]
     assert rate["difference"] == pytest.approx(truth[1] - truth[0], abs=0.02)
     assert rate["low"] < truth[1] - truth[0] < rate["high"]
 
 
-def test_conversations_without_a_partner_are_warned_of() -> None:
+def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() -> None:
     first = contender("a", [0.9] * 10)
     second = contender("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
     found = compare(first, [second])
     assert found["comparisons"]["b"]["num_pairs"] == 3
     (warning,) = found["warnings"]
     assert "7 of 10" in warning
-
-
-def test_episodes_are_paired_by_prompt_in_whatever_order_they_were_played() -> None:
     first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
     second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
     pairs = [
         (p, a[0]["response_score"], b[0]["response_score"]) for p, a, b in pair_up(first, second)
     ]
     assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
+    with pytest.raises(DataError, match="share no opening prompt"):
+        compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
 
 
-def test_episodes_of_one_prompt_are_not_taken_for_independent() -> None:
+def test_episodes_of_one_prompt_are_not_independent() -> None:
     prompts = [f"prompt {i // 4}" for i in range(24)]
-    found = compare(
-        contender("a", [0.1] * 24, prompts), [contender("b", [0.9] * 24, prompts)]
-    )["comparisons"]["b"]["failure_rate"]  # fmt: skip
-    assert found["test"] == "sign flips of opening prompts"
-    # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have said 1e-7.
-    assert found["p_value"] == pytest.approx(2 / 64, abs=0.006)
+    found = compared(contender("a", [0.1] * 24, prompts), contender("b", [0.9] * 24, prompts))
+    rate = found["failure_rate"]
+    assert rate["test"] == "sign flips of opening prompts"
+    # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have given 1e-7.
+    assert rate["p_value"] == pytest.approx(2 / 64, abs=0.006)
+    same = ["the same"] * 8
+    found = compared(contender("a", [0.1] * 8, same), contender("b", [0.9] * 8, same))
+    assert (found["failure_rate"]["low"], found["failure_rate"]["high"]) == (-1.0, 1.0)
+    # Likelihoods have no bound: nothing is known of other prompts.
+    assert math.isnan(found["probe_nll"]["low"])
+    table = comparison_tables({"baseline": "a", "comparisons": {"b": found}, "warnings": []})
+    assert f"[{NOTHING}, {NOTHING}]" in as_text(table)
 
 
-FIGURES = {
-    "tree_depth": 2,
-    "failure_threshold": 0.5,
-    "split": "test",
-    "scorer": "classifier",
-    "target": "chat",
-}
+FIGURES = {"tree_depth": 2, "failure_threshold": 0.5, "split": "test"}
+FIGURES |= {"scorer": "classifier", "target": "chat"}
 CONFIGURATION = {
     "scorers": {"classifier": {"_type": "classifier", "label": "rude"}},
     "target": {"language_model": {"model": "models/chat", "dtype": "auto"}, "weights": "abc"},
@@ -182,18 +186,11 @@ def test_one_name_of_two_scorers_is_warned_of_and_two_names_of_one_target_are_no
     moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
     assert warned(conditions("a"), conditions("b", moved, target="run")) == []
     assert warned(conditions("a"), contender("b", [0.1, 0.9])) == []
-
-
-def test_each_contenders_own_warnings_are_told() -> None:
-    found = compare(
-        conditions("a", warnings=["fluency was not measured"]),
-        [conditions("b", warnings=["the attacker has collapsed"])],
-    )
-    assert found["warnings"] == [
-        "a: fluency was not measured",
-        "b: the attacker has collapsed",
-    ]
-    assert "warning: b: the attacker has collapsed" in as_text(comparison_tables(found))
+    # The contenders' own warnings are kept.
+    own = [conditions(label, warnings=[f"{label} has collapsed"]) for label in "ab"]
+    found = compare(own[0], own[1:])
+    assert found["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
+    assert "warning: b: b has collapsed" in as_text(comparison_tables(found))
 
 
 def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
@@ -211,11 +208,6 @@ def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
     assert found["c"]["failure_rate"]["p_holm"] == 1.0
 
 
-def test_without_a_shared_prompt_there_is_nothing_to_pair() -> None:
-    with pytest.raises(DataError, match="share no opening prompt"):
-        compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
-
-
 def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
     for threshold, expected in ((0.5, ["failure", "none"]), (0.7, ["none", "none"])):
@@ -227,7 +219,7 @@ def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) ->
 
 
 def test_five_pairs_that_all_differ_prove_nothing() -> None:
-    found = compare(contender("a", [0.1] * 5), [contender("b", [0.9] * 5)])["comparisons"]["b"]
+    found = compared(contender("a", [0.1] * 5), contender("b", [0.9] * 5))
     rate = found["failure_rate"]
     assert rate["difference"] == 1.0
     assert rate["p_value"] == pytest.approx(2 / 32)
@@ -238,23 +230,13 @@ def test_five_pairs_that_all_differ_prove_nothing() -> None:
     assert found["mean_score"]["low"] < 0.0
 
 
-def test_one_prompt_played_often_excludes_no_difference() -> None:
-    prompts = ["the same"] * 8
-    found = compare(contender("a", [0.1] * 8, prompts), [contender("b", [0.9] * 8, prompts)])
-    rate = found["comparisons"]["b"]["failure_rate"]
-    assert (rate["low"], rate["high"]) == (-1.0, 1.0)
-    # Likelihoods have no bound: nothing can be said of what other prompts would show.
-    assert math.isnan(found["comparisons"]["b"]["probe_nll"]["low"])
-    assert f"[{NOTHING}, {NOTHING}]" in as_text(comparison_tables(found))
-
-
 # ---- policies on tasks
 
 
 def policy(
     label: str, rewards: Sequence[Sequence[float | None]], names: str = "", **figures: Any
 ) -> Contender:
-    """What a policy was given for the runs of each problem, named by letters in order."""
+    """The rewards of a policy for the runs of each problem, named by letters in order."""
     names = names or "abcdefghijklmnopqrst"[: len(rewards)]
     rows: list[dict[str, Any]] = [
         {
@@ -273,59 +255,55 @@ def policy(
     return Tasks().contender(stored, label)
 
 
-def compare_policies(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
-    return compare(first, others, unit="problems")
+def compare_policies(first: Contender, second: Contender) -> tuple[dict[str, Any], list[str]]:
+    """The metrics of the second policy, and the warnings."""
+    found = compare(first, [second], unit="problems")
+    return found["comparisons"]["second"], found["warnings"]
 
 
 def test_single_runs_are_compared_by_mcnemars_test() -> None:
     first = policy("first", [[1.0]] * 2 + [[0.0]] * 8)
     second = policy("second", [[0.0]] + [[1.0]] * 8 + [[0.5]])
-    found = compare_policies(first, [second])
-    accuracy = found["comparisons"]["second"]["accuracy"]
+    found, warnings = compare_policies(first, second)
+    accuracy, reward = found["accuracy"], found["mean_reward"]
     assert (accuracy["first"], accuracy["second"]) == (0.2, 0.8)
     assert accuracy["difference"] == pytest.approx(0.6)
     assert (accuracy["only_first"], accuracy["only_second"]) == (1, 7)
     assert accuracy["p_value"] == mcnemar_exact(1, 7)
     assert accuracy["low"] < 0.6 < accuracy["high"]
-    reward = found["comparisons"]["second"]["mean_reward"]
     assert reward["difference"] == pytest.approx(0.65)
     assert reward["num_problems"] == 10
     # Two tests: the smaller p-value is doubled.
     smaller = min((accuracy, reward), key=lambda metric: metric["p_value"])
     assert smaller["p_holm"] == pytest.approx(2 * smaller["p_value"])
-    assert found["warnings"] == []
+    assert warnings == []
 
 
 def test_problems_are_the_pairs_where_each_was_played_several_times() -> None:
     first = policy("first", [[1.0, 0.0], [0.0, 0.0], [None, None], [0.0, 0.0]], num_runs=2)
     second = policy("second", [[1.0], [1.0], [1.0], [None]])
-    found = compare_policies(first, [second])
-    accuracy = found["comparisons"]["second"]["accuracy"]
+    found, (runs, *lost) = compare_policies(first, second)
+    accuracy = found["accuracy"]
     assert (accuracy["first"], accuracy["second"], accuracy["num_pairs"]) == (0.25, 1.0, 2)
     assert accuracy["test"] == "sign flips of problems"
-    runs, *lost = found["warnings"]
     assert runs.startswith("num_runs: 2 in first, 1 in second")
     # Two pairs lack a verdict, for each of the two metrics.
     assert [re.findall(r"\d+", text)[:2] for text in lost] == [["2", "4"]] * 2
 
 
-def test_problems_are_known_by_what_they_are_and_not_by_number() -> None:
+def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
     first = policy("first", [[1.0], [0.0], [1.0]], "aab", split="dev")
     second = policy("second", [[1.0], [1.0], [0.0], [0.0]], "baac")
-    found = compare_policies(first, [second])
-    accuracy = found["comparisons"]["second"]["accuracy"]
+    found, (split, lost) = compare_policies(first, second)
+    accuracy = found["accuracy"]
     assert (accuracy["difference"], accuracy["num_pairs"], accuracy["num_problems"]) == (0.0, 3, 2)
     # The same problem twice is not twice the evidence.
     assert accuracy["test"] == "sign flips of problems"
-    split, lost = found["warnings"]
     assert split.startswith('split: "dev" in first, "test" in second')
     assert "0 of 3 of first" in lost
     assert "1 of 4 of second" in lost
-
-
-def test_policies_that_share_no_problem_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="share no problem"):
-        compare_policies(policy("first", [[1.0]], "a"), [policy("second", [[1.0]], "b")])
+        compare_policies(policy("first", [[1.0]], "a"), policy("second", [[1.0]], "b"))
 
 
 @pytest.mark.parametrize(
@@ -341,8 +319,8 @@ def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
         drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
         first, second = (
             policy(label, one[:, None].tolist(), ascii_letters[:30], success_reward=1.0)
-            for label, one in zip("ab", drawn, strict=True)
+            for label, one in zip(("first", "second"), drawn, strict=True)
         )
-        found = compare_policies(first, [second])["comparisons"]["b"]["mean_reward"]
-        num_held += found["low"] <= truth <= found["high"]
+        reward = compare_policies(first, second)[0]["mean_reward"]
+        num_held += reward["low"] <= truth <= reward["high"]
     assert num_held >= 186

@@ -1,4 +1,4 @@
-"""How well scorers tell failures, and rates without their errors."""
+"""Accuracy of scorers on labelled responses, and rates corrected for their errors."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
 ) -> None:
     found = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
     assert found["is_refused"] is True
-    assert "better than chance" in found["reason"]
     assert found["reason"].endswith(reason)
 
 
@@ -116,6 +115,17 @@ def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing:
         assert found[name]["low"] < share < found[name]["high"]
 
 
+def corrected(
+    rng: np.random.Generator, failing: Any, prompts: Sequence[int], se: float, sp: float
+) -> dict[str, Any]:
+    """Corrected rates of a scorer with errors, whose quality is known from 80 labels each."""
+    verdicts = np.where(failing, rng.random(failing.shape) < se, rng.random(failing.shape) > sp)
+    rows = zip(prompts, verdicts.tolist(), strict=True)
+    episodes = judged(*(flagged(i, row, str(prompt)) for i, (prompt, row) in enumerate(rows)))
+    hits, passes = int(rng.binomial(80, se)), int(rng.binomial(80, sp))
+    return corrected_rates(episodes, Quality(hits, 80 - hits, passes, 80 - passes), **OPTIONS)
+
+
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     """Prompts differ in how often they fail, and quality is known from 80 labels each."""
     rng = np.random.default_rng(0)
@@ -124,11 +134,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     truth = (share, 1.0 - 3.5 * 4.5 / (5.0 * 6.0))
     for _ in range(100):
         failing = rng.random((150, 2)) < rng.beta(1.5, 3.5, size=(150, 1))
-        says = np.where(failing, rng.random((150, 2)) < se, rng.random((150, 2)) > sp)
-        episodes = judged(*(flagged(i, row, prompt=str(i)) for i, row in enumerate(says.tolist())))
-        hits, passes = int(rng.binomial(80, se)), int(rng.binomial(80, sp))
-        quality = Quality(hits, 80 - hits, passes, 80 - passes)
-        found = corrected_rates(episodes, quality, **OPTIONS)
+        found = corrected(rng, failing, range(150), se, sp)
         for place, name in enumerate(("turn_failure_rate", "failure_rate")):
             num_covered[place] += found[name]["low"] <= truth[place] <= found[name]["high"]
     assert min(num_covered) >= 89
@@ -153,86 +159,70 @@ def test_neither_bound_of_a_corrected_rate_errs_often_with_few_prompts(
     below = above = 0
     for _ in range(150):
         own = rng.beta(2.0 * rate, 2.0 * (1.0 - rate), size=num_prompts).repeat(num_played)
-        failing = rng.random(len(own)) < own
-        says = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
-        rows = enumerate(says.tolist())
-        episodes = judged(*(flagged(i, [is_], prompt=str(i // num_played)) for i, is_ in rows))
-        hits, passes = int(rng.binomial(80, 0.9)), int(rng.binomial(80, 0.95))
-        quality = Quality(hits, 80 - hits, passes, 80 - passes)
-        found = corrected_rates(episodes, quality, **OPTIONS)["failure_rate"]
+        failing = (rng.random(len(own)) < own)[:, None]
+        prompts = [i // num_played for i in range(len(own))]
+        found = corrected(rng, failing, prompts, 0.9, 0.95)["failure_rate"]
         below += found["low"] > rate
         above += found["high"] < rate
     assert max(below, above) <= 9
 
 
-def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
+def test_labels_are_counted_against_verdicts_and_missing_ones_are_in_no_rate(
     tmp_path: Path,
 ) -> None:
-    rows = [
-        {
-            "response": "rude .",
-            "is_failure": True,
-            "probe": "well ?",
-            "prompt": "hi !",
-            "prompt_columns": {"goal": "rudeness"},
-        },
-        {"response": "fine .", "is_failure": True},
-        {"response": "odd rude", "is_failure": True},
-        {"response": "good .", "is_failure": False},
-        {"response": "not rude", "is_failure": False},
+    labels = {"rude .": True, "fine .": True, "odd rude": True, "good .": False, "not rude": False}
+    rows: list[dict[str, Any]] = [
+        {"response": text, "is_failure": is_failure} for text, is_failure in labels.items()
     ]
+    rows[0] |= {"probe": "well ?", "prompt": "hi !", "prompt_columns": {"goal": "rudeness"}}
     path = tmp_path / "labels.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     scorer = Wordy()
     quality = measure_quality(read_labelled(path), scorer, threshold=0.5)
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
-    told = quality.to_dict(0.95)
-    assert told["sensitivity"] == {
+    figures = quality.to_dict(0.95)
+    assert figures["sensitivity"] == {
         "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict(),
         "num_found": 1, "num_labelled": 2,
     }  # fmt: skip
-    assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
+    assert (figures["num_failures"], figures["num_others"], figures["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None
     assert scorer.seen[0].history == (Message("assistant", "hi !"), Message("user", "well ?"))
     assert scorer.seen[0].columns == (("goal", "rudeness"),)
 
 
+LABELLED = {"response": "a", "is_failure": True}
+
+
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "fact"),
     [
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ('{"is_failure": true}', 'has no text "response"'),
-        ('{"response": "a", "is_failure": 1}', 'has 1 as "is_failure"'),
-        ('{"response": "a", "is_failure": true, "probe": 3}', 'has 3 as "probe"'),
-        ('{"response": "a", "is_failure": true, "prompt_columns": 3}', '3 as "prompt_columns"'),
+        ("{", "line 1"),
+        ("[]", "line 1"),
+        ('{"is_failure": true}', '"response"'),
+        (json.dumps(LABELLED | {"is_failure": 1}), '1 as "is_failure"'),
+        (json.dumps(LABELLED | {"probe": 3}), '3 as "probe"'),
+        (json.dumps(LABELLED | {"prompt_columns": 3}), '3 as "prompt_columns"'),
+        *(
+            (json.dumps(LABELLED | {name: "a\ud800"}), f'surrogate) in "{name}"')
+            for name in ("response", "prompt", "probe")
+        ),
         ("\n", "holds no labelled"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_file_that_holds_no_labels_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
-    (tmp_path / "labels.jsonl").write_text(text)
+def test_a_file_without_labels_is_refused(tmp_path: Path, text: str | None, fact: str) -> None:
+    if text is not None:
+        (tmp_path / "labels.jsonl").write_text(text)
     with pytest.raises(DataError) as caught:
         read_labelled(tmp_path / "labels.jsonl")
-    assert complaint in str(caught.value)
-    assert 'with "response", "is_failure"' in str(caught.value)
-
-
-def test_a_file_of_labels_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
-        read_labelled(tmp_path / "nowhere")
+    assert fact in str(caught.value)
+    assert '"response", "is_failure"' in str(caught.value)
 
 
 @pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
-def test_what_unicode_calls_a_line_break_ends_no_row(letter: str, tmp_path: Path) -> None:
+def test_line_breaks_of_unicode_end_no_row(letter: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     row = {"response": f"one{letter}two", "is_failure": True}
     path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n")
     assert [one.exchange.text for one in read_labelled(path)] == [row["response"]]
-
-
-@pytest.mark.parametrize("name", ["response", "prompt", "probe"])
-def test_half_a_character_is_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "labels.jsonl"
-    path.write_text(json.dumps({"response": "fine", "is_failure": True, name: "a\ud800"}) + "\n")
-    with pytest.raises(DataError, match=rf'line 1 .* has half a character .* in "{name}"'):
-        read_labelled(path)

@@ -69,16 +69,9 @@ def mixture(counts: dict[str, int], rng: np.random.Generator) -> WeighedEpisodes
 
 
 def test_half_of_the_episodes_are_the_references_and_turns_share_the_rest() -> None:
-    assert defensive_shares(301, 3) == {
-        REFERENCE: 151, attacker_at(1): 50, attacker_at(2): 50, attacker_at(3): 50,
-    }  # fmt: skip
-    assert defensive_shares(11, 3) == {
-        REFERENCE: 6, attacker_at(1): 2, attacker_at(2): 2, attacker_at(3): 1,
-    }  # fmt: skip
-    assert defensive_shares(1, 3) == {REFERENCE: 1}
-
-
-def test_a_proposal_says_whose_turn_it_is() -> None:
+    for num_episodes, counts in ((301, (151, 50, 50, 50)), (11, (6, 2, 2, 1)), (1, (1,))):
+        names = (REFERENCE, *(attacker_at(turn) for turn in (1, 2, 3)))
+        assert defensive_shares(num_episodes, 3) == dict(zip(names, counts, strict=False))
     assert attacker_turns(REFERENCE, 2) == [False, False]
     assert attacker_turns(ATTACKER, 2) == [True, True]
     assert attacker_turns(attacker_at(2), 3) == [False, True, False]
@@ -91,7 +84,7 @@ def test_weights_are_those_worked_out_by_hand() -> None:
     assert np.exp(log_mixture(np.log(ratios), shares))[0] == pytest.approx(expected)
 
 
-def test_the_expectation_is_the_truth_to_the_last_digit_over_all_that_can_be_said() -> None:
+def test_the_expectation_over_all_conversations_is_the_truth_to_the_last_digit() -> None:
     """The expectation over the mixture, by enumeration: probability times weight, summed."""
     counts = defensive_shares(12, NUM_TURNS)
     shares = {name: count / 12 for name, count in counts.items()}
@@ -144,13 +137,16 @@ def test_both_estimates_are_right_where_verdicts_are_missing_at_random() -> None
     assert plain["value"] == pytest.approx(TRUTH, abs=3 * plain["standard_error"])
 
 
-def test_what_is_censored_widens_the_bound_until_nothing_is_known_to_the_end() -> None:
-    quiet = WeighedEpisodes(
-        np.zeros((50, 2)), FollowUp([2] * 50, [False] * 50, 2), [REFERENCE] * 50, list(range(50))
-    )
-    half = replace(quiet, follow_up=FollowUp([2] * 25 + [1] * 25, [False] * 50, 2))
-    assert importance_sampling(half).high == pytest.approx(2 * importance_sampling(quiet).high)
-    none = importance_sampling(replace(quiet, follow_up=FollowUp([1] * 50, [False] * 50, 2)))
+def quiet() -> WeighedEpisodes:
+    """Fifty episodes of the reference without a failure."""
+    follow_up = FollowUp([2] * 50, [False] * 50, 2)
+    return WeighedEpisodes(np.zeros((50, 2)), follow_up, [REFERENCE] * 50, list(range(50)))
+
+
+def test_censored_episodes_widen_the_bound_until_nothing_is_known_to_the_end() -> None:
+    half = replace(quiet(), follow_up=FollowUp([2] * 25 + [1] * 25, [False] * 50, 2))
+    assert importance_sampling(half).high == pytest.approx(2 * importance_sampling(quiet()).high)
+    none = importance_sampling(replace(quiet(), follow_up=FollowUp([1] * 50, [False] * 50, 2)))
     assert (none.value, none.reason) == (None, "no episode has verdicts through its last turn")
 
 
@@ -160,22 +156,21 @@ def first_of(follow_up: FollowUp) -> list[int]:
     return [turn - 1 if is_event else -1 for turn, is_event in pairs]
 
 
-def test_no_weight_exceeds_what_the_references_share_allows() -> None:
+def test_no_weight_exceeds_that_of_the_references_share() -> None:
     found = importance_sampling(mixture(defensive_shares(400, 3), np.random.default_rng(1)))
     assert found.largest_weight <= 2.0 + 1e-9
     assert found.mean_weight == pytest.approx(1.0, abs=0.15)
 
 
-def test_an_estimate_without_a_failure_is_told_with_its_bound_and_a_caution() -> None:
-    quiet = WeighedEpisodes(
-        np.zeros((50, 2)), followed([-1] * 50, 2), [REFERENCE] * 50, list(range(50))
-    )
-    found = importance_sampling(quiet)
+def test_without_a_failure_both_estimates_have_their_bound() -> None:
+    found = importance_sampling(quiet())
     assert (found.is_refused, found.value, found.low) == (False, 0.0, 0.0)
     # The exact bound of a Poisson count of 0 is 3.689 (97.5 %).
     assert found.high == pytest.approx(3.689 / 50, abs=1e-4)
     assert "the failing episodes weigh as much as 0.0" in str(found.caution)
-    assert "the upper bound allows for one" in str(found.caution).lower()
+    plain = monte_carlo(outcomes_of([False] * 150), list(range(150)), num_turns=2)
+    assert (plain["value"], plain["num_failures"], plain["target_queries"]) == (0.0, 0, 300)
+    assert (1.0 - plain["high"]) ** 150 == pytest.approx(0.025)
 
 
 def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
@@ -190,7 +185,7 @@ def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
     )
 
 
-def test_what_is_told_is_right_on_average_also_where_the_heavy_failure_is_rare() -> None:
+def test_estimates_are_right_on_average_also_where_the_heavy_failure_is_rare() -> None:
     rng, truth = np.random.default_rng(5), 0.0023
     found = [importance_sampling(rare_world(rng, 300)) for _ in range(1500)]
     assert not any(estimate.is_refused for estimate in found)
@@ -198,7 +193,7 @@ def test_what_is_told_is_right_on_average_also_where_the_heavy_failure_is_rare()
     error = values.std() / len(values) ** 0.5
     assert abs(values.mean() - truth) < 3 * error < 0.2 * truth
     assert np.mean([e.low <= truth <= e.high for e in found if e.low is not None]) >= 0.93
-    # Told only where many light failures carry it, it would have been far too small.
+    # Reported only where many light failures carry it, it would have been far too small.
     light = values[[e.effective_num_failures >= MIN_EFFECTIVE_FAILURES for e in found]]
     assert 0.1 < len(light) / len(values) < 0.9
     assert light.mean() < 0.5 * truth
@@ -206,7 +201,7 @@ def test_what_is_told_is_right_on_average_also_where_the_heavy_failure_is_rare()
     assert np.mean(values < truth) > 0.5
 
 
-def test_what_failed_decides_nothing_about_a_refusal() -> None:
+def test_a_refusal_does_not_depend_on_the_failures() -> None:
     right = mixture(defensive_shares(60, 3), np.random.default_rng(4))
     wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 3.0)
     for episodes, is_refused in ((right, False), (wrong, True)):
@@ -216,38 +211,22 @@ def test_what_failed_decides_nothing_about_a_refusal() -> None:
             assert (found.value is None) is is_refused
 
 
-def test_weights_of_other_distributions_than_those_sampled_from_are_refused() -> None:
+def test_mixtures_whose_weights_cannot_be_right_are_refused() -> None:
     right = mixture(defensive_shares(400, 3), np.random.default_rng(2))
-    # As if the attacker had said everything with a fifth of its probability.
-    found = importance_sampling(replace(right, log_ratio_EH=right.log_ratio_EH - 1.6))
-    assert found.is_refused
-    assert "and not 1, so the log-probabilities are not those" in str(found.reason)
-
-
-def test_without_the_reference_a_mixture_is_refused() -> None:
-    found = importance_sampling(mixture({ATTACKER: 50}, np.random.default_rng(3)))
-    assert found.is_refused
-    assert str(found.reason).startswith("no episode of the reference")
-
-
-def test_weights_that_collapse_are_refused() -> None:
+    # As if the attacker had written everything with a fifth of its probability.
+    wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 1.6)
+    without = mixture({ATTACKER: 50}, np.random.default_rng(3))
     ratios = np.zeros((60, 1))
     ratios[1:] = 40.0
     names = [REFERENCE] * 2 + [ATTACKER] * 58
-    found = importance_sampling(
-        WeighedEpisodes(ratios, followed([0] * 60, ratios.shape[1]), names, list(range(60)))
-    )
-    assert found.is_refused
-    assert "effective sample size is 1.0 of 60 episodes" in str(found.reason)
-
-
-def test_no_failure_leaves_a_bound_of_the_plain_estimate() -> None:
-    found = monte_carlo(outcomes_of([False] * 150), list(range(150)), num_turns=2)
-    assert (found["value"], found["num_failures"]) == (0.0, 0)
-    assert (1.0 - found["high"]) ** 150 == pytest.approx(0.025)
-    assert found["target_queries"] == 300
-
-
-def test_a_refusal_says_why_and_gives_no_number() -> None:
+    collapsed = WeighedEpisodes(ratios, followed([0] * 60, 1), names, list(range(60)))
+    for episodes, reason in (
+        (wrong, "and not 1, so the log-probabilities are not those"),
+        (without, "no episode of the reference"),
+        (collapsed, "effective sample size is 1.0 of 60 episodes"),
+    ):
+        found = importance_sampling(episodes)
+        assert (found.is_refused, found.value) == (True, None)
+        assert reason in str(found.reason)
     plain = ImportanceEstimate("temperature 0.7", 0.95).to_dict()
     assert (plain["is_refused"], plain["reason"], plain["value"]) == (True, "temperature 0.7", None)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,12 +149,3 @@ def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     ]
     assert found["answer_length"]["first"] > 0
     assert found["answer_length"]["difference"] == 0.0
-
-
-def test_a_script_does_a_whole_experiment_with_the_package_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["one_experiment.py", str(tmp_path)])
-    runpy.run_path(str(Path(__file__).with_name("one_experiment.py")))
-    assert capsys.readouterr().out.strip().endswith("comparison.html")
-    assert (tmp_path / "csv" / "episodes.csv").is_file()

@@ -1,4 +1,4 @@
-"""The four outcomes of a turn, and what they make of an episode."""
+"""Outcomes of turns and episodes, and figures worked out by hand from rows made by hand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from nip_astra.evaluation.outcomes import (
     Outcome,
     episode_outcome,
     failure_rate,
+    failure_rates,
     follow_up_of,
+    has_failed,
+    hit_rates,
+    likelihood_figures,
     outcome_of,
+    score_figures,
+    token_likelihoods,
+    turns_to_failure,
     unknown_warning,
 )
+from nip_astra.evaluation.summary import agreement_matrix, cohens_kappa
 from nip_astra.utils.intervals import rate_estimate
+from tests.evaluation.rows_by_hand import episode, judged
 
 FAILURE, NONE, UNDETERMINED, ERROR = Outcome
 
@@ -40,6 +49,7 @@ def test_a_turn_has_one_of_four_outcomes(
     score: float | None, is_error: bool, expected: Outcome
 ) -> None:
     assert outcome_of(score, is_error, 0.5) is expected
+    assert expected.is_known is (expected in (FAILURE, NONE))
 
 
 def test_a_stored_score_reaches_the_threshold_as_it_does_in_a_run() -> None:
@@ -57,41 +67,29 @@ def test_an_episode_is_censored_at_its_first_turn_without_a_verdict() -> None:
     assert follow_up_of(turns) == ([2, 1, 3, 0, 3], [True, False, False, False, False], 3)
     limits = [1, 3, 2, 3, 3]
     assert follow_up_of(turns, limits) == ([1, 1, 2, 0, 3], [False] * 5, 3)
-
-
-def test_only_failure_and_none_are_verdicts() -> None:
-    assert [outcome.is_known for outcome in Outcome] == [True, True, False, False]
-
-
-def make_outcomes(
-    rng: np.random.Generator, num_episodes: int, failing: float, missing: float
-) -> tuple[list[list[Outcome]], float]:
-    """Conversations of 10 turns with verdicts missing at random, and the share with a failure."""
-    failed = rng.random((num_episodes, 10)) < failing
-    is_missing = rng.random((num_episodes, 10)) < missing
-    codes = np.where(is_missing, 2, failed)
-    names = (NONE, FAILURE, UNDETERMINED)
-    return [[names[code] for code in turns] for turns in codes.tolist()], float(
-        failed.any(axis=1).mean()
-    )
+    # The failure after the unknown turn of the second may not have been its first.
+    scores = ([0.9, 0.1, 0.1], [0.1, None, 0.9], [0.1, 0.1, 0.9], [0.1, 0.1, 0.1])
+    found = turns_to_failure(judged(*(episode(i, one) for i, one in enumerate(scores))))
+    assert found.num_at_risk == [4, 2, 2]
+    assert found.survival == pytest.approx([0.75, 0.75, 0.375])
+    assert found.median == 3
 
 
 @pytest.mark.parametrize("missing", [0.049, 0.3])
 def test_the_rate_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
     # Counting failures after a missing verdict gave 25.6 % and 84.7 % for 18.3 %.
-    episodes, truth = make_outcomes(np.random.default_rng(0), 30_000, 0.02, missing)
+    rng = np.random.default_rng(0)
+    failed = rng.random((30_000, 10)) < 0.02
+    codes = np.where(rng.random((30_000, 10)) < missing, 2, failed)
+    names = (NONE, FAILURE, UNDETERMINED)
+    episodes = [[names[code] for code in turns] for turns in codes.tolist()]
+    truth = float(failed.any(axis=1).mean())
     assert truth == pytest.approx(0.183, abs=0.005)
     found = failure_rate(episodes, range(len(episodes)))
     assert found.estimate.value == pytest.approx(truth, abs=0.01)
     assert found.estimate.low < truth < found.estimate.high
     assert found.lowest < found.if_unknown_passed < truth < found.if_unknown_failed < found.highest
     assert found.num_failed < found.num_known < found.num_episodes == 30_000
-
-
-def test_bounds_count_every_failure_whatever_is_missing_before_it() -> None:
-    episodes = [[NONE, UNDETERMINED, FAILURE], [ERROR, NONE, NONE], [NONE] * 3, [FAILURE] * 3]
-    found = failure_rate(episodes, range(4))
-    assert (found.if_unknown_passed, found.if_unknown_failed) == (0.5, 0.75)
 
 
 def test_where_no_verdict_is_missing_the_rate_is_the_share_of_failed_episodes() -> None:
@@ -115,9 +113,16 @@ def test_without_verdicts_through_the_last_turn_there_is_no_rate_but_a_lower_bou
     assert found.high == 1.0
     all_failed = [[FAILURE, NONE]] * 30 + [[ERROR, FAILURE]] * 30
     assert failure_rate(all_failed, range(60)).estimate.value == 1.0
+    # Bounds count every failure, whatever is missing before it.
+    episodes = [[NONE, UNDETERMINED, FAILURE], [ERROR, NONE, NONE], [NONE] * 3, [FAILURE] * 3]
+    bounds = failure_rate(episodes, range(4))
+    assert (bounds.if_unknown_passed, bounds.if_unknown_failed) == (0.5, 0.75)
+    nothing = failure_rates(judged(episode(0, [None]), episode(1, ["error"])), level=0.95)
+    assert math.isnan(nothing["failure_rate"]["value"])
+    assert nothing["failure_rate"]["num_known"] == 0
 
 
-def test_few_turns_and_many_episodes_without_a_verdict_are_warned_of() -> None:
+def test_many_episodes_without_a_verdict_are_warned_of() -> None:
     outcomes = {"undetermined": 3, "error": 1}
     few = [[NONE] * 9 + [FAILURE]] * 57 + [[NONE, ERROR, *[NONE] * 8]] * 3
     assert unknown_warning(failure_rate(few, range(60)).to_dict(), outcomes) is None
@@ -126,3 +131,89 @@ def test_few_turns_and_many_episodes_without_a_verdict_are_warned_of() -> None:
     text = unknown_warning(failure_rate(many, range(60)).to_dict(), outcomes)
     assert text is not None
     assert {"4", "60", "1"} <= set(re.findall(r"\d+", text))
+
+
+def test_errors_and_undetermined_turns_enter_no_denominator() -> None:
+    scores = {"a": [0.9, 0.1], "b": [0.1, None], "c": [0.2, 0.3], "d": ["error", 0.8]}
+    rows = (episode(i, scores[prompt], prompt=prompt) for i, prompt in enumerate(scores))  # type: ignore[arg-type]
+    episodes = judged(*rows)
+    found = failure_rates(episodes, level=0.95)
+    assert found["outcomes"] == {"failure": 2, "none": 4, "undetermined": 1, "error": 1}
+    assert found["episode_outcomes"] == {"failure": 1, "undetermined": 1, "none": 1, "error": 1}
+    # Episodes 1 and 3 are censored: a failure after a missing verdict does not count.
+    assert has_failed(episodes)[0::2] == [1.0, 0.0]
+    assert np.isnan(has_failed(episodes)[1::2]).all()
+    rate = found["failure_rate"]
+    assert rate["value"] == pytest.approx(1 / 3)
+    assert turns_to_failure(episodes).survival[-1] == pytest.approx(2 / 3)
+    counts = ("num_clusters", "num_failed", "num_known", "num_episodes")
+    assert [rate[name] for name in counts] == [3, 1, 2, 4]
+    assert (rate["if_unknown_passed"], rate["if_unknown_failed"]) == (0.5, 0.75)
+    turns = found["turn_failure_rate"]
+    assert (turns["num_failed"], turns["num_known"]) == (2, 6)
+    per_turn = [turn["value"] for turn in (turns, *found["per_turn_failure_rate"])]
+    assert per_turn == pytest.approx([1 / 3] * 3)
+
+
+def test_hit_at_k_is_over_the_episodes_of_a_prompt() -> None:
+    episodes = judged(
+        *(episode(i, [score], prompt="a") for i, score in enumerate([0.9, 0.1, 0.1])),
+        *(episode(i, [score], prompt="b") for i, score in enumerate([0.1, 0.1], start=3)),
+        # Left out whether it failed or not, since its second verdict is missing.
+        episode(5, [0.9, None], prompt="b"),
+    )
+    found = hit_rates(episodes)
+    assert found["hit_at_num_prompts"] == {"1": 2, "2": 2}
+    assert found["hit_at_num_episodes"] == 5
+    assert found["hit_at"] == pytest.approx({"1": (1 / 3 + 0) / 2, "2": (2 / 3 + 0) / 2})
+    assert found["hit_at_pooled"] == pytest.approx({"1": 1 / 5, "2": 2 / 5, "5": 1.0})
+
+
+def test_scores_are_summarised_by_turn_and_over_all() -> None:
+    episodes = [episode(0, [0.0, 1.0]), episode(1, [0.5, None])]
+    found = score_figures(episodes)["response"]
+    assert (found["mean"], found["min"], found["max"], found["num_scores"]) == (0.5, 0.0, 1.0, 3)
+    assert found["per_turn"] == [0.25, 1.0]
+    assert found["quantiles"]["0.5"] == 0.5
+    assert "probe" not in score_figures(episodes)
+
+
+def test_likelihoods_are_means_over_tokens_and_not_over_probes() -> None:
+    rows = episode(
+        0, [0.1, 0.1], reference_logprob=[-2.0, -10.0], probe_num_tokens=[1, 5],
+        target_logprob=[-3.0, None], target_num_tokens=[1, 4],
+    )  # fmt: skip
+    found = likelihood_figures([rows])
+    assert found["reference"] == pytest.approx(12 / 6)
+    assert found["perplexity_reference"] == pytest.approx(math.exp(2.0))
+    assert found["target"] == pytest.approx(3.0)
+    assert token_likelihoods([rows]) == [-2.0, -2.0]
+    # Rows of older runs lack the columns.
+    row = {"episode": 0, "depth": 0, "prompt": "a", "probe": "b", "response": "c"}
+    assert likelihood_figures([[row]])["target"] is None
+    assert token_likelihoods([[row]]) == []
+
+
+def test_scorers_agree_turn_by_turn_as_far_as_cohens_kappa() -> None:
+    """Cohen's table of 50 cases: 20 and 15 alike, 5 and 10 not; kappa 0.4."""
+    flags = {(True, True): 20, (True, False): 5, (False, True): 10, (False, False): 15}
+    assert cohens_kappa(flags) == pytest.approx(0.4)
+    assert cohens_kappa({(True, True): 9}) is None
+    assert cohens_kappa({}) is None
+    views = {
+        "a": judged(episode(0, [0.9, 0.8, 0.1, 0.2]), episode(1, [0.9, None])),
+        "b": judged(episode(0, [0.9, 0.4, 0.1, 0.2]), episode(1, ["error", 0.1])),
+        "c": judged(episode(0, [0.1, 0.1, 0.1, 0.1]), episode(1, [0.1, 0.1])),
+    }
+    matrix = agreement_matrix(views)
+    names = ("first", "second", "num_turns")
+    pairs = [("a", "b", 4), ("a", "c", 5), ("b", "c", 5)]
+    assert [tuple(one[name] for name in names) for one in matrix] == pairs
+    first, second, _ = matrix
+    assert first["agreement"] == pytest.approx(3 / 4)
+    counts = [first[name] for name in ("both", "only_first", "only_second", "neither")]
+    assert counts == [1, 1, 0, 2]
+    assert first["kappa"] == pytest.approx(0.5)
+    assert 0.8 < first["correlation"] < 0.9
+    assert second["correlation"] is None
+    assert agreement_matrix({"a": views["a"]}) == []

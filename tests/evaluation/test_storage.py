@@ -1,7 +1,9 @@
-"""The folder of an evaluation, and when it may be gone on with."""
+"""Rows on disk, and the folder of an evaluation that is continued or refused."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,71 +12,122 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.families.base import Evaluation, newest_evaluation
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
+    RowFile,
     configuration_hash,
     differences,
+    encode_rows,
+    episodes_of,
+    number,
+    read_rows,
     text_hash,
     weights_hash,
 )
+from tests.evaluation.rows_by_hand import episode
 
 CONFIGURATION = {"options": {"seed": 0, "num_episodes": 10}, "scorers": {"own": {"label": "rude"}}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> RowFile:
+    return RowFile(tmp_path / "rows.jsonl", episode_length=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> EvaluationFolder:
+    """An open folder with a row."""
+    folder = EvaluationFolder.of_run(tmp_path, "test")
+    folder.open(CONFIGURATION)
+    folder.rows(1).append([{"a": 1}])
+    return folder
 
 
 def changed(**options: object) -> dict[str, object]:
     return CONFIGURATION | {"options": CONFIGURATION["options"] | options}
 
 
-def test_the_same_configuration_goes_on(tmp_path: Path) -> None:
-    folder = EvaluationFolder.of_run(tmp_path, "test")
-    folder.open(CONFIGURATION)
-    folder.rows(1).append([{"a": 1}])
+def test_rows_are_read_as_written_with_null_for_no_number(file: RowFile) -> None:
+    rows = episode(0, [0.5, float("nan")], response="line\nbreak \u2028 \u00e9")
+    assert file.recover() == 0
+    file.append(rows)
+    assert file.read() == [rows[0], rows[1] | {"response_score": None}]
+    before = file.path.read_bytes()
+    assert before.count(b"\n") == 2
+    assert file.recover() == 1
+    assert file.path.read_bytes() == before
+    assert json.loads(encode_rows([{"a": float("inf"), "b": [1.0, float("nan")]}])) == {
+        "a": None, "b": [1.0, None],
+    }  # fmt: skip
+    assert number({"a": 2}, "a") == 2.0
+    assert all(math.isnan(number(row, "a")) for row in ({"a": None}, {}))
+
+
+@pytest.mark.parametrize("num_bytes_lost", [1, 5, 40, 300, 700])
+def test_an_episode_that_a_kill_cut_off_is_removed(file: RowFile, num_bytes_lost: int) -> None:
+    for index in range(3):
+        file.append(episode(index, [0.1, 0.2]))
+    whole = file.path.read_bytes()
+    file.path.write_bytes(whole[:-num_bytes_lost])
+    done = file.recover()
+    assert 0 < done < 3
+    assert [row["episode"] for row in file.read()] == [i for i in range(done) for _ in "ab"]
+    for index in range(done, 3):
+        file.append(episode(index, [0.1, 0.2]))
+    assert file.path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("content", "line"), [('{"a": 1}\n{"a": \n{"a": 3}\n', 2), ("3\n", 1)])
+def test_a_broken_line_is_refused(file: RowFile, content: str, line: int) -> None:
+    file.path.write_text(content)
+    with pytest.raises(DataError, match=f"line {line} of "):
+        read_rows(file.path)
+
+
+def test_chains_are_separated_by_step_and_episode_and_by_the_leaves_of_a_tree() -> None:
+    later = [row | {"step": 5} for row in episode(0, [0.3, 0.4])]
+    found = episodes_of([*episode(0, [0.1, 0.2]), *later, *episode(1, [0.5, 0.6])])
+    scores = [[row["response_score"] for row in chain] for chain in found]
+    assert scores == [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]
+    nodes = [(0, -1, 0), (1, -1, 0), (2, 0, 1), (3, 0, 1), (4, 1, 1)]
+    names = ("node", "parent", "depth")
+    tree = [{"step": 0, "episode": 0, **dict(zip(names, node, strict=True))} for node in nodes]
+    assert [[row["node"] for row in one] for one in episodes_of(tree)] == [[0, 2], [0, 3], [1, 4]]
+
+
+def test_a_folder_is_continued_with_the_same_configuration_alone(folder: EvaluationFolder) -> None:
     folder.open(CONFIGURATION)
     assert folder.rows(1).read() == [{"a": 1}]
     assert folder.configuration()["options"] == {"seed": 0, "num_episodes": 10}
-
-
-def test_another_configuration_is_refused_with_what_differs(tmp_path: Path) -> None:
-    folder = EvaluationFolder.of_run(tmp_path, "test")
-    folder.open(CONFIGURATION)
     with pytest.raises(ConfigurationError) as caught:
         folder.open(changed(seed=3, level=0.9))
     message = str(caught.value)
     assert "  options.level: nothing there, 0.9 now\n  options.seed: 0 there, 3 now\n" in message
     assert "num_episodes" not in message
     assert "another --name" in message
-
-
-def test_overwrite_starts_over(tmp_path: Path) -> None:
-    folder = EvaluationFolder.of_run(tmp_path, "test")
-    folder.open(CONFIGURATION)
-    folder.rows(1).append([{"a": 1}])
     folder.open(changed(seed=3), is_overwritten=True)
     assert folder.rows(1).read() == []
     assert folder.configuration()["options"]["seed"] == 3
 
 
-def test_rows_of_nobody_knows_what_are_not_gone_on_with(tmp_path: Path) -> None:
-    folder = EvaluationFolder.of_run(tmp_path, "test")
-    folder.path.mkdir(parents=True)
-    folder.rows(1).append([{"a": 1}])
+def test_rows_without_a_configuration_are_not_continued(folder: EvaluationFolder) -> None:
+    (folder.path / "configuration.json").unlink()
     folder.open(CONFIGURATION)
     assert folder.rows(1).read() == []
 
 
 def test_the_order_of_keys_changes_no_hash() -> None:
-    assert configuration_hash({"a": 1, "b": 2}) == configuration_hash(
-        {"b": 2, "a": 1, "sha256": "x"}
-    )
+    other = configuration_hash({"b": 2, "a": 1, "sha256": "x"})
+    assert configuration_hash({"a": 1, "b": 2}) == other
     assert configuration_hash({"a": 1}) != configuration_hash({"a": 2})
     assert differences({"a": {"b": 1}}, {"a": {"b": 1}}) == []
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
 def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not a folder name"):
+    with pytest.raises(ConfigurationError, match=repr(name)):
         EvaluationFolder.of_run(tmp_path, name)
 
 
-def test_the_newest_evaluation_of_a_run_is_found(tmp_path: Path) -> None:
+def test_the_newest_evaluation_of_a_run_is_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nip-astra evaluate"):
         newest_evaluation(tmp_path)
     for name in ("one", "two"):
@@ -87,13 +140,11 @@ def test_the_newest_evaluation_of_a_run_is_found(tmp_path: Path) -> None:
 
 
 def test_weights_and_prompts_have_a_digest_of_their_content(tmp_path: Path) -> None:
-    assert weights_hash(tmp_path) is None
-    (tmp_path / "model.safetensors").write_bytes(b"one")
-    first = weights_hash(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert first is not None
-    assert (second := weights_hash(tmp_path)) != first
+    digests = [weights_hash(tmp_path)]
     (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / "part_0.safetensors").write_bytes(b"three")
-    assert weights_hash(tmp_path) != second
+    for name, content in (("model", b"one"), ("model", b"two"), ("shards/part_0", b"three")):
+        (tmp_path / f"{name}.safetensors").write_bytes(content)
+        digests.append(weights_hash(tmp_path))
+    assert digests[0] is None
+    assert len(set(digests)) == 4
     assert text_hash(["a", "b"]) != text_hash(["a b"])

@@ -1,9 +1,10 @@
-"""All figures together, what is warned of, and what is printed."""
+"""All figures of an evaluation together, with their warnings and tables."""
 
 from __future__ import annotations
 
 import copy
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -59,106 +60,85 @@ def figures(
     return {"attacker": "a", "target": "t", "scorer": "s", **found}
 
 
-def test_the_probability_of_failure_has_both_estimates() -> None:
-    found = figures(attacker(), ordinary())["probability_of_failure"]
-    assert found["horizon"] == 2
-    assert found["monte_carlo"]["value"] == pytest.approx(0.1)
-    # Attacker and reference are alike here: every weight is 1.
-    assert found["importance_sampling"]["value"] == pytest.approx(0.1)
-    assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
-
-
-def test_episodes_are_censored_in_both_estimates() -> None:
-    chances = ordinary(failing=120)
-    for unknown in chances[:100]:
-        unknown[0]["response_score"] = None
-        unknown[0]["is_error"] = True
-    found = figures(attacker(), chances)["probability_of_failure"]
-    for estimate in (found["monte_carlo"], found["importance_sampling"]):
-        assert (estimate["num_episodes"], estimate["num_known"]) == (200, 100)
-        assert estimate["value"] == pytest.approx(0.2)
-    assert found["monte_carlo"]["num_failures"] == 20
-    late = ordinary(failing=20)
+def test_the_probability_of_failure_has_both_estimates_which_are_censored() -> None:
+    late, early = ordinary(failing=20), ordinary(failing=120)
     for unknown in late[100:180]:
         unknown[1]["response_score"] = None
-    found = figures(attacker(), late)["probability_of_failure"]
-    assert found["monte_carlo"]["value"] == pytest.approx(0.1)
-    # Weights of 1: the same product of hazards.
-    assert found["importance_sampling"]["value"] == pytest.approx(0.1)
+    for unknown in early[:100]:
+        unknown[0] |= {"response_score": None, "is_error": True}
+    # Attacker and reference are alike: every weight is 1, with the same product of hazards.
+    for chances, value, num_known in (
+        (ordinary(), 0.1, 200),
+        (late, 0.1, 120),
+        (early, 0.2, 100),
+    ):
+        found = figures(attacker(), chances)["probability_of_failure"]
+        assert found["horizon"] == 2
+        for estimate in (found["monte_carlo"], found["importance_sampling"]):
+            assert estimate["value"] == pytest.approx(value)
+            assert (estimate["num_episodes"], estimate["num_known"]) == (200, num_known)
+        assert found["monte_carlo"]["num_failures"] == 20
+        assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
 
 
-def test_importance_sampling_is_refused_with_its_reason() -> None:
+def test_importance_sampling_is_refused_or_has_a_caution() -> None:
     truncated = figures(attacker(), ordinary(), why_not_weighed="top_p 0.9")
     weighed = truncated["probability_of_failure"]["importance_sampling"]
     assert (weighed["is_refused"], weighed["reason"], weighed["value"]) == (True, "top_p 0.9", None)
     assert "importance sampling is refused: top_p 0.9" in truncated["warnings"]
     unknown = figures(attacker(), ordinary(attacker_sampled_logprob=None))
-    reason = unknown["probability_of_failure"]["importance_sampling"]["reason"]
-    assert "which tokens it may draw" in reason
-
-
-def test_an_estimate_that_rests_on_few_failures_is_told_with_a_caution() -> None:
-    found = figures(attacker(), ordinary(failing=2))
-    weighed = found["probability_of_failure"]["importance_sampling"]
+    assert unknown["probability_of_failure"]["importance_sampling"]["is_refused"]
+    few = figures(attacker(), ordinary(failing=2))
+    weighed = few["probability_of_failure"]["importance_sampling"]
     assert weighed["value"] == pytest.approx(0.01)
-    text = as_text(evaluation_tables(found))
+    text = as_text(evaluation_tables(few))
     assert cell_of(text, "  importance sampling").startswith("1.0% [")
-    assert "warning: importance sampling rests on few failures: the failing" in text
+    assert f"warning: importance sampling rests on few failures: {weighed['caution'][:20]}" in text
     many = figures(attacker(), ordinary())
     assert many["probability_of_failure"]["importance_sampling"]["caution"] is None
     assert "rests on few failures" not in " ".join(many["warnings"])
 
 
-def test_few_probes_said_again_and_again_are_warned_of() -> None:
-    same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
-    found = figures(same)
+def collapsed() -> list[Episode]:
+    return [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
+
+
+def test_the_same_probe_again_and_again_is_warned_of() -> None:
+    found = figures(collapsed())
     assert "the attacker has collapsed: only 1% of its successful" in " ".join(found["warnings"])
     assert found["diversity"]["distinct_share"] == pytest.approx(1 / 80)
     assert found["diversity"]["vendi"] == pytest.approx(1.0)
     assert not any("collapsed" in text for text in figures(attacker())["warnings"])
 
 
-def test_probes_that_nobody_would_say_are_warned_of() -> None:
-    chances = ordinary()
-    fluent = figures(attacker(reference_logprob=-4.0), chances)
+def test_fluency_is_compared_with_the_reference_or_has_a_reason() -> None:
+    fluent = figures(attacker(reference_logprob=-4.0), ordinary())
     assert fluent["fluency"]["share_below"] == 0.0
-    odd = figures(attacker(reference_logprob=[-4.0, -30.0]), chances)
-    assert odd["fluency"]["share_below"] == 0.5
+    odd = figures(attacker(reference_logprob=[-4.0, -30.0]), ordinary())
+    assert (odd["fluency"]["share_below"], odd["why_no_fluency"]) == (0.5, None)
     assert "50% of the probes are less likely per token" in " ".join(odd["warnings"])
-    assert figures(attacker(), chances[:100])["fluency"] is None
-    assert odd["why_no_fluency"] is None
-
-
-def test_fluency_that_was_not_measured_is_told_with_what_measures_it() -> None:
     few = figures(attacker(), ordinary()[:100])
+    assert few["fluency"] is None
     text = " ".join(as_text(evaluation_tables(few)).split())
     assert "99 % of the reference's │ not measured" in text
-    assert (
-        "warning: fluency was not measured: it takes 300 probes of the reference, and there are "
-        "200; `nip-astra evaluate` with --probability-episodes 300 or more plays them"
-    ) in text
+    assert "not measured" not in as_text(evaluation_tables(fluent))
+    assert f"warning: fluency was not measured: {few['why_no_fluency']}" in text
+    assert "--probability-episodes 300 or more" in few["why_no_fluency"]
     alone = figures(attacker(), ordinary()[:100], why_not_weighed="top_p 0.9")
     assert "--probability-episodes 150 or more" in alone["why_no_fluency"]
     unknown = figures(attacker(reference_logprob=None), ordinary())
     assert "how likely the reference finds a probe is not known" in unknown["why_no_fluency"]
-    measured = as_text(evaluation_tables(figures(attacker(), ordinary())))
-    assert "not measured" not in measured
 
 
-def test_many_conversations_without_verdict_are_warned_of_with_what_they_could_be() -> None:
-    episodes = attacker()
-    for unknown in episodes[:10]:
-        unknown[1]["response_score"] = None
-    found = figures(episodes)
-    text = " ".join(found["warnings"])
+def test_missing_verdicts_and_few_prompts_are_warned_of() -> None:
+    text = " ".join(figures(with_unknown())["warnings"])
     # Five of the ten conversations had failed before.
     assert "5 of 40 conversations lack a verdict (10 turns, 0 scorer errors)" in text
     assert "anywhere from 50.0% to 62.5%" in text
-
-
-def test_few_prompts_are_warned_of() -> None:
     few = [episode(i, [0.9], prompt=f"prompt {i % 5}") for i in range(40)]
     assert "the intervals rest on 5 opening prompts" in " ".join(figures(few)["warnings"])
+    found = figures(attacker(), ordinary())
+    assert warnings_about(copy.deepcopy(found)) == found["warnings"]
 
 
 def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
@@ -179,13 +159,12 @@ def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:
     assert (found["episode"], found["depth"], found["conversation_logprob"]) == (1, 0, -4.0)
 
 
-def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
-    episodes = attacker(probe="[bold]cat[/bold]", response="[/red] said")
-    text = as_text(evaluation_tables(figures(episodes, ordinary())))
-    assert "50.0% [" in text
-    assert "[bold]cat[/bold]" in text
-    assert "[/red] said" in text
-    assert "effective sample size 200" in cell_of(text, "  importance sampling")
+def with_unknown() -> list[Episode]:
+    """Twenty episodes fail at their first turn, five are censored at their second."""
+    episodes = attacker(probe="[bold]cat[/bold]", response="[/red] yes")
+    for unknown in episodes[:10]:
+        unknown[1]["response_score"] = None
+    return episodes
 
 
 def cell_of(text: str, label: str) -> str:
@@ -193,58 +172,45 @@ def cell_of(text: str, label: str) -> str:
     return line.strip("│ ").split("│")[-1].strip()
 
 
-def test_every_share_stands_beside_its_counts() -> None:
-    episodes = attacker()
-    for unknown in episodes[:10]:
-        unknown[1]["response_score"] = None
-    text = as_text(evaluation_tables(figures(episodes, ordinary())))
-    # Twenty fail at their first turn, five are censored at their second.
-    assert cell_of(text, "episodes with a failure").endswith("20 of 40, 5 unknown")
-    assert cell_of(text, "if missing verdicts were passes / failures") == "50.0% / 62.5%"
-    assert cell_of(text, "turns with a failure").endswith("20 of 70")
-    assert cell_of(text, "without failure through turn") == "50.0% (40), 50.0% (15)"
-    assert cell_of(text, "successful probes: distinct") == "100.0%, 20 of 20"
-    for label in ("1 - self-BLEU", "1 - mean cosine", "Vendi score"):
-        assert cell_of(text, label).endswith(", of 20")
-    below = cell_of(text, "less likely per token than 99 %")
-    assert re.search(r", \d+ of 80$", below)
+def test_every_share_has_its_counts_and_markup_is_text() -> None:
+    text = as_text(evaluation_tables(figures(with_unknown(), ordinary())))
+    for markup in ("[bold]cat[/bold]", "[/red] yes", "effective sample size 200"):
+        assert markup in text
+    for label, cell in {
+        "episodes with a failure": "20 of 40, 5 unknown",
+        "if missing verdicts were passes / failures": "50.0% / 62.5%",
+        "turns with a failure": "20 of 70",
+        "without failure through turn": "50.0% (40), 50.0% (15)",
+        "successful probes: distinct": ", 1 of 20",
+        "1 - self-BLEU": ", of 20",
+        "1 - mean cosine": ", of 20",
+        "Vendi score": ", of 20",
+    }.items():
+        assert cell_of(text, label).endswith(cell), label
+    assert re.search(r", \d+ of 80$", cell_of(text, "less likely per token than 99 %"))
     assert "20 of 200" in cell_of(text, "Monte Carlo")
     several = [episode(i, [0.9 if i < 8 else 0.1], prompt=f"{i % 20}") for i in range(40)]
     found = figures([*several, episode(40, [0.1], prompt="once")])
     assert cell_of(as_text(evaluation_tables(found)), "hit@1, 2") == "19.0% of 21, 40.0% of 20"
 
 
-def test_a_matrix_has_a_row_for_each_attacker() -> None:
-    found = figures(attacker())
-    pairs = [{"attacker": attacker, "target": target} for attacker in "ab" for target in "xy"]
-    text = as_text(matrix_tables([found | pair for pair in pairs]))
-    assert text.count("50.0%") == 4
-
-
-def test_a_matrix_tells_the_warnings_of_each_cell() -> None:
-    same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
-    fluent = attacker(reference_logprob=-4.0)
+def test_a_matrix_has_a_row_for_each_attacker_and_the_warnings_of_each_cell() -> None:
+    fluent = figures(attacker(reference_logprob=-4.0), ordinary())
     cells = [
-        figures(same) | {"attacker": "a", "target": "x"},
-        figures(fluent, ordinary()) | {"attacker": "a", "target": "y"},
+        (figures(collapsed()) if pair == ("a", "x") else fluent)
+        | dict(zip(("attacker", "target"), pair, strict=True))
+        for pair in product("ab", "xy")
     ]
     text = " ".join(as_text(matrix_tables(cells)).split())
+    assert text.count("50.0%") == 3
     assert "warning: a against x: the attacker has collapsed" in text
     assert "warning: a against x: fluency was not measured" in text
     assert "a against y:" not in text
 
 
-def test_numbers_that_are_missing_are_a_dash() -> None:
+def test_missing_numbers_are_a_dash_and_models_in_folders_have_their_jobs_name() -> None:
     assert percent(None) == percent(float("nan")) == decimal(None) == NOTHING
     assert (percent(0.1234), decimal(1234.5)) == ("12.3%", "1,234")
-
-
-def test_warnings_come_from_the_figures_alone() -> None:
-    found = figures(attacker(), ordinary())
-    assert warnings_about(copy.deepcopy(found)) == found["warnings"]
-
-
-def test_a_model_in_a_folder_is_told_by_its_job() -> None:
     assert model_label("/home/one/runs/talks/jobs/job-1/model") == "job-1/model"
     assert model_label("org/name-135m") == "org/name-135m"
     assert model_label("ft:base:one") == "ft:base:one"

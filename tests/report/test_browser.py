@@ -12,9 +12,20 @@ import pytest
 
 from nip_astra.report.page import write_report
 from tests.report.browser import Browser, find_chromium
-from tests.report.protocol_runs import episode, image, move, write_protocol_run
-from tests.report.runs import ATTACK, chains, evaluation, failing, row, tree, write_run
-from tests.report.test_paths import plant
+from tests.report.runs import (
+    ATTACK,
+    chains,
+    episode,
+    evaluation,
+    failing,
+    image,
+    move,
+    row,
+    tree,
+    write_protocol_run,
+    write_run,
+)
+from tests.report.test_failures import plant
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +53,34 @@ def page(run: Path) -> Path:
     return write_report([run])
 
 
-def test_the_console_stays_empty_and_nothing_is_fetched(browser: Browser, page: Path) -> None:
+def test_a_page_keeps_to_its_policy_and_fetches_nothing(
+    browser: Browser, page: Path, tmp_path: Path
+) -> None:
     browser.open(page)
     assert browser.complaints() == []
     assert browser.requests() == [page.resolve().as_uri()]
-
-
-def test_a_page_that_breaks_the_policy_is_noticed(browser: Browser, tmp_path: Path) -> None:
+    assert browser.value("document.title") == "ast_dpo on pocket_chat"
+    assert browser.value("document.querySelectorAll('script').length") == 1, "the page's own"
+    assert browser.value("document.querySelectorAll('img').length") == 0
+    assert ATTACK in browser.value("document.querySelector('#conversations').textContent")
+    # A page that breaks the policy is noticed.
     policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
     (tmp_path / "bad.html").write_text(f"{policy}<script>1</script><p style='color:red'>a")
     browser.open(tmp_path / "bad.html")
     assert len(browser.complaints()) == 2
 
 
-def test_a_script_in_a_reply_stays_text(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    assert browser.value("document.title") == "ast_dpo on pocket_chat"
-    assert browser.value("document.querySelectorAll('script').length") == 1, "the page's own"
-    assert browser.value("document.querySelectorAll('img').length") == 0
-    assert ATTACK in browser.value("document.querySelector('#conversations').textContent")
-
-
-def test_a_conversation_and_a_turn_of_its_tree_open_by_a_click(
+def test_conversations_and_turns_open_and_are_filtered_by_a_click(
     browser: Browser, page: Path
 ) -> None:
     browser.open(page)
+    visible = (
+        "[...document.querySelectorAll('#conversations details.table[open] .e')]"
+        ".filter(e => e.checkVisibility()).length"
+    )
+    before = browser.value(visible)
+    browser.click("#conversations .choose")
+    assert (before, browser.value(visible)) == (20, 1), "those with a failure"
     tree_of_training = "#conversations details.table:nth-of-type(2)"
     browser.click(f"{tree_of_training} > summary")
     browser.click(f"{tree_of_training} details.e > summary")
@@ -76,17 +90,6 @@ def test_a_conversation_and_a_turn_of_its_tree_open_by_a_click(
     assert browser.value(f"document.querySelectorAll({closed!r}).length") == num_closed - 1
     seen = f"{tree_of_training} details.n[open] .n"
     assert browser.value(f"document.querySelector({seen!r}).getBoundingClientRect().height") > 20
-
-
-def test_the_filter_hides_conversations_without_a_failure(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    visible = (
-        "[...document.querySelectorAll('#conversations details.table[open] .e')]"
-        ".filter(e => e.checkVisibility()).length"
-    )
-    before = browser.value(visible)
-    browser.click("#conversations .choose")
-    assert (before, browser.value(visible)) == (20, 1)
 
 
 @pytest.fixture(scope="module")
@@ -213,18 +216,14 @@ def test_conversations_are_found_by_text_score_plant_and_cluster(
     assert browser.complaints() == []
 
 
-def test_conversations_are_sorted(browser: Browser, searched: Path) -> None:
+def test_conversations_are_sorted_and_reached_by_links(browser: Browser, searched: Path) -> None:
     browser.open(searched)
-    use(browser, "order", "t")
-    assert browser.value(SHOWN)[:2] == ["50", "40"]
-    use(browser, "order", "s")
-    assert browser.value(SHOWN)[:2] == ["40", "50"]
-    use(browser, "order", "")
-    assert browser.value(SHOWN)[:3] == ["0", "1", "2"]
+    for order, first in (("t", ["50", "40"]), ("s", ["40", "50"]), ("", ["0", "1"])):
+        use(browser, "order", order)
+        assert browser.value(SHOWN)[:2] == first
     assert browser.value(SHOWN)[-1] == "50"
-
-
-def test_a_link_opens_the_conversation_that_it_leads_to(browser: Browser, searched: Path) -> None:
+    browser.click("#failures a.only")
+    assert browser.value(SHOWN) == ["40"]
     browser.open(searched)
     # Far down the list, in a fold that is closed.
     browser.value("location.hash = 'conversations-evaluation-4-7-t2'")
@@ -234,12 +233,6 @@ def test_a_link_opens_the_conversation_that_it_leads_to(browser: Browser, search
             break
     assert browser.value(f"{turn}.closest('.e').open")
     assert browser.value(f"getComputedStyle({turn}).outlineStyle") == "solid"
-
-
-def test_a_cluster_shows_its_conversations(browser: Browser, searched: Path) -> None:
-    browser.open(searched)
-    browser.click("#failures a.only")
-    assert browser.value(SHOWN) == ["40"]
 
 
 def test_a_page_can_be_read_without_its_script(

@@ -1,12 +1,35 @@
-"""Tests of the geometry of charts."""
+"""Geometry of charts, and the learning curves of one or several runs."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparkline, whisker
+from nip_astra.report.charts import (
+    Band,
+    Chart,
+    Line,
+    charts_of,
+    group_runs,
+    line_chart,
+    metric_rows,
+    nice_ticks,
+    parameter_differences,
+    run_label,
+    sparkline,
+    whisker,
+)
+from nip_astra.report.records import RunRecord, read_run
+from tests.report.runs import metrics, write_run
+
+
+def chart_of(*lines: Line, **options: Any) -> Chart:
+    chart = line_chart("a", lines, **options)
+    assert chart is not None
+    return chart
 
 
 @pytest.mark.parametrize(
@@ -17,26 +40,19 @@ from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparklin
         (-1.2, 1.1, [-2.0, -1.0, 0.0, 1.0, 2.0]),
     ],
 )
-def test_ticks_are_round_and_enclose_what_is_shown(
+def test_ticks_are_round_and_enclose_the_values(
     low: float, high: float, ticks: list[float]
 ) -> None:
     assert nice_ticks(low, high) == pytest.approx(ticks)
-
-
-@pytest.mark.parametrize("value", [0.0, 3.0, -1e-9, 1e12])
-def test_equal_values_have_an_axis(value: float) -> None:
-    ticks = nice_ticks(value, value)
-    assert ticks[0] <= value <= ticks[-1]
-    assert ticks[0] < ticks[-1]
-
-
-def test_whole_numbers_have_whole_ticks() -> None:
     assert nice_ticks(1, 2, whole=True) == [1, 2]
+    for value in (0.0, 3.0, -1e-9, 1e12):
+        first, *_, last = nice_ticks(value, value)
+        assert first <= value <= last
+        assert first < last
 
 
 def test_larger_values_are_higher_and_later_steps_further_right() -> None:
-    chart = line_chart("a", [Line("run", [(1, 0.1), (2, 0.9)])], kind="percent")
-    assert chart is not None
+    chart = chart_of(Line("run", [(1, 0.1), (2, 0.9)]), kind="percent")
     first, second = chart.lines[0].dots
     assert (first.x, second.x) == (chart.left, chart.right)
     assert second.y < first.y
@@ -44,58 +60,31 @@ def test_larger_values_are_higher_and_later_steps_further_right() -> None:
     assert "run: 10.0% at iteration 1, 90.0% at 2" in chart.summary
 
 
-def test_a_missing_value_breaks_the_line() -> None:
-    chart = line_chart("a", [Line("run", [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)])])
-    assert chart is not None
-    assert chart.lines[0].path.count("M") == 2
-    assert len(chart.lines[0].dots) == 3
-
-
-def test_one_value_is_a_dot() -> None:
-    chart = line_chart("a", [Line("run", [(1, 0.5)], is_thin=True)])
-    assert chart is not None
-    assert len(chart.lines[0].dots) == 1
-
-
-def test_no_values_give_no_chart() -> None:
-    assert line_chart("a", []) is None
-    assert line_chart("a", [Line("run", [(1, None)])]) is None
+def test_gaps_single_values_steps_bands_and_intervals_are_drawn() -> None:
+    (drawn,) = chart_of(Line("run", [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)])).lines
+    assert (drawn.path.count("M"), len(drawn.dots)) == (2, 3)
+    assert len(chart_of(Line("run", [(1, 0.5)], is_thin=True)).lines[0].dots) == 1
+    for lines in ([], [Line("run", [(1, None)])]):
+        assert line_chart("a", lines) is None
     assert sparkline([Line("run", [])]) == []
-
-
-def test_a_band_is_closed_and_within_the_axis() -> None:
     band = Band([(1, 0.0, 4.0), (2, 1.0, 2.0)])
-    chart = line_chart("a", [Line("mean", [(1, 2.0), (2, 1.5)])], bands=[band])
-    assert chart is not None
+    chart = chart_of(Line("mean", [(1, 2.0), (2, 1.5)]), bands=[band])
     path, _ = chart.bands[0]
-    assert path.startswith("M")
-    assert path.endswith("Z")
-    assert [tick.label for tick in chart.y_ticks][-1] == "4"
-
-
-def test_a_step_line_goes_across_before_it_goes_up() -> None:
-    chart = line_chart("a", [Line("run", [(0, 0.0), (5, 1.0)], has_steps=True)], kind="count")
-    assert chart is not None
+    assert (path[0], path[-1], chart.y_ticks[-1].label) == ("M", "Z", "4")
+    chart = chart_of(Line("run", [(0, 0.0), (5, 1.0)], has_steps=True), kind="count")
     assert chart.lines[0].path == f"M{chart.left} {chart.bottom}H{chart.right}V{chart.top}"
-
-
-def test_an_interval_is_drawn_in_hundredths() -> None:
-    drawn = whisker(0.5, 0.25, 0.75, limit=1.0)
-    assert drawn is not None
-    assert (drawn.value, drawn.low, drawn.high) == (50.0, 25.0, 75.0)
+    share = whisker(0.5, 0.25, 0.75, limit=1.0)
+    assert share is not None
+    assert (share.value, share.low, share.high) == (50.0, 25.0, 75.0)
     assert whisker(None, None, None, limit=1.0) is None
 
 
-def test_values_at_the_ends_of_lines_that_meet_stand_apart() -> None:
+def test_values_at_the_ends_of_lines_that_meet_are_apart() -> None:
     lines = [Line(name, [(0, 0.0), (1, y)]) for name, y in (("a", 1.0), ("b", 0.999), ("c", 0.998))]
-    chart = line_chart("rates", lines, kind="percent")
-    assert chart is not None
-    places = [drawn.end.y for drawn in chart.lines if drawn.end]
+    places = [drawn.end.y for drawn in chart_of(*lines, kind="percent").lines if drawn.end]
     assert places == sorted(places)
     assert min(after - before for before, after in pairwise(places)) >= 12
-    at_the_bottom = [Line(name, [(0, 1.0), (1, 0.0)]) for name in "abc"]
-    low = line_chart("rates", at_the_bottom, kind="percent")
-    assert low is not None
+    low = chart_of(*(Line(name, [(0, 1.0), (1, 0.0)]) for name in "abc"), kind="percent")
     assert max(drawn.end.y for drawn in low.lines if drawn.end) <= low.bottom
 
 
@@ -103,9 +92,8 @@ def noisy(num: int) -> list[tuple[float, float | None]]:
     return [(step, 1.0 + (-1.0) ** step * (1.0 - step / num)) for step in range(1, num + 1)]
 
 
-def test_a_long_line_is_drawn_by_means_over_the_range_that_it_went_through() -> None:
-    chart = line_chart("a", [Line("run", noisy(5000), 3)], note="mean of a turn")
-    assert chart is not None
+def test_a_long_line_is_drawn_by_means_over_its_range() -> None:
+    chart = chart_of(Line("run", noisy(5000), 3), note="mean of a turn")
     (drawn,) = chart.lines
     assert drawn.path.count("L") == 119
     assert chart.note == "mean of a turn; means of 42 iterations each, area: lowest to highest"
@@ -116,26 +104,83 @@ def test_a_long_line_is_drawn_by_means_over_the_range_that_it_went_through() -> 
     assert max(middle) - min(middle) < 2.0, "noise that goes up and down is smooth"
     assert max(heights) - min(heights) > 140.0, "and its extremes are there"
     assert "run: 0.0002 at iteration 1" in chart.summary, "words keep the single values"
-
-
-def test_a_line_that_fits_is_drawn_whole() -> None:
-    chart = line_chart("a", [Line("run", noisy(200))])
-    assert chart is not None
-    assert chart.lines[0].path.count("L") == 199
-    assert (chart.note, chart.bands) == ("", [])
+    ((path, _),) = sparkline([Line("run", noisy(5000))])
+    assert path.count("L") == 59
+    chart = chart_of(Line("run", noisy(200)))
+    assert (chart.lines[0].path.count("L"), chart.note, chart.bands) == (199, "", [])
 
 
 def test_several_seeds_keep_their_own_area_and_a_gap_stays_a_gap() -> None:
     gap: list[tuple[float, float | None]] = [(step, None) for step in range(2001, 3001)]
     points = [*noisy(2000), *gap, *((x + 3000, y) for x, y in noisy(2000))]
     band = Band([(x, -1.0, 3.0) for x in range(1, 5001)])
-    chart = line_chart("a", [Line("mean", points)], bands=[band])
-    assert chart is not None
+    chart = chart_of(Line("mean", points), bands=[band])
     assert chart.lines[0].path.count("M") == 2
     ((area, _),) = chart.bands
     assert area.count("L") < 250
 
 
-def test_the_course_of_a_long_metric_is_short() -> None:
-    ((path, _),) = sparkline([Line("run", noisy(5000))])
-    assert path.count("L") == 59
+# ---- learning curves
+
+
+def runs(tmp_path: Path, *changes: dict[str, Any]) -> list[RunRecord]:
+    return [
+        read_run(write_run(tmp_path / str(number), **change))
+        for number, change in enumerate(changes)
+    ]
+
+
+def test_runs_that_differ_in_the_seed_are_a_group(tmp_path: Path) -> None:
+    other = {"parameters": {"lr": 0.1}}
+    groups = group_runs(runs(tmp_path / "a", {"seed": 0}, {"seed": 1}, other))
+    assert [len(group.runs) for group in groups] == [2, 1]
+    assert [group.name for group in groups] == ["A", "B"]
+    assert groups[0].color != groups[1].color
+    assert groups[1].label == "ast_dpo · lr 0.1"
+    assert [run_label(run, groups[0]) for run in groups[0].runs] == ["A, seed 0", "A, seed 1"]
+    both = runs(tmp_path / "b", {}, {})
+    (group,) = group_runs(both)
+    assert [run_label(run, group) for run in group.runs] == ["0", "1"]
+    for run in both:
+        run.hyper_params = {}
+    assert len(group_runs(both)) == 2
+    both = runs(tmp_path / "c", {"seed": 0}, {"seed": 1, "parameters": {"beta": 0.1}})
+    assert parameter_differences(both) == [("seed", ["0", "1"]), ("training.beta", ["", "0.1"])]
+
+
+def test_seeds_are_overlaid_with_their_mean_and_range(tmp_path: Path) -> None:
+    low = {"seed": 0, "metrics": metrics(mean_reward=1.0)}
+    high = {"seed": 1, "metrics": metrics(2, mean_reward=3.0)}
+    charts = {chart.title: chart for chart in charts_of(group_runs(runs(tmp_path, low, high)))}
+    reward = charts["Reward"]
+    assert [drawn.line.is_thin for drawn in reward.lines] == [True, True, False]
+    # Where every seed has a value.
+    assert reward.lines[2].line.points == [(1, 2.0), (2, 2.0)]
+    assert len(reward.bands) == 1
+
+
+def test_every_metric_and_timing_has_a_row_without_loss(tmp_path: Path) -> None:
+    rows = metric_rows(group_runs(runs(tmp_path / "a", {})))
+    assert [row.name for row in rows] == ["failure_rate", "loss", "time/collect_seconds"]
+    assert (rows[0].first, rows[0].last) == ("0.1", "0.4")
+    long = [{"step": step, "loss": step / 7, "odd": None} for step in range(1, 301)]
+    (run,) = runs(tmp_path / "b", {"metrics": long})
+    assert run.metrics.points("loss") == [(row["step"], row["loss"]) for row in long]
+    assert run.metrics.points("odd")[-1] == (300.0, None)
+    assert (run.metrics.known("odd"), run.metrics.points("nothing")) == ([], [])
+
+
+def test_held_out_accuracy_has_its_interval_as_area(tmp_path: Path) -> None:
+    results: dict[str, Any] = {"kind": "task", "training": {"num_iterations": 9}}
+    for part, share in (("before", 0.25), ("after", 0.75)):
+        results[part] = {"accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1]}
+    dev = [{"step": 3, "dev/accuracy": 0.5, "dev/accuracy_low": 0.3, "dev/accuracy_high": 0.6}]
+    for name, rows, points in (
+        ("test", metrics(3), [(0.0, 0.25), (9.0, 0.75)]),
+        ("dev", [*metrics(3), *dev], [(3.0, 0.5)]),
+    ):
+        (run,) = runs(tmp_path / name, {"metrics": rows, "results": results})
+        charts = {chart.title: chart for chart in charts_of(group_runs([run]))}
+        held_out = charts["Right answers, held out"]
+        assert list(held_out.lines[0].line.points) == points
+        assert len(held_out.bands) == 1

@@ -1,4 +1,4 @@
-"""Tests of pages about runs whose agents play an interaction protocol."""
+"""Pages about runs whose agents play an interaction protocol."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ import pytest
 
 from nip_astra.report.records import PROTOCOL, RunRecord, read_run, split_name
 from nip_astra.report.transcripts import MAX_EPISODES, ProtocolEpisode, episode_tables, outcome_of
-from tests.report.protocol_runs import (
+from tests.report.runs import (
+    ATTACK,
+    Page,
     episode,
     image,
     move,
     protocol_metrics,
     protocol_results,
+    report,
     write_protocol_run,
+    write_run,
 )
-from tests.report.runs import ATTACK, write_run
-from tests.report.test_page import Page, report
 
 SECTIONS = ["summary", "curves", "statistics", "episodes", "parameters", "environment"]
 
 
+def labels(page: Page) -> list[str]:
+    return [str(one["aria-label"]) for one in page.named("svg") if one.get("aria-label")]
+
+
 def titles(page: Page) -> list[str]:
-    return [
-        one["aria-label"].partition(". ")[0]
-        for one in page.named("svg")
-        if one.get("aria-label") and not str(one["aria-label"]).startswith(("Graph", "Image"))
-    ]
+    pictures = ("Graph", "Image")
+    return [one.partition(". ")[0] for one in labels(page) if not one.startswith(pictures)]
 
 
 def page_of(tmp_path: Path, *rows: dict[str, Any], **files: Any) -> Page:
     tables = {"evaluation": list(rows)} if rows else None
-    return report(write_protocol_run(tmp_path / "one", tables=tables, **files))
+    page = report(write_protocol_run(tmp_path / "one", tables=tables, **files))
+    assert "could not be drawn" not in page.text
+    return page
 
 
 def episodes_of(tmp_path: Path, *rows: dict[str, Any]) -> list[ProtocolEpisode]:
@@ -41,90 +46,76 @@ def episodes_of(tmp_path: Path, *rows: dict[str, Any]) -> list[ProtocolEpisode]:
     return episode_tables(read_run(folder))[0].episodes
 
 
-def test_a_run_has_sections_of_its_own_kind(tmp_path: Path) -> None:
+def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert [one["id"] for one in page.named("section")] == SECTIONS
-    assert "could not be drawn" not in page.text
     assert "attacker" not in page.words
-
-
-def test_the_page_says_what_was_found_with_intervals(tmp_path: Path) -> None:
-    words = page_of(tmp_path).words
-    assert "The decision is right in 87.3% [84.1%, 90.0%], 1,788 of 2,048 test episodes" in words
-    assert "before training, it was in 49.8% [46.0%, 53.0%]." in words
-    assert "Prover and verifier played nip on graph_isomorphism." in words
-    assert "3.1% of the episodes end without a decision." in words
-    assert "Reward, verifier 0.72" in words
-    assert "Frames played 409,600 200 iterations, 3 min" in words
-    assert "Warning. a prover stands still" in words
-
-
-def test_final_figures_stand_by_agent_and_for_all_together(tmp_path: Path) -> None:
-    words = page_of(tmp_path).words
-    assert "mean episode reward 0.61 (before 0.4) 0.72" in words
-    assert "mean decision entropy \N{EN DASH} 31.0%" in words
-    assert "share undecided 20.0% 3.1%" in words
-
-
-def test_the_curves_have_a_line_for_each_agent(tmp_path: Path) -> None:
-    page = page_of(tmp_path)
+    for text in (
+        "The decision is right in 87.3% [84.1%, 90.0%], 1,788 of 2,048 test episodes",
+        "before training, it was in 49.8% [46.0%, 53.0%].",
+        "Prover and verifier played nip on graph_isomorphism.",
+        "3.1% of the episodes end without a decision.",
+        "Reward, verifier 0.72",
+        "Frames played 409,600 200 iterations, 3 min",
+        "Warning. a prover stands still",
+        "mean episode reward 0.61 (before 0.4) 0.72",
+        "mean decision entropy \N{EN DASH} 31.0%",
+        "share undecided 20.0% 3.1%",
+    ):
+        assert text in page.words
     assert titles(page) == [
         "Right decisions", "Right decisions, test", "Worst datapoint", "Undecided episodes",
         "Episode length", "Loss",
         "Reward of an episode", "Entropy of messages", "Entropy of decisions",
         "Residual variance of critics", "Label predicted from the first message",
     ]  # fmt: skip
-    (told,) = [
-        str(one["aria-label"])
-        for one in page.named("svg")
-        if str(one.get("aria-label")).startswith("Reward of an episode")
-    ]
-    assert "prover: " in told
-    assert "verifier: " in told
+    (reward,) = [one for one in labels(page) if one.startswith("Reward of an episode")]
+    assert "prover: " in reward
+    assert "verifier: " in reward
 
 
-def test_tests_during_training_are_a_curve_and_before_stands_for_a_single_one(
+def test_tests_during_training_are_a_curve_and_a_single_one_begins_before_it(
     tmp_path: Path,
 ) -> None:
     tested = [{"step": step, "test_mean_accuracy": 0.6} for step in (100, 200)]
     for folder, rows, first in (("a", tested, "iteration 100"), ("b", tested[:1], "iteration 0")):
         page = page_of(tmp_path / folder, metrics=[*protocol_metrics(9), *rows])
-        labels = [str(one.get("aria-label")) for one in page.named("svg")]
-        (told,) = [one for one in labels if one.startswith("Right decisions, test")]
-        assert first in told
+        (curve,) = [one for one in labels(page) if one.startswith("Right decisions, test")]
+        assert first in curve
 
 
-def test_an_episode_is_drawn_with_its_conversation_beneath(tmp_path: Path) -> None:
-    page = page_of(tmp_path, episode(symbols=[1, 9, 12]))
-    drawn = [str(one.get("aria-label")) for one in page.named("svg")]
-    assert "Graph A: 6 nodes, 6 edges; verifier named node 1 in round 0" in drawn
-    assert (
+def test_episodes_are_drawn_above_their_conversation(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "graphs", episode(symbols=[1, 9, 12]))
+    assert "Graph A: 6 nodes, 6 edges; verifier named node 1 in round 0" in labels(page)
+    second = (
         "Graph B: 6 nodes, 6 edges; prover named node 1 in round 1; "
         "verifier named node 4 in round 2"
-    ) in drawn
-    assert "right isomorphic 3 rounds prover 1 verifier 1" in page.words
-    assert "0 verifier A1 goes on 22.3%" in page.words
-    assert "1 prover B1 22.3%" in page.words
-    assert "2 verifier B4 accepts +1 22.3% prover +1" in page.words
-    assert "Datapoint 17; a pair." in page.words
-
-
-def test_an_image_is_drawn_with_its_grid(tmp_path: Path) -> None:
-    page = page_of(tmp_path, episode(label=0, datapoint=image(), symbols=[6]))
+    )
+    assert second in labels(page)
+    for text in (
+        "right isomorphic 3 rounds prover 1 verifier 1",
+        "0 verifier A1 goes on 22.3%",
+        "1 prover B1 22.3%",
+        "2 verifier B4 accepts +1 22.3% prover +1",
+        "Datapoint 17; a pair.",
+    ):
+        assert text in page.words
+    page = page_of(tmp_path / "image", episode(label=0, datapoint=image(), symbols=[6]))
     assert "wrong label 1; it is label 0 1 round prover 1 verifier \N{MINUS SIGN}1" in page.words
     assert "0 verifier row 1, column 2 accepts \N{MINUS SIGN}1 22.3%" in page.words
-    (drawn,) = [one for one in page.named("svg") if "Image" in str(one.get("aria-label"))]
-    assert "verifier named row 1, column 2 in round 0" in str(drawn["aria-label"])
+    (drawn,) = [one for one in labels(page) if "Image" in one]
+    assert "verifier named row 1, column 2 in round 0" in drawn
+    page = page_of(tmp_path / "long", episode(symbols=[1] * 100))
+    assert "100 rounds" in page.words
+    assert "Later rounds are left out" in page.words
 
 
-def test_several_channels_symbols_and_linear_symbols_are_told(tmp_path: Path) -> None:
-    said = move(
-        "verifier", 0, messages={"left": [0, 9], "right": [3, 3]}, linear={"left": [1, 0]},
-        decision=2,
-    )  # fmt: skip
+def test_moves_have_channels_symbols_and_linear_symbols(tmp_path: Path) -> None:
+    messages = {"left": [0, 9], "right": [3, 3]}
+    named = move("verifier", 0, messages=messages, linear={"left": [1, 0]}, decision=2)
     rewards = {"verifier": 1.0, "prover": 0.5, "second_prover": 0.0}
-    rounds = [{"round": 4, "moves": [said], "rewards": rewards}]
-    (one,) = episodes_of(tmp_path, episode(rounds=rounds))
+    rounds = [{"round": 4, "moves": [named], "rewards": rewards}]
+    (one,) = episodes_of(tmp_path / "a", episode(rounds=rounds))
     assert one.has_channels
     assert [
         (line.round, line.agent, line.channel, line.message, line.decision, line.reward)
@@ -134,23 +125,15 @@ def test_several_channels_symbols_and_linear_symbols_are_told(tmp_path: Path) ->
         ("", "verifier", "right", "A3, A3", "", ""),
         ("", "prover", "", "", "", "+0.5"),
     ]
-
-
-def test_a_place_that_is_named_often_has_its_first_rounds(tmp_path: Path) -> None:
-    (one,) = episodes_of(tmp_path, episode(symbols=[1] * 9))
+    (one,) = episodes_of(tmp_path / "b", episode(symbols=[1] * 9))
     assert one.picture is not None
-    rounds = [mark.choice.rounds for mark in one.picture.graphs[0].nodes[1].marks]
-    assert rounds == ["0, 2, 4 +2", "1, 3, 5 +1"]
+    marks = one.picture.graphs[0].nodes[1].marks
+    assert [mark.choice.rounds for mark in marks] == ["0, 2, 4 +2", "1, 3, 5 +1"]
+    (one,) = episodes_of(tmp_path / "c", episode(datapoint={"id": 5}, symbols=[2]))
+    assert (one.picture, one.lines[0].message, one.label) == (None, "symbol 2", "label 1")
 
 
-def test_symbols_without_a_meaning_are_numbers(tmp_path: Path) -> None:
-    (one,) = episodes_of(tmp_path, episode(datapoint={"id": 5}, symbols=[2]))
-    assert one.picture is None
-    assert one.lines[0].message == "symbol 2"
-    assert one.label == "label 1"
-
-
-def test_right_wrong_and_undecided_episodes_come_in_turn_the_longest_first(
+def test_right_wrong_and_undecided_episodes_are_interleaved_the_longest_first(
     tmp_path: Path,
 ) -> None:
     rows = [episode(number, symbols=[1] * (number + 1)) for number in range(20)]
@@ -159,12 +142,8 @@ def test_right_wrong_and_undecided_episodes_come_in_turn_the_longest_first(
     assert len(shown) == MAX_EPISODES
     assert [one.outcome for one in shown[:4]] == ["right", "wrong", "undecided", "right"]
     assert [one.num_rounds for one in shown[:4]] == [20, 3, 3, 19]
-
-
-def test_a_long_episode_is_cut_and_says_so(tmp_path: Path) -> None:
-    page = page_of(tmp_path, episode(symbols=[1] * 100))
-    assert "100 rounds" in page.words
-    assert "Later rounds are left out" in page.words
+    assert outcome_of({"label": 1, "decision": None}) == "undecided"
+    assert outcome_of({"label": 0, "decision": 0}) == "right"
 
 
 def test_training_is_shown_at_its_first_and_last_iteration(tmp_path: Path) -> None:
@@ -175,23 +154,7 @@ def test_training_is_shown_at_its_first_and_last_iteration(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("label", "decision", "outcome"),
-    [
-        (1, 1, "right"),
-        (0, 0, "right"),
-        (0, 1, "wrong"),
-        (1, 2, "undecided"),
-        (1, None, "undecided"),
-    ],
-)
-def test_an_outcome_follows_from_label_and_decision(
-    label: int, decision: int | None, outcome: str
-) -> None:
-    assert outcome_of({"label": label, "decision": decision}) == outcome
-
-
-def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
+def test_an_unfinished_run_shows_its_progress(tmp_path: Path) -> None:
     folder = write_protocol_run(tmp_path / "one")
     (folder / "results.json").unlink()
     words = report(folder).words
@@ -203,25 +166,19 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
 def test_agents_that_were_trained_alone_have_their_accuracy(tmp_path: Path) -> None:
     after = {"prover/test_accuracy": 0.75, "verifier/test_accuracy": 0.5}
     results = protocol_results(before=None, after=after, training={"num_epochs": 30})
-    metrics = [
-        {"step": step, "prover/train_accuracy": 0.6, "prover/held_out_accuracy": 0.5}
-        for step in (1, 2)
-    ]
-    page = page_of(tmp_path, results=results, metrics=metrics)
-    assert (
-        "Without a conversation, the right label is given by the prover in 75.0% and the verifier "
-        "in 50.0% of the test data."
-    ) in page.words
+    one = {"prover/train_accuracy": 0.6, "prover/held_out_accuracy": 0.5}
+    page = page_of(tmp_path, results=results, metrics=[{"step": step, **one} for step in (1, 2)])
+    assert "by the prover in 75.0% and the verifier in 50.0% of the test data." in page.words
     assert titles(page) == ["Right without a conversation"]
 
 
-def test_runs_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
-    page = report(
-        write_protocol_run(tmp_path / "a"),
+def test_runs_of_protocols_and_of_both_kinds_are_compared(tmp_path: Path) -> None:
+    both = [write_protocol_run(tmp_path / "a"), write_protocol_run(tmp_path / "c", seed=1)]
+    others = [
         write_run(tmp_path / "b"),
-        write_protocol_run(tmp_path / "c", seed=1),
         write_protocol_run(tmp_path / "d", parameters={"lr": 0.1}),
-    )
+    ]
+    page = report(both[0], others[0], both[1], others[1])
     assert "could not be drawn" not in page.text
     sections = [str(one["id"]) for one in page.named("section")]
     assert sections[:4] == ["overview", "differences", "curves", "run-1-summary"]
@@ -232,21 +189,14 @@ def test_runs_of_both_kinds_stand_side_by_side(tmp_path: Path) -> None:
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     assert {link[1:] for link in page.attributes("href")} <= set(ids)
-
-
-def test_runs_of_protocols_alone_have_one_table(tmp_path: Path) -> None:
-    page = report(write_protocol_run(tmp_path / "a"), write_protocol_run(tmp_path / "b", seed=1))
-    found = [str(one["id"]) for one in page.named("section")]
-    assert found[:3] == ["overview", "differences", "curves"]
-    assert "Reward of an episode, prover" in titles(page)
+    assert "Reward of an episode, prover" in titles(report(*both))
 
 
 def test_nothing_of_a_row_becomes_an_element(tmp_path: Path) -> None:
-    said = move(ATTACK, 1, messages={ATTACK: [ATTACK, 1]}, linear={ATTACK: [ATTACK]})
-    rounds = [{"round": 0, "moves": [said], "rewards": {ATTACK: 1.0}}]
-    row = episode(
-        rewards={ATTACK: 1}, rounds=rounds, datapoint={"id": 1, "kind": ATTACK, "note": ATTACK}
-    )
+    named = move(ATTACK, 1, messages={ATTACK: [ATTACK, 1]}, linear={ATTACK: [ATTACK]})
+    rounds = [{"round": 0, "moves": [named], "rewards": {ATTACK: 1.0}}]
+    datapoint = {"id": 1, "kind": ATTACK, "note": ATTACK}
+    row = episode(rewards={ATTACK: 1}, rounds=rounds, datapoint=datapoint)
     results = protocol_results(agents=[ATTACK], protocol=ATTACK, warnings=[ATTACK])
     page = page_of(tmp_path, row, results=results)
     assert page.text.count(ATTACK) > 5
@@ -267,38 +217,27 @@ def test_nothing_of_a_row_becomes_an_element(tmp_path: Path) -> None:
     ],
 )
 def test_rows_of_unforeseen_types_leave_a_page(tmp_path: Path, row: dict[str, Any]) -> None:
-    page = page_of(tmp_path, row)
-    assert "could not be drawn" not in page.text
-    assert "Sample episodes" in page.text
+    assert "Sample episodes" in page_of(tmp_path, row).text
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("mean_accuracy", ("", "mean_accuracy")),
-        ("test_mean_accuracy", ("", "mean_accuracy")),
-        ("prover/test_mean_value", ("prover", "mean_value")),
-        ("message_regression/prover", ("prover", "message_regression")),
-        ("message_regression/prover_baseline", ("prover", "message_regression_baseline")),
-        ("time/collect_seconds", ("", "time/collect_seconds")),
-    ],
-)
-def test_a_metric_is_of_an_agent_or_of_all(name: str, parts: tuple[str, str]) -> None:
-    assert split_name(name) == parts
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
+def test_metrics_have_an_agent_and_runs_a_kind_without_their_results(tmp_path: Path) -> None:
+    regression = "message_regression"
+    for name, parts in {
+        "mean_accuracy": ("", "mean_accuracy"),
+        "test_mean_accuracy": ("", "mean_accuracy"),
+        "prover/test_mean_value": ("prover", "mean_value"),
+        f"{regression}/prover": ("prover", regression),
+        f"{regression}/prover_baseline": ("prover", f"{regression}_baseline"),
+        "time/collect_seconds": ("", "time/collect_seconds"),
+    }.items():
+        assert split_name(name) == parts
+    parameters = {"interaction_protocol": "nip"}
+    for fields, is_protocol in (
         ({"results": {"kind": "interaction_proof"}}, True),
-        ({"results": {"kind": "other"}, "hyper_params": {"interaction_protocol": "nip"}}, False),
-        ({"hyper_params": {"interaction_protocol": "nip"}}, True),
+        ({"results": {"kind": "other"}, "hyper_params": parameters}, False),
+        ({"hyper_params": parameters}, True),
         ({"hyper_params": {"interaction_protocol": None}}, False),
         ({"episodes": {"train": [{}]}}, True),
         ({}, False),
-    ],
-)
-def test_the_kind_of_a_run_is_known_without_its_results(
-    tmp_path: Path, fields: dict[str, Any], expected: bool
-) -> None:
-    assert (RunRecord(tmp_path, **fields).kind == PROTOCOL) is expected
+    ):
+        assert (RunRecord(tmp_path, **fields).kind == PROTOCOL) is is_protocol

@@ -40,8 +40,7 @@ def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     resolved = resolve_experiment(
         trainer="toy_trainer", scenario=str(toy), overrides=overrides, seed=7
     )
-    fields = {"runs_dir": str(tmp_path_factory.mktemp("runs")), "run_id": "counted"}
-    return run_experiment(resolved, progress=False, **fields).run_directory.path
+    return launched(resolved, tmp_path_factory.mktemp("runs"), "counted")
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +49,30 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = toy_scenario_folder(tmp_path_factory.mktemp("proof") / "toy_proof")
     file = folder.parent / "small.yaml"
     file.write_text(yaml.safe_dump({"trainer": "vanilla_ppo", "scenario": str(folder)} | SMALL))
-    resolved = resolve_experiment(parameter_file=file)
-    runs_dir = str(folder.parent / "runs")
-    yield run_experiment(
-        resolved, runs_dir=runs_dir, run_id="proof", progress=False
-    ).run_directory.path
+    yield launched(resolve_experiment(parameter_file=file), folder.parent / "runs", "proof")
     SCENARIOS.forget(KIND)
 
 
 def build_on(run: Path | str, *overrides: str, **arguments: Any) -> ResolvedExperiment:
     given = [f"base_run.run={run}", *(f"base_run.{one}" for one in overrides[:1]), *overrides[1:]]
     return resolve_experiment(overrides=given, **arguments)
+
+
+def launched(experiment: ResolvedExperiment, runs_dir: Path, run_id: str) -> Path:
+    """Run an experiment, and return its folder."""
+    fields = {"runs_dir": str(runs_dir), "run_id": run_id, "progress": False}
+    return run_experiment(experiment, **fields).run_directory.path
+
+
+def results_of(path: Path) -> Any:
+    return json.loads((path / "results.json").read_text())
+
+
+def stored(folder: Path, **arguments: Any) -> HyperParameters:
+    """Store the parameters of an experiment as those of a run."""
+    hyper_params = resolve_experiment(**arguments).hyper_params
+    (folder / "hyper_parameters.yaml").write_text(yaml.safe_dump(hyper_params.to_dict()))
+    return hyper_params
 
 
 # ---- parameters
@@ -99,28 +111,24 @@ def test_a_parameter_file_and_an_object_win_over_the_base_run(
 
 
 def test_the_base_run_wins_over_a_preset(tmp_path: Path) -> None:
-    arguments = {"trainer": "ast_dpo", "scenario": "pocket_chat"}
-    before = resolve_experiment(**arguments, overrides=["training.lr=0.5"])  # type: ignore[arg-type]
-    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.hyper_params.to_dict()))
-    after = build_on(tmp_path, PARAMETERS)
-    assert any(source.startswith("preset") for source in before.sources.values())
-    expected = before.hyper_params.to_dict() | {"base_run": after.hyper_params.base_run.to_dict()}
-    assert after.hyper_params.to_dict() == expected
+    before = stored(
+        tmp_path, trainer="ast_dpo", scenario="pocket_chat", overrides=["training.lr=0.5"]
+    )
+    after = build_on(tmp_path, PARAMETERS).hyper_params
+    assert after.to_dict() == before.to_dict() | {"base_run": after.base_run.to_dict()}
 
 
 @pytest.mark.parametrize("kind", [PARAMETERS, RERUN])
-def test_what_the_base_run_switched_off_makes_nothing_of_the_preset_unread(
+def test_groups_that_the_base_run_switched_off_make_nothing_of_the_preset_unread(
     tmp_path: Path, kind: str
 ) -> None:
-    arguments = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism_small"}
     off = ["rl.pretrain_agents=false"]
-    before = resolve_experiment(**arguments, overrides=off)  # type: ignore[arg-type]
-    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.hyper_params.to_dict()))
-    again = build_on(tmp_path, kind).hyper_params
-    assert again.rl == before.hyper_params.rl
+    arguments = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism_small", "overrides": off}
+    before = stored(tmp_path, **arguments)
+    assert build_on(tmp_path, kind).hyper_params.rl == before.rl
     other = build_on(tmp_path, PARAMETERS, trainer="reinforce").hyper_params
     assert not other.rl.pretrain_agents
-    with pytest.raises(ParameterError, match=r"is read only where rl\.pretrain_agents is true"):
+    with pytest.raises(ParameterError, match=r"solo_agent\.num_epochs.*rl\.pretrain_agents"):
         build_on(tmp_path, PARAMETERS, "solo_agent.num_epochs=7")
 
 
@@ -138,8 +146,7 @@ def test_another_trainer_and_scenario_take_over_what_means_something_to_them(
 
 
 def test_another_scenario_of_the_same_kind_speaks_for_itself(tmp_path: Path) -> None:
-    before = resolve_experiment(trainer="ast_dpo", overrides=["training.lr=0.5"]).hyper_params
-    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.to_dict()))
+    before = stored(tmp_path, trainer="ast_dpo", overrides=["training.lr=0.5"])
     plain = resolve_experiment(trainer="ast_dpo", scenario="smollm2_chat").hyper_params
     found = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
     assert before.get("ast_chat") != plain.get("ast_chat")
@@ -153,10 +160,12 @@ def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
     monkeypatch.chdir(counted.parent)
     resolved = build_on("counted", PARAMETERS, "training.num_iterations=2")
     assert resolved.hyper_params.base_run.run == str(counted)
-    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="next", progress=False)
-    assert result.results == {"last": 4.0}
-    sources = result.run_directory.read_json("parameter_sources.json")
-    assert sources["training.lr"] == "base run counted"
+    path = launched(resolved, tmp_path, "next")
+    assert results_of(path) == {"last": 4.0}
+    assert (
+        json.loads((path / "parameter_sources.json").read_text())["training.lr"]
+        == "base run counted"
+    )
 
 
 def test_what_a_run_recorded_needs_its_base_run_no_more(
@@ -166,7 +175,7 @@ def test_what_a_run_recorded_needs_its_base_run_no_more(
     shutil.copytree(counted, copy)
     monkeypatch.setenv("TOY_BREAK", "1")
     with pytest.raises(ArithmeticError):
-        run_experiment(build_on(copy, PARAMETERS), runs_dir=str(tmp_path), run_id="cut")
+        launched(build_on(copy, PARAMETERS), tmp_path, "cut")
     monkeypatch.delenv("TOY_BREAK")
     shutil.rmtree(copy)
     file = tmp_path / "cut" / "hyper_parameters.yaml"
@@ -189,55 +198,45 @@ def test_an_old_run_is_converted(
     assert (found.seed, found.package_version) == (7, __version__)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="it holds no hyper_parameters"):
-        build_on(tmp_path, PARAMETERS)
-
-
 @pytest.mark.parametrize(
-    ("overrides", "text"),
+    ("overrides", "facts"),
     [
-        (["run=runs/a"], "base_run: names a run without base_run_type"),
-        (["base_run_type=parameters"], "give run"),
-        (["run=a", "base_run_type=paramters"], "base_run.base_run_type: must be one of none, "),
-        (["run=a", "base_run_typ=parameters"], "base_run.base_run_typ: unknown parameter"),
+        (["run=runs/a"], ["base_run: ", "base_run_type"]),
+        (["base_run_type=parameters"], ["base_run: ", "give run"]),
+        (["run=a", "base_run_type=paramters"], ["base_run.base_run_type: ", "none, "]),
+        (["run=a", "base_run_typ=parameters"], ["base_run.base_run_typ: ", "unknown"]),
     ],
 )
-def test_half_a_base_run_is_refused(overrides: list[str], text: str) -> None:
+def test_half_a_base_run_and_a_folder_that_is_no_run_are_refused(
+    tmp_path: Path, overrides: list[str], facts: list[str]
+) -> None:
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(overrides=[f"base_run.{one}" for one in overrides])
-    assert text in str(caught.value)
-    assert "(from --set)" in str(caught.value)
+    assert says(caught.value, "(from --set)", *facts)
+    with pytest.raises(RunDirectoryError, match="hyper_parameters"):
+        build_on(tmp_path, PARAMETERS)
 
 
 # ---- rerun_tests
 
 
-def results_of(path: Path) -> Any:
-    return json.loads((path / "results.json").read_text())
-
-
 def test_the_agents_of_a_run_are_tested_again_and_nothing_is_trained(
     proof: Path, tmp_path: Path
 ) -> None:
-    fields = {"runs_dir": str(tmp_path), "progress": False}
-    again = run_experiment(build_on(proof, RERUN), run_id="again", **fields).run_directory.path
+    again = launched(build_on(proof, RERUN), tmp_path, "again")
     assert results_of(again)["after"] == results_of(proof)["after"]
     assert results_of(again)["training"]["num_iterations"] == 0
     assert not (again / "model").exists()
     longer = build_on(proof, RERUN, "rl.num_test_iterations=3")
     assert longer.hyper_params.rl.num_iterations == 3
-    found = run_experiment(longer, run_id="longer", **fields).results["after"]
+    found = results_of(launched(longer, tmp_path, "longer"))["after"]
     assert found["num_episodes"] > 2 * results_of(proof)["after"]["num_episodes"]
 
 
 def test_the_record_of_a_rerun_is_enough_to_run_it_again(proof: Path, tmp_path: Path) -> None:
-    fields = {"runs_dir": str(tmp_path), "progress": False}
-    first = run_experiment(build_on(proof, RERUN), run_id="first", **fields).run_directory.path
+    first = launched(build_on(proof, RERUN), tmp_path, "first")
     stored = first / "hyper_parameters.yaml"
-    second = run_experiment(
-        resolve_experiment(parameter_file=stored), run_id="second", **fields
-    ).run_directory.path
+    second = launched(resolve_experiment(parameter_file=stored), tmp_path, "second")
     assert results_of(second)["after"] == results_of(first)["after"]
     with pytest.raises(ParameterError, match=r"rl\.lr: differs from the base run's 0\.01"):
         resolve_experiment(parameter_file=stored, overrides=["rl.lr=1.0"])
@@ -265,17 +264,15 @@ def test_a_rerun_may_name_its_own_scenario_another_way(
 
 
 def test_a_stress_test_is_not_tested_again_this_way(tmp_path: Path) -> None:
-    before = resolve_experiment(trainer="ast_dpo").hyper_params.to_dict()
-    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before))
+    stored(tmp_path, trainer="ast_dpo")
     with pytest.raises(ConfigurationError, match="nip-astra evaluate RUN"):
         build_on(tmp_path, RERUN)
 
 
 def test_agents_that_learnt_alone_are_tested_again(proof: Path, tmp_path: Path) -> None:
-    fields = {"runs_dir": str(tmp_path), "progress": False}
     alone = build_on(proof, PARAMETERS, "solo_agent.num_epochs=2", trainer="solo_agent")
-    first = run_experiment(alone, run_id="alone", **fields).run_directory.path
-    again = run_experiment(build_on(first, RERUN), run_id="again", **fields).run_directory.path
+    first = launched(alone, tmp_path, "alone")
+    again = launched(build_on(first, RERUN), tmp_path, "again")
     assert results_of(again)["after"] == results_of(first)["after"]
     assert results_of(again)["training"]["num_epochs"] == 0
 
@@ -292,9 +289,7 @@ def test_a_run_without_agents_is_refused(proof: Path, tmp_path: Path) -> None:
     for name in ("hyper_parameters.yaml", "environment.json"):
         shutil.copy(proof / name, tmp_path)
     with pytest.raises(CheckpointError, match="has saved no agents"):
-        run_experiment(
-            build_on(tmp_path, RERUN), runs_dir=str(tmp_path), run_id="none", progress=False
-        )
+        launched(build_on(tmp_path, RERUN), tmp_path, "none")
 
 
 # ---- from W&B
@@ -323,7 +318,7 @@ def test_a_base_run_may_be_on_w_and_b(
     resolved = build_on("wandb://us/proofs/one", RERUN, is_trusted=True)
     assert resolved.sources["rl.lr"] == "base run one"
     assert resolved.hyper_params.base_run.run == "wandb://us/proofs/one"
-    again = run_experiment(resolved, runs_dir=str(tmp_path), run_id="again", progress=False)
-    assert results_of(again.run_directory.path)["after"] == results_of(proof)["after"]
+    again = launched(resolved, tmp_path, "again")
+    assert results_of(again)["after"] == results_of(proof)["after"]
     found = build_on("wandb://us/proofs/one", PARAMETERS, "rl.lr=0.5").hyper_params
     assert (found.rl.lr, found.rl.num_iterations) == (0.5, 3)

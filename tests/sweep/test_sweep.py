@@ -26,6 +26,7 @@ from nip_astra.errors import (
 from nip_astra.sweep.plan import (
     MAX_RUNS,
     FinishedRun,
+    PlannedRun,
     RequestedFigures,
     RunStatus,
     SweepPlan,
@@ -205,20 +206,21 @@ def test_a_wrong_combination_is_told_before_anything_runs(tmp_path: Path) -> Non
         read_plan(file)
 
 
+def rows_of(
+    plan: SweepPlan, folder: Path, value: Callable[[PlannedRun], float], name: str
+) -> list[dict[str, Any]]:
+    """Rows of one figure, as a sweep finds them in its folder."""
+    same = {"when": "after", "name": name, "counts": ""}
+    return [
+        {**same, "run_id": run.folder_in(folder).name, "seed": run.seed, "value": value(run)}
+        for run in plan.runs
+    ]
+
+
 def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
     values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}
-    rows = [
-        {
-            "run_id": run.folder_in(tmp_path).name,
-            "seed": run.seed,
-            "when": "after",
-            "name": "failure_rate",
-            "counts": "",
-        }
-        | {"value": values[run.arm.name][run.seed]}
-        for run in plan.runs
-    ]
+    rows = rows_of(plan, tmp_path, lambda run: values[run.arm.name][run.seed], "failure_rate")
     found = SweepResults(plan, tmp_path, rows)
     one, two = plan.arms
     mean = found.over_seeds(one, "failure_rate")
@@ -237,10 +239,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     expected = stats.ttest_rel(values["ast_ipo"], values["ast_dpo"]).pvalue
     assert beside.p == pytest.approx(float(expected))
     opposite = {"ast_dpo": (0.0, 0.0, 1.0), "ast_ipo": (1.0, 1.0, 0.0)}
-    apart = [
-        row | {"value": opposite[run.arm.name][run.seed]}
-        for run, row in zip(plan.runs, rows, strict=True)
-    ]
+    apart = rows_of(plan, tmp_path, lambda run: opposite[run.arm.name][run.seed], "failure_rate")
     wide = SweepResults(plan, tmp_path, apart)
     # Two rates differ by 1 at most.
     assert wide.difference(two, one, "failure_rate")[1:3] == (-1.0, 1.0)  # type: ignore[index]
@@ -253,16 +252,12 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
     values: tuple[float, float], tmp_path: Path
 ) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1])
-    rows = [
-        {
-            "run_id": run.folder_in(tmp_path).name,
-            "when": "after",
-            "name": "mean_reward",
-            "counts": "",
-        }
-        | {"value": values[run.seed] + (0.1 if run.arm.name == "ast_ipo" else 0.0)}
-        for run in plan.runs
-    ]
+    rows = rows_of(
+        plan,
+        tmp_path,
+        lambda run: values[run.seed] + (0.1 if run.arm.name == "ast_ipo" else 0.0),
+        "mean_reward",
+    )
     one, two = plan.arms
     found = SweepResults(plan, tmp_path, rows).difference(two, one, "mean_reward")
     assert found is not None

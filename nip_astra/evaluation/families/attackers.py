@@ -33,7 +33,6 @@ from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import TrainerType
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.rollouts.prompts import Prompt, columns_of
-from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import (
     ConversationAgent,
     Speaker,
@@ -94,11 +93,6 @@ class LoadedAttacker:
     section: Any
     weights: str | None
     texts: LoadedTexts | None = None
-
-    @property
-    def sampler(self) -> TreeSampler:
-        """The sampler of the instance."""
-        return self.instance.sampler
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,12 @@ from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import Material
-from nip_astra.evaluation.run_results import estimates_of, frame_of, plot_estimates
+from nip_astra.evaluation.run_results import (
+    estimates_of,
+    frame_of,
+    plot_estimates,
+    results_of,
+)
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
@@ -29,7 +34,6 @@ from nip_astra.tracking.run_directory import (
     ENVIRONMENT,
     HYPER_PARAMETERS,
     MODEL_DIR,
-    RESULTS,
     RunDirectory,
 )
 
@@ -223,7 +227,7 @@ class Subject:
 
 OnPart = Callable[[int], None]
 """Called with the number of units that were played."""
-OpenProgress = Callable[[str, int], AbstractContextManager[OnPart]]
+OpenProgress = Callable[[str, int], AbstractContextManager[Any]]
 """Opens a progress bar with a label and a total."""
 
 
@@ -313,7 +317,7 @@ class EvaluationFamily(ABC):
         if run != path or evaluations_of(path):
             evaluation = newest_evaluation(path) if run == path else Evaluation.read(path)
         directory = RunDirectory(run)
-        results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
+        results = results_of(directory)
         rates = {f"after/{name}": value for name, value in (results.get("after") or {}).items()}
         rows: Sequence[Row] = []
         if evaluation is not None:

@@ -105,7 +105,7 @@ class Conversations(EvaluationFamily):
 
         settings = service_settings(settings, place_of(run))
         attacker = load_attacker(str(run), settings, request)
-        own = attacker.sampler
+        own = attacker.instance.sampler
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings, request)
             described = None if target.agent is None else target.description
@@ -194,17 +194,15 @@ class Conversations(EvaluationFamily):
         target, section = subject.target, subject.attacker.section
         with _forgetting_nothing(folder):
             return _figures(
+                subject,
                 folder,
                 episodes,
                 ordinary,
-                subject.options,
-                subject.judges,
                 planted=section.planted_failures if target.planted is None else target.planted,
                 labels=(subject.attacker.label, target.label),
                 parts=folder.parts(),
                 cards=_cards(subject),
                 why_not_weighed=why_not_weighed,
-                services=subject.services,
             )
 
     def pair_key(self, unit: Episode) -> Hashable:
@@ -301,15 +299,13 @@ class Conversations(EvaluationFamily):
         has_no_plants = bool(before) and before.get("plants") is None
         run_id = RunDirectory(run).run_id
         figures = _figures(
+            Conversation(run, folder.path.name, judges=judges, options=options, services=services),
             folder,
             episodes,
             ordinary,
-            options,
-            judges,
             planted=() if has_no_plants else section.planted_failures,
             labels=(before.get("attacker", run_id), before.get("target", "target")),
             parts=[{"scorer_calls": num_calls}],
-            services=services,
             cards=[card for card in before.get("cards", ()) if card["role"] != "scorer"],
             # Without episodes of its own it was refused before anything was weighed.
             why_not_weighed=weighed.get("reason") if weighed.get("num_episodes") == 0 else None,
@@ -484,23 +480,22 @@ def _forgetting_nothing(folder: EvaluationFolder) -> Iterator[None]:
 
 
 def _figures(
+    subject: Conversation,
     folder: EvaluationFolder,
     episodes: Sequence[Episode],
     ordinary: Sequence[Episode],
-    options: Any,
-    judges: Any,
     *,
     planted: Sequence[Any],
     labels: tuple[str, str],
     parts: Sequence[Mapping[str, Any]],
     cards: Sequence[Mapping[str, Any]],
     why_not_weighed: str | None,
-    services: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return all figures of the rows."""
     from nip_astra.evaluation.summary import VERSION, summarise
     from nip_astra.trainers.service_use import last_failure, services_used
 
+    judges, options, services = subject.judges, subject.options, subject.services
     scorers = list(judges.scorers)
     qualities = {
         name: _quality(folder, name, scorer, judges.labelled, options.failure_threshold)

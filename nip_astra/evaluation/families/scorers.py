@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
@@ -41,21 +41,14 @@ _LICENCE_FILES = ("LICENSE", "LICENCE", "LICENSE.txt", "LICENSE.md", "COPYING")
 Card = dict[str, Any]
 
 
-class LoadedScorers(NamedTuple):
-    """Scorers by name, the deciding one first, and their parameters."""
-
-    scorers: dict[str, Scorer]
-    parameters: dict[str, Any]
-
-
 def load_scorers(
     specs: Sequence[str],
     own: Any,
     settings: ExperimentSettings,
     scenario_dir: Path | None,
     own_scorer: Scorer | None = None,
-) -> LoadedScorers:
-    """Load the named scorers; without names, the scenario's own.
+) -> dict[str, Scorer]:
+    """Load the named scorers, the deciding one first; without names, the scenario's own.
 
     Parameters
     ----------
@@ -67,19 +60,18 @@ def load_scorers(
         The scenario's scorer, if it is loaded already.
     """
     scorers: dict[str, Scorer] = {}
-    parameters: dict[str, Any] = {}
     for spec in specs or ("own",):
-        name, its_parameters = _scorer_parameters(spec, own)
+        name, parameters = _scorer_parameters(spec, own)
         while name in scorers:
             name += "_2"
-        scorer = own_scorer if spec == "own" else None
-        if scorer is None:
-            # Any but the run's own was named by the user.
-            with on_behalf_of(active_source() if spec == "own" else None):
-                device = resolve_device(settings.device)
-                scorer = build_scorer(its_parameters, device=device, scenario_dir=scenario_dir)
-        scorers[name], parameters[name] = scorer, its_parameters.to_dict()
-    return LoadedScorers(scorers, parameters)
+        if spec == "own" and own_scorer is not None:
+            scorers[name] = own_scorer
+            continue
+        # Any but the run's own was named by the user.
+        with on_behalf_of(active_source() if spec == "own" else None):
+            device = resolve_device(settings.device)
+            scorers[name] = build_scorer(parameters, device=device, scenario_dir=scenario_dir)
+    return scorers
 
 
 def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
@@ -152,13 +144,13 @@ def load_judges(
 
     `section` holds the parameters of the scenario's kind, and `own_scorer` is its loaded scorer.
     """
-    loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
+    scorers = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
     described = {}
-    for name, scorer in loaded.scorers.items():
+    for name, scorer in scorers.items():
         # A name may resolve to other code or weights the next time.
         identity = {"code": code_of(scorer), "weights": weights_of(scorer)}
         known = {key: digest for key, digest in identity.items() if digest is not None}
-        described[name] = {**loaded.parameters[name], **known}
+        described[name] = {**scorer.parameters.to_dict(), **known}
     configuration: dict[str, Any] = {"scorers": described}
     labels = section.evaluation.labelled_responses if request.labelled is None else request.labelled
     labelled: Sequence[LabelledResponse] = ()
@@ -178,12 +170,12 @@ def load_judges(
         configuration["embedder"] = embedding
     device = resolve_device(settings.device)
     return Judges(
-        loaded.scorers,
+        scorers,
         configuration,
         labelled,
         build_embedder(kind, device=device, scenario_dir=scenario_dir),
         embedding,
-        [scorer_card(name, one.parameters, scenario_dir) for name, one in loaded.scorers.items()],
+        [scorer_card(name, one.parameters, scenario_dir) for name, one in scorers.items()],
     )
 
 
@@ -218,17 +210,12 @@ def code_of(scorer: Scorer) -> str | None:
 
 def weights_of(scorer: Scorer) -> str | None:
     """Return a digest of the weights named by a scorer and those nested in it, or None."""
-    own = weights_digest(scorer.parameters, scorer.scenario_dir)
+    reference = _scorer_reference(scorer.parameters)
+    folder = None if reference is None else _folder(reference, scorer.scenario_dir)
+    own = None if folder is None else _weights(folder)[1]
     digests = (own, *map(weights_of, scorer.nested_scorers))
     known = [digest for digest in digests if digest is not None]
     return text_hash(known) if known else None
-
-
-def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
-    """Return a digest of the weights named by a scorer; None if their files are unknown."""
-    reference = _scorer_reference(parameters)
-    folder = None if reference is None else _folder(reference, scenario_dir)
-    return None if folder is None else _weights(folder)[1]
 
 
 def _describe(name: str) -> list[str]:

@@ -134,17 +134,35 @@ class Tasks(EvaluationFamily):
         on_part: OnPart,
     ) -> dict[str, Any]:
         from nip_astra.language_models.services.retrying import resume_usage
+        from nip_astra.trainers.service.metrics import ANSWER_COLUMNS, answer_rows
         from nip_astra.trainers.service_use import services_used
 
-        trainer = subject.trainer
+        trainer, problems, num_runs = subject.trainer, subject.problems, subject.num_runs
         services = trainer.scenario_instance.services
         resume_usage(services, f"evaluation {folder.path.name}", is_new=subject.is_new)
         if subject.checkpoint is not None:
             trainer.load_models(subject.checkpoint)
-        figures = play_problems(
-            trainer, request.split, subject.problems, subject.num_runs,
-            folder.path / TASK_ROWS, on_part,
-        )  # fmt: skip
+        options = trainer.options.evaluation
+        size = options.batch_size
+        file = RowFile(folder.path / TASK_ROWS, size * num_runs)
+        num_done = len(problems)
+        if len(file.read()) < len(problems) * num_runs:
+            num_done = file.recover() * size
+        on_part(num_done)
+        if num_done < len(problems):
+            with trainer.measuring():
+                for start in range(num_done, len(problems), size):
+                    some = problems[start : start + size]
+                    rollout = trainer.play_held_out(request.split, some, num_runs)
+                    played = answer_rows(rollout, some, options.success_reward)
+                    file.append([dict(zip(ANSWER_COLUMNS, row, strict=False)) for row in played])
+                    on_part(len(some))
+        try:
+            figures = _figures(trainer, file.read(), num_runs, folder.path.name)
+        except NothingMeasuredError:
+            # The same command plays again.
+            file.path.unlink()
+            raise
         return {**self.units(subject, request), "figures": figures, **services_used(services)}
 
     def pair_key(self, unit: _Problem) -> Hashable:
@@ -241,55 +259,21 @@ def _task_parameters(trainer: Any) -> dict[str, Any]:
     return {"policy": sampled, "task": found["task"], "max_turns": found["max_turns"]}
 
 
-def play_problems(
-    trainer: Any,
-    split: str,
-    problems: Sequence[int],
-    num_runs: int,
-    path: Path,
-    on_part: OnPart = lambda _: None,
-) -> dict[str, Any]:
-    """Play the problems that the file of rows `path` does not hold yet; return the figures of all.
-
-    Raises
-    ------
-    NothingMeasuredError
-        When no answer has a reward.
-    """
-    from nip_astra.trainers.service.metrics import ANSWER_COLUMNS, Tally, answer_rows
+def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dict[str, Any]:
+    """Return the figures of all answers, whose reward may be missing."""
+    from nip_astra.trainers.service.metrics import Tally
     from nip_astra.utils.intervals import paired_difference
 
-    options = trainer.options.evaluation
-    size = options.batch_size
-    file = RowFile(path, size * num_runs)
-    num_done = len(problems)
-    if len(file.read()) < len(problems) * num_runs:
-        num_done = file.recover() * size
-    on_part(num_done)
-    if num_done < len(problems):
-        with trainer.measuring():
-            for start in range(num_done, len(problems), size):
-                some = problems[start : start + size]
-                rollout = trainer.play_held_out(split, some, num_runs)
-                played = answer_rows(rollout, some, options.success_reward)
-                file.append([dict(zip(ANSWER_COLUMNS, row, strict=False)) for row in played])
-                on_part(len(some))
-    rows = file.read()
     known = [row for row in rows if row["reward"] is not None]
     tally = Tally(
-        options.success_reward,
+        trainer.options.evaluation.success_reward,
         [row["problem"] for row in known],
         [row["reward"] for row in known],
         len(rows),
         [row["is_right"] for row in known],
     )
     figures = tally.report(num_runs)
-    try:
-        trainer._refuse_nothing(f"the evaluation {path.parent.name}", figures)
-    except NothingMeasuredError:
-        # The same command plays again.
-        path.unlink()
-        raise
+    trainer._refuse_nothing(f"the evaluation {name}", figures)
     num_unknown = len(rows) - len(known)
     if num_unknown:
         # What the rate would be if all missing rewards were failures, or successes.
@@ -300,9 +284,9 @@ def play_problems(
     if not math.isfinite(spread.low):
         return figures
     with_interval: dict[str, Any] = {}
-    for name, value in figures.items():
-        with_interval[name] = value
-        if name == "mean_reward":
+    for figure, value in figures.items():
+        with_interval[figure] = value
+        if figure == "mean_reward":
             with_interval["mean_reward_interval"] = [spread.low, spread.high]
     return with_interval
 

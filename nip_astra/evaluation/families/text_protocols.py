@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from nip_astra.evaluation.families.protocols import (
     bounds_of_undecided,
 )
 from nip_astra.evaluation.outcomes import reaches
+from nip_astra.evaluation.run_results import results_of
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
@@ -63,14 +64,6 @@ class TextSubject(Subject):
     settings: ExperimentSettings | None = None
     models: Mapping[str, Any] | None = None
     seed: int = 0
-
-
-class _Source(NamedTuple):
-    """Rollouts to be scored: their evaluation or sampling, their file, and known figures."""
-
-    name: str
-    path: Path
-    figures: Mapping[str, Any]
 
 
 @register_evaluation_family("text_protocol")
@@ -161,10 +154,11 @@ class TextProtocols(EpisodeFamily):
         }
 
     def rows(self, evaluation: Evaluation) -> list[Row]:
-        return list(rollout_rows(_file_of(evaluation), evaluation.figures["agents"]))
+        rollouts = NestedArrayDict.load(_rollouts_file(evaluation))
+        return list(rollout_rows(rollouts, evaluation.figures["agents"]))
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
-        results = _results(RunDirectory(run))
+        results = results_of(RunDirectory(run))
         known = results.get("after") or results.get("before")
         if not known:
             return {}
@@ -173,8 +167,11 @@ class TextProtocols(EpisodeFamily):
 
     def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
         """Return the test at the end of a run."""
-        source = _source_of(run)
-        return Evaluation(run, self, dict(source.figures))
+        _last_test(run)
+        directory = RunDirectory(run)
+        results = directory.read_json(RESULTS)
+        figures = {"run": directory.run_id, "agents": results["agents"], "split": "test"}
+        return Evaluation(run, self, figures | {"figures": results["after"]})
 
     def score(
         self,
@@ -200,26 +197,29 @@ class TextProtocols(EpisodeFamily):
         run = run_of_stored(path)
         resolved = resolve_stored(run, request)
         settings = service_settings(settings, run)
-        scorers, parameters = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
-        source = _evaluated(path, run) or _source_of(run)
+        scorers = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
+        # The evaluation at the path, or the newest of the run that was played.
+        played = [path] if path != run else [f for f in evaluations_of(run) if not is_rescored(f)]
+        source = Evaluation.read(played[0]) if played else self.stored(run, request)
+        file = _rollouts_file(source)
+        origin = source.name if played else "test"
         threshold = DEFAULT_THRESHOLD if request.threshold is None else request.threshold
-        name = request.name or f"{source.name}-{'-'.join(scorers)}"
+        name = request.name or f"{origin}-{'-'.join(scorers)}"
         folder = EvaluationFolder.of_run(run, name)
         configuration = {
-            "scored_from": source.name,
-            "rollouts": text_hash([source.path.read_text(encoding="utf-8")]),
-            "scorers": parameters,
+            "scored_from": origin,
+            "rollouts": text_hash([file.read_text(encoding="utf-8")]),
+            "scorers": {key: scorer.parameters.to_dict() for key, scorer in scorers.items()},
             "threshold": threshold,
         }
         with rating_anew(folder, configuration, scorers, settings, request) as services:
-            agents = source.figures["agents"]
-            rollouts = NestedArrayDict.load(source.path)
-            answers = rate_answers(rollouts, agents, scorers, open_progress)
+            rollouts = NestedArrayDict.load(file)
+            answers = rate_answers(rollouts, source.figures["agents"], scorers, open_progress)
         (folder.path / SCORES).write_bytes(encode_rows(answers))
         # With its rollouts it can be compared, shown and exported as the evaluation that it scores.
-        shutil.copyfile(source.path, folder.path / ROLLOUTS)
-        if (source.path.parent / EPISODES).is_file():
-            shutil.copyfile(source.path.parent / EPISODES, folder.path / EPISODES)
+        shutil.copyfile(file, folder.path / ROLLOUTS)
+        if (file.parent / EPISODES).is_file():
+            shutil.copyfile(file.parent / EPISODES, folder.path / EPISODES)
         scored = score_figures(answers, list(scorers), threshold=threshold)
         own = {
             **configuration,
@@ -245,7 +245,7 @@ class TextProtocols(EpisodeFamily):
         else:
             found = [(one.split, one.iteration, one.path) for one in stored_samplings(directory)]
             samplings = [*sorted(found, key=lambda one: (one[1], one[0] == "test"))]
-            figures = _results(directory).get("after") or {}
+            figures = results_of(directory).get("after") or {}
             source = path / HYPER_PARAMETERS
         rows = [
             {"run": directory.run_id, "split": split, "iteration": iteration, **row}
@@ -452,28 +452,13 @@ def score_figures(
 # ---- files
 
 
-def _results(directory: RunDirectory) -> dict[str, Any]:
-    has_ended = (directory.path / RESULTS).is_file()
-    return dict(directory.read_json(RESULTS)) if has_ended else {}
-
-
-def _file_of(evaluation: Evaluation) -> NestedArrayDict:
+def _rollouts_file(evaluation: Evaluation) -> Path:
     is_run = evaluation.run == evaluation.path
-    path = _source_of(evaluation.path).path if is_run else evaluation.path / ROLLOUTS
-    return NestedArrayDict.load(path)
+    return _last_test(evaluation.path) if is_run else evaluation.path / ROLLOUTS
 
 
-def _evaluated(path: Path, run: Path) -> _Source | None:
-    """Return the evaluation at a path, or the newest of a run that was not rescored."""
-    folders = [path] if path != run else [f for f in evaluations_of(run) if not is_rescored(f)]
-    if not folders:
-        return None
-    figures = EvaluationFolder(folders[0]).figures()
-    return _Source(folders[0].resolve().name, folders[0] / ROLLOUTS, figures)
-
-
-def _source_of(run: Path) -> _Source:
-    """Return the last test of a run, with figures in an evaluation's form."""
+def _last_test(run: Path) -> Path:
+    """Return the file with the rollouts of a run's last test."""
     from nip_astra.trainers.text.analysis import stored_samplings
 
     directory = RunDirectory.open(run)
@@ -483,11 +468,4 @@ def _source_of(run: Path) -> _Source:
             f"{run} has not ended, or made no test. Resume it, or evaluate it: nip-astra evaluate "
             f"{run}, then give {run / 'evaluations'}/<name>."
         )
-    results = directory.read_json(RESULTS)
-    figures = {
-        "run": directory.run_id,
-        "agents": results["agents"],
-        "split": "test",
-        "figures": results["after"],
-    }
-    return _Source("test", tests[-1].path, figures)
+    return tests[-1].path
