@@ -1,11 +1,13 @@
-"""Runs of chat models behind a service are killed, and go on without asking anything twice."""
+"""Runs of chat models behind a service are killed, and resume without asking anything twice."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +15,141 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
-REPOSITORY = Path(__file__).parents[1]
+
+from nip_astra import resume_check
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import check_resume
+from nip_astra.samplers.text_rollouts import AnswerJournal
+from nip_astra.serve.completions import CompletionStore
+from nip_astra.serve.job_store import JobStore
+from nip_astra.serve.local_service import LocalService
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked"),
 ]
+SMALL = (
+    "text_rl.num_iterations=2",
+    "text_rl.rollouts_per_iteration=6",
+    "text_rl.min_fine_tune_examples=1",
+    "text_rl.num_fine_tune_epochs=1",
+    "secret_word.num_test=6",
+)
 
 
-def killed(folder: Path, trainer: str, *points: str) -> list[dict[str, Any]]:
-    """What became of runs that were killed with SIGKILL at operations of these names."""
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kit.text_killing", str(folder), trainer, *points],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | quiet,
-        capture_output=True,
-        text=True,
-        check=False,
+@contextmanager
+def killed_at(number: int) -> Iterator[list[str]]:
+    """Record stages, requests and jobs by name; kill this process at operation `number`."""
+    done: list[str] = []
+    looks: set[str] = set()
+
+    def note(name: str) -> None:
+        done.append(name)
+        if len(done) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(patch: pytest.MonkeyPatch, owner: Any, method: str, name_of: Any) -> None:
+        call = getattr(owner, method)
+
+        async def later(*args: Any, **kwargs: Any) -> Any:
+            name = name_of(*args)
+            # How often a job is looked at depends on how long it takes.
+            if name.startswith("look") and name in looks:
+                return await call(*args, **kwargs)
+            looks.add(name)
+            note(f"before {name}")
+            found = await call(*args, **kwargs)
+            note(f"after {name}")
+            return found
+
+        def at_once(*args: Any, **kwargs: Any) -> Any:
+            note(f"before {name_of(*args)}")
+            found = call(*args, **kwargs)
+            note(f"after {name_of(*args)}")
+            return found
+
+        is_async = owner in (OpenAIChatModel, OpenAIFineTuning)
+        patch.setattr(owner, method, later if is_async else at_once)
+
+    with pytest.MonkeyPatch.context() as patch:
+        around(patch, PureTextRlTrainer, "_run_stage", lambda _, stage, *args: f"stage {stage}")
+        around(patch, OpenAIChatModel, "_send", lambda *args: "answer")
+        around(patch, AnswerJournal, "put", lambda *args: "keeping")
+        around(patch, OpenAIFineTuning, "_upload", lambda *args: "upload")
+        around(patch, OpenAIFineTuning, "submit", lambda *args: "submission")
+        around(patch, OpenAIFineTuning, "job", lambda _, identity: f"look {identity}")
+        yield done
+
+
+def places_in(folder: Path, points: dict[str, int]) -> Callable[[int], list[int]]:
+    """Return so many operations with each part of a name: the first, the last, some between."""
+
+    def places(_: int) -> list[int]:
+        names = json.loads((folder / "whole.json").read_text())
+        found: set[int] = set()
+        for part, count in points.items():
+            numbers = [number for number, name in enumerate(names, start=1) if part in name]
+            assert numbers, f"no operation is called {part!r}: {sorted(set(names))}"
+            found |= {numbers[n * (len(numbers) - 1) // max(count - 1, 1)] for n in range(count)}
+        return sorted(found)
+
+    return places
+
+
+@pytest.mark.parametrize(
+    ("trainer", "points", "num_kills"),
+    [
+        ("pure_text_ei", {"before stage": 10, "after stage": 10}, 20),
+        (
+            "pure_text_malt",
+            {
+                "before answer": 2,
+                "after answer": 4,
+                "after keeping": 2,
+                "after upload": 1,
+                "after submission": 1,
+                "after look": 1,
+            },
+            11,
+        ),
+    ],
+)
+def test_a_killed_run_resumes_and_asks_nothing_twice(
+    trainer: str,
+    points: dict[str, int],
+    num_kills: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resume_check, "killed_at", killed_at)
+    state_dir, folder = tmp_path / "service", tmp_path / "runs"
+    settings = ServiceSettings(
+        port=0, state_dir=str(state_dir), max_full_parameters=1_000_000, max_answer_tokens=64
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    *found, summary = [json.loads(line) for line in done.stdout.splitlines()]
-    assert summary == {"kills": len(found), "faults": 0}
-    return found
+    player = {"player": "scenario://secret_word/models/player"}
+    with LocalService(player, settings, num_threads=1) as service:
+        completions, jobs = CompletionStore(state_dir), JobStore(state_dir)
+        counts: list[tuple[int, int]] = []
 
+        def count(_: object) -> None:
+            answered = sum(one.outcome == "answered" for one in completions.log())
+            counts.append((answered, len(jobs.jobs())))
 
-def test_a_run_is_killed_before_and_after_each_stage(tmp_path: Path) -> None:
-    found = killed(tmp_path, "pure_text_ei", "before stage=10", "after stage=10")
-    assert len(found) == 20
-
-
-def test_a_run_is_killed_between_requests(tmp_path: Path) -> None:
-    requests = ("before answer=2", "after answer=4", "after keeping=2")
-    jobs = ("after upload=1", "after submission=1", "after look=1")
-    found = killed(tmp_path, "pure_text_malt", *requests, *jobs)
-    assert len(found) == 11
+        model = f"{{_type: openai, model: player, base_url: '{service.base_url}', "
+        model += "limits: {concurrency: 3}}"
+        resolved = resolve_experiment(
+            trainer=trainer, overrides=[*SMALL, f"secret_word.agents.default.model={model}"]
+        )
+        places = places_in(folder, points)
+        found = check_resume(resolved, folder, places=places, max_iterations=None, on_kill=count)
+        assert found.is_equal, f"{found}\n{service.log()}"
+        completions.close()
+    assert len(found.kills) == num_kills
+    # Two whole runs precede the first killed one.
+    answered, started = (total // 3 for total in counts[0])
+    expected = [(answered * number, started * number) for number in range(3, num_kills + 3)]
+    assert counts == expected

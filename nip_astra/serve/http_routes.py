@@ -8,14 +8,13 @@ from __future__ import annotations
 import operator
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter
+from fastapi import APIRouter, Header
 from fastapi import Path as PathPart
 from pydantic import Field
 from starlette.requests import Request
@@ -57,6 +56,8 @@ Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """`(context_BC, context_mask_BC, ids_BT, mask_BT)`, as `LanguageModel.logprobs` takes them."""
 Number = Annotated[int, PathPart(ge=1, lt=1 << 53)]
 """Number of a model's operation, in the order of execution."""
+Key = Annotated[str, Header(alias=KEY_HEADER, min_length=1, max_length=200)]
+"""Identifies a repeated request."""
 _LOST = (
     "this service holds no model {name}: it was closed or idle for too long, or the service was "
     "restarted. Create one from a saved state, of a run by: nip-astra resume RUN."
@@ -172,14 +173,12 @@ class HttpModel(HostedModel):
         return {"ids": found.ids_BT, "mask": found.mask_BT, "logprobs": found.logprobs_BT}
 
     def _load_state(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _unpacked(message["files"]) as folder:
-            self.service.load_state(folder)
+        _load_files(message["files"], self.service.load_state)
         self.service.optimizer.zero_grad(set_to_none=True)
         return {}
 
     def _load_weights(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        with _unpacked(message["files"]) as folder:
-            self.policy.restore(folder)
+        _load_files(message["files"], self.policy.restore)
         return {}
 
     def _rows(self, rows: Any) -> Rows:
@@ -207,11 +206,10 @@ def _files_of(write: Callable[[Path], None]) -> dict[str, Any]:
         return {"files": pack_folder(Path(folder))}
 
 
-@contextmanager
-def _unpacked(files: Mapping[str, Tensor]) -> Iterator[Path]:
+def _load_files(files: Mapping[str, Tensor], load: Callable[[Path], Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="nip-astra-state-") as folder:
         unpack_folder(files, Path(folder))
-        yield Path(folder)
+        load(Path(folder))
 
 
 def training_routes(bases: Bases, work: WorkQueue, settings: ServiceSettings) -> APIRouter:
@@ -260,9 +258,8 @@ class _TrainingRoutes:
     async def list_bases(self) -> Response:
         return JSONResponse({"models": self.bases.names})
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: Request, key: Key) -> Response:
         body = await read_body(request, ModelBody)
-        key = _key(request)
         known = self._with_key(key)
         if known is None:
             operation = self.work.submit(Operation(lambda: self._build(body, key), key))
@@ -296,7 +293,7 @@ class _TrainingRoutes:
         self.models[model.name] = model
         return model
 
-    async def operate(self, request: Request, name: str, number: Number) -> Response:
+    async def operate(self, request: Request, name: str, number: Number, key: Key) -> Response:
         model = self._model(name)
         body = await request.body()
 
@@ -309,13 +306,13 @@ class _TrainingRoutes:
                 raise wrong("an operation must be a message of named values.")
             return pack_state(model.do(message))
 
-        operation = self.work.submit_ordered(name, number, Operation(run, _key(request)))
+        operation = self.work.submit_ordered(name, number, Operation(run, key))
         return await _answer(operation)
 
-    async def wait(self, request: Request, name: str, number: Number) -> Response:
+    async def wait(self, name: str, number: Number, key: Key) -> Response:
         self._model(name)
         operation = self.work.find(name, number)
-        if operation is None or operation.key != _key(request):
+        if operation is None or operation.key != key:
             raise ApiError(
                 404, f"operation {number} is unknown. Send it again.", code="operation_unknown"
             )
@@ -344,17 +341,6 @@ async def _answer(operation: Operation) -> Response:
     except ApiError as error:
         return error.response(**done)
     return Response(result, media_type=MESSAGE, headers=done)
-
-
-def _key(request: Request) -> str:
-    key = request.headers.get(KEY_HEADER, "")
-    if not key or len(key) > 200:
-        raise wrong(
-            f"the header {KEY_HEADER} must be 1 to 200 characters that identify a repeated "
-            "request.",
-            KEY_HEADER,
-        )
-    return key
 
 
 def _check_same(name: str, what: str, given: str | None, own: str) -> None:

@@ -36,6 +36,7 @@ from nip_astra.serve.requests import (
     MAX_LISTED,
     ApiError,
     Body,
+    Limit,
     Metadata,
     not_found,
     overloaded,
@@ -234,12 +235,16 @@ class _FileRoutes:
         finally:
             await form.close()
 
-    async def list_all(self, request: Request) -> Response:
-        purpose = request.query_params.get("purpose", "fine-tune")
+    async def list_all(
+        self,
+        purpose: str = "fine-tune",
+        order: str = "desc",
+        limit: Limit = MAX_LISTED,
+        after: str | None = None,
+    ) -> Response:
         rows = self.store.files() if purpose == "fine-tune" else []
-        if request.query_params.get("order") == "asc":
-            rows = rows[::-1]
-        return _page(request, [file_object(row) for row in rows], 10_000)
+        rows = rows[::-1] if order == "asc" else rows
+        return _page([file_object(row) for row in rows], limit, after)
 
     def _find(self, identity: str) -> dict[str, Any]:
         found = self.store.files(identity)
@@ -418,7 +423,9 @@ class _JobRoutes:
     async def retrieve(self, identity: str) -> Response:
         return JSONResponse(job_object(self._find(identity)))
 
-    async def list_all(self, request: Request) -> Response:
+    async def list_all(
+        self, request: Request, limit: Limit = 20, after: str | None = None
+    ) -> Response:
         wanted = {
             name.removeprefix("metadata[").removesuffix("]"): value
             for name, value in request.query_params.items()
@@ -426,16 +433,17 @@ class _JobRoutes:
         }
         found = [job_object(job) for job in reversed(self.store.jobs())]
         chosen = [job for job in found if wanted.items() <= job["metadata"].items()]
-        return _page(request, chosen, 20)
+        return _page(chosen, limit, after)
 
-    async def events(self, request: Request, identity: str) -> Response:
-        job = self._find(identity)
-        return _page(request, [event_object(row) for row in self.store.events(job.id)], 20)
+    async def events(self, identity: str, limit: Limit = 20, after: str | None = None) -> Response:
+        rows = self.store.events(self._find(identity).id)
+        return _page([event_object(row) for row in rows], limit, after)
 
-    async def checkpoints(self, request: Request, identity: str) -> Response:
-        job = self._find(identity)
-        rows = self.store.checkpoints(job.id)
-        return _page(request, [checkpoint_object(row) for row in rows], 10)
+    async def checkpoints(
+        self, identity: str, limit: Limit = 10, after: str | None = None
+    ) -> Response:
+        rows = self.store.checkpoints(self._find(identity).id)
+        return _page([checkpoint_object(row) for row in rows], limit, after)
 
     async def cancel(self, identity: str) -> Response:
         return self._change(identity, _UNFINISHED, Status.CANCELLED, "The job was cancelled.")
@@ -492,20 +500,8 @@ class _JobRoutes:
         return JSONResponse(job_object(self._find(identity)))
 
 
-def _page(request: Request, objects: Sequence[dict[str, Any]], limit: int) -> Response:
+def _page(objects: Sequence[dict[str, Any]], limit: int, after: str | None) -> Response:
     """Return a page of a list, by OpenAI's cursors."""
-    given = request.query_params.get("limit")
-    if given is not None:
-        # Python reads no number of thousands of digits.
-        is_count = given.isascii() and given.isdigit() and len(given) < 10
-        if not (is_count and 1 <= int(given) <= MAX_LISTED):
-            raise wrong(
-                f"invalid limit {given[:40]!r}. Give a number from 1 to {MAX_LISTED}.",
-                "limit",
-                "invalid_value",
-            )
-        limit = int(given)
-    after = request.query_params.get("after")
     first = 0
     if after is not None:
         places = [place for place, one in enumerate(objects) if one["id"] == after]

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
@@ -25,6 +26,8 @@ KEY_HEADER = "x-api-key"
 """Header with the token in Tinker's SDK."""
 MAX_LISTED = 10_000
 """Maximum entries of one page of a list."""
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
+"""Number of entries of a page."""
 NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

@@ -103,10 +103,11 @@ class Bases:
         *,
         seed: int = 0,
         trainable: bool = True,
-        allows_any_token: bool = False,
     ) -> HuggingFaceLanguageModel:
         """Return a model with an adapter initialised from `seed`, or a trainable copy of the
         weights.
+
+        A model that is not trainable may sample any token.
         """
         shared = base.module if lora is not None or not trainable else None
         module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
@@ -123,7 +124,7 @@ class Bases:
             trainable=trainable,
             dtype=torch.float32,
             decoder=base.decoder,
-            allows_any_token=allows_any_token,
+            allows_any_token=not trainable,
         )
         model.source = base.source
         return model

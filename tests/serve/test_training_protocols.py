@@ -226,6 +226,7 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(
         for kind, arguments, fact in (
             ("explode", {}, "'explode'"),
             ("sample", {"contexts": 3}, "sample"),
+            ("logprobs", {"rows": (*ROW[:2], torch.tensor([[4, 5]]), ONE)}, "shapes"),
             ("sample", sample | {"options": hot}, "temperature"),
             ("sample", sample | {"contexts": [[]]}, "no tokens"),
             ("optim_step", {"lr": math.nan, "max_grad_norm": None}, "nan"),

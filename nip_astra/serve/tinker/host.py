@@ -17,6 +17,7 @@ from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     LoadBody,
     SampleBody,
+    SamplingSessionBody,
     SaveBody,
     SaveForSamplerBody,
 )
@@ -200,13 +201,13 @@ class TinkerHost:
 
     # ---- sampling
 
-    def source(self, base_model: str | None, model_path: str | None) -> SamplerSource:
+    def source(self, body: SamplingSessionBody | SampleBody) -> SamplerSource:
         """Return the weights that a client names; raise `ApiError` 404 without any."""
-        if model_path is not None:
-            return self._source_of(self.store.find(model_path))
-        if base_model is None:
+        if body.model_path is not None:
+            return self._source_of(self.store.find(body.model_path))
+        if body.base_model is None:
             raise wrong("a sampling session needs base_model or model_path.")
-        return SamplerSource(self.bases.get(base_model))
+        return SamplerSource(self.bases.get(body.base_model))
 
     def _source_of(self, checkpoint: Checkpoint) -> SamplerSource:
         record = self.store.run(checkpoint.run_id)
@@ -230,7 +231,7 @@ class TinkerHost:
         if body.sampling_session_id is not None:
             source = self.sampler(body.sampling_session_id)
         else:
-            source = self.source(body.base_model, body.model_path)
+            source = self.source(body)
         name = body.sampling_session_id or uuid.uuid4().hex
         return plan(source, body, seed=derive_seed(name, body.seq_id or 0))
 

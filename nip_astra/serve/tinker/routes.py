@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.requests import MAX_LISTED, ApiError, parse_json, read_body, wrong
+from nip_astra.serve.requests import ApiError, Limit, parse_json, read_body, wrong
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -44,7 +44,6 @@ SECONDS_TO_WAIT = 25.0
 SECONDS_KEPT = 3600.0
 """Seconds for which a result is kept."""
 MAX_KEPT = 50_000
-Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
 Reply = dict[str, Any]
 Numbered = TypeVar("Numbered", bound=NumberedBody)
@@ -247,8 +246,7 @@ class _TinkerRoutes:
     async def create_sampling_session(self, request: Request) -> Response:
         body = await read_body(request, SamplingSessionBody)
         session = self.host.session(body.session_id)
-        source = self.host.source(body.base_model, body.model_path)
-        name = self.host.add_sampler(session, source)
+        name = self.host.add_sampler(session, self.host.source(body))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def join_sampling_session(self, request: Request) -> Response:

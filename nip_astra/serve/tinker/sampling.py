@@ -123,7 +123,7 @@ class Samplers:
         policy = self._held.get(source.key)
         if policy is None:
             lora = None if source.lora is None else lora_of(source.base, source.lora)
-            policy = self.bases.policy(source.base, lora, trainable=False, allows_any_token=True)
+            policy = self.bases.policy(source.base, lora, trainable=False)
             if source.checkpoint is not None:
                 policy.restore(source.checkpoint.folder / ROLE)
             self._held[source.key] = policy
