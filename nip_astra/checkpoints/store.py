@@ -102,7 +102,8 @@ class CheckpointStore:
     def best(self) -> Path | None:
         """Return the last checkpoint saved as best, or None."""
         # A process killed in its first save may leave no pointer.
-        return self._follow(BEST) or next(filter(_is_marked_best, reversed(self._all())), None)
+        marked = (one for one in reversed(self._all()) if _manifest_of(one).get("is_best") is True)
+        return self._follow(BEST) or next(marked, None)
 
     def named(self, name: str) -> Path:
         """Verify and return the checkpoint of a name."""
@@ -253,11 +254,10 @@ def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
     """Return the manifest of a folder, and its first fault or an empty string."""
     if not path.is_dir():
         return {}, "the folder does not exist"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    manifest = _manifest_of(path)
+    if not manifest:
         return {}, f"{MANIFEST} is missing or corrupt"
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT:
         return {}, "it was not written by nip_astra"
     version = manifest.get("version")
     if not isinstance(version, int) or version > VERSION:
@@ -275,12 +275,13 @@ def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
     return manifest, ""
 
 
-def _is_marked_best(path: Path) -> bool:
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder, empty if it is missing or no JSON object."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("is_best") is True
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:

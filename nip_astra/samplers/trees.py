@@ -111,8 +111,6 @@ class TreeSampler:
         num_parts: int = 1,
         asks_reference: bool = True,
     ) -> None:
-        if reward.likelihood_model == "target":
-            _check_likelihood(target)
         self.attacker = attacker
         # Defines the tokens and the format in which probes are counted and read.
         self.reader = reference if isinstance(attacker, TextAttacker) else attacker
@@ -136,8 +134,19 @@ class TreeSampler:
                 as_sampler(agent.language_model, role=agent.role)
         if self.asks_reference:
             self.reference.token_scorer(to=_READ_PROBES)
-        if self.reward.likelihood_model == "target" and isinstance(self.target, ConversationAgent):
-            self.target.token_scorer(to="be the reward's likelihood_model")
+        if self.reward.likelihood_model != "target":
+            return
+        if isinstance(self.target, ChatAgent):
+            raise ConfigurationError(
+                f"the chat model {self.target.chat_model.name!r} gives no likelihood of probes. "
+                "Set the reward's likelihood_model to reference."
+            )
+        if not self.target.language_model.can_score_contexts:
+            raise ConfigurationError(
+                "a vLLM engine shared by attacker and target gives no likelihood of probes. Set "
+                "the reward's likelihood_model to reference, or the target's _type to huggingface."
+            )
+        self.target.token_scorer(to="be the reward's likelihood_model")
 
     def with_attacker(
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
@@ -652,20 +661,6 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
         for name in tree.seconds
     }
     return tree
-
-
-def _check_likelihood(target: Speaker) -> None:
-    """Raise for a target that cannot score probes."""
-    if isinstance(target, ChatAgent):
-        raise ConfigurationError(
-            f"the chat model {target.chat_model.name!r} gives no likelihood of probes. Set the "
-            "reward's likelihood_model to reference."
-        )
-    if not target.language_model.can_score_contexts:
-        raise ConfigurationError(
-            "a vLLM engine shared by attacker and target gives no likelihood of probes. Set the "
-            "reward's likelihood_model to reference, or the target's _type to huggingface."
-        )
 
 
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from nip_astra.errors import StopRequested
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.tracking.tracker import Tracker
 
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
 """What keeps runs of AST trainers short."""
@@ -23,6 +24,34 @@ TASK = (
     "training.num_iterations=2",
     "task.evaluation.num_problems=4",
 )
+
+
+class RecordingTracker(Tracker):
+    """Keeps what it is given: rows of metrics, tables by name and step, artifacts."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.tables: dict[str, Sequence[Any]] = {}
+        self.artifacts: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self.rows.append(dict(values))
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        self.tables[f"{name}/{step}"] = rows
+
+    def log_artifact(
+        self,
+        path: Path,
+        *,
+        name: str,
+        type: str,  # noqa: A002
+        aliases: Sequence[str] = (),
+    ) -> None:
+        assert path.is_dir()
+        self.artifacts.append((name, type, tuple(aliases)))
 
 
 def trainer_of(name: str, *overrides: str, scenario: Path | str | None = None) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -38,41 +41,45 @@ def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]
     return RolloutTree(nodes, 2, names[: count // 2], names, names, contexts)
 
 
-def test_pairs_ties_identical_probes_and_margins_are_told_apart() -> None:
-    tree = make_tree(
-        rewards=[0.1, 0.9, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
-        scores=[0.0, 0.8, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
-        probes=[[1], [2], [3], [4], [5, 6], [5, 6], [7], [8]],
-    )
-    found = select_pairs(tree, min_reward_difference=0.1)
-    assert (found.chosen, found.rejected) == ([1], [0])
-    assert (found.num_ties, found.num_identical, found.num_below_margin) == (1, 1, 1)
-
-
-def test_a_reward_gap_equal_to_the_margin_is_no_pair() -> None:
-    tree = make_tree([0.0, 0.5], [0.0, 0.5], [[1], [2]])
-    assert select_pairs(tree, min_reward_difference=0.5).chosen == []
-    assert select_pairs(tree, min_reward_difference=0.49).chosen == [1]
-
-
-def test_the_score_margin_needs_the_better_reward_to_score_higher() -> None:
-    # The better reward comes from likelihood, against the score.
-    tree = make_tree([0.9, 0.1], [0.2, 0.6], [[1], [2]])
-    assert select_pairs(tree, min_reward_difference=0.1).chosen == [0]
-    with_margin = select_pairs(tree, min_reward_difference=0.1, min_score_difference=0.0)
-    assert with_margin.chosen == []
-    assert with_margin.num_below_margin == 1
-
-
-def test_a_chosen_probe_can_be_required_to_have_failed_the_target() -> None:
-    tree = make_tree([0.3, 0.0, 0.9, 0.6], [0.1, 0.0, 0.8, 0.8], [[1], [2], [3], [4]])
-    found = select_pairs(tree, min_reward_difference=0.1, min_chosen_score=0.5)
-    assert (found.chosen, found.rejected) == ([2], [3])
-
-
-def test_a_prefix_is_no_identical_probe() -> None:
-    tree = make_tree([0.9, 0.1], [0.9, 0.1], [[1, 2], [1]])
-    assert select_pairs(tree, min_reward_difference=0.0).chosen == [0]
+@pytest.mark.parametrize(
+    ("rewards", "scores", "probes", "options", "pairs"),
+    [
+        # A tie, identical probes, and a gap below the margin, beside a pair.
+        (
+            [0.1, 0.9, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
+            [0.0, 0.8, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
+            [[1], [2], [3], [4], [5, 6], [5, 6], [7], [8]],
+            *({"min_reward_difference": 0.1}, ([1], [0], 1, 1, 1)),
+        ),
+        # A gap equal to the margin is none.
+        ([0.0, 0.5], [0.0, 0.5], [[1], [2]], {"min_reward_difference": 0.5}, ([], [], 0, 0, 1)),
+        ([0.0, 0.5], [0.0, 0.5], [[1], [2]], {"min_reward_difference": 0.49}, ([1], [0], 0, 0, 0)),
+        # The better reward comes from likelihood, against the score.
+        ([0.9, 0.1], [0.2, 0.6], [[1], [2]], {"min_reward_difference": 0.1}, ([0], [1], 0, 0, 0)),
+        (
+            *([0.9, 0.1], [0.2, 0.6], [[1], [2]]),
+            *({"min_reward_difference": 0.1, "min_score_difference": 0.0}, ([], [], 0, 0, 1)),
+        ),
+        # The chosen probe must have failed the target.
+        (
+            *([0.3, 0.0, 0.9, 0.6], [0.1, 0.0, 0.8, 0.8], [[1], [2], [3], [4]]),
+            *({"min_reward_difference": 0.1, "min_chosen_score": 0.5}, ([2], [3], 0, 0, 1)),
+        ),
+        # A prefix is no identical probe.
+        (
+            *([0.9, 0.1], [0.9, 0.1], [[1, 2], [1]]),
+            *({"min_reward_difference": 0.0}, ([0], [1], 0, 0, 0)),
+        ),
+    ],
+)
+def test_pairs_are_told_from_ties_identical_probes_and_gaps_below_a_margin(
+    rewards: list[float],
+    scores: list[float],
+    probes: list[list[int]],
+    options: dict[str, float],
+    pairs: tuple[Any, ...],
+) -> None:
+    assert select_pairs(make_tree(rewards, scores, probes), **options) == pairs
 
 
 def test_width_one_gives_no_pairs() -> None:

@@ -264,9 +264,6 @@ def test_what_a_rollout_holds_is_what_was_played(adp: TextGame) -> None:
         ("verifier", end.outcome.decision),
     ]
     assert json.loads(json.dumps(told)) == told
-
-
-def test_transcripts_name_the_turns_of_each_rollout(adp: TextGame) -> None:
     rollouts = rollouts_of(adp, play(adp, FakeChatModel(_say), _starts(adp, 3)))
     told = transcripts(rollouts, adp.protocol.agent_names, ("main",))
     said = [one["turns"][0]["messages"]["main"] for one in told]

@@ -11,7 +11,6 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import InteractionProtocolType
-from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody
 from tests.kit.toy_protocol_scenario import merged, toy_trainer
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
@@ -77,19 +76,13 @@ def test_without_the_prover_the_verifier_only_guesses() -> None:
     assert 0.35 < trainer.results["after"]["mean_accuracy"] < 0.65
 
 
-PROTOCOLS = [
-    *(pytest.param(str(one), False, id=str(one)) for one in InteractionProtocolType),
-    *(pytest.param(str(one), True, id=f"zk_{one}") for one in InteractionProtocolType),
-]
-
-
-@pytest.mark.parametrize(("protocol", "is_zero_knowledge"), PROTOCOLS)
-def test_every_protocol_is_trained(protocol: str, is_zero_knowledge: bool) -> None:
+@pytest.mark.parametrize("protocol", map(str, InteractionProtocolType))
+def test_every_protocol_is_trained_in_zero_knowledge(protocol: str) -> None:
     trainer = toy_trainer(
         "vanilla_ppo",
         settings=ExperimentSettings(progress=False, test_run=True),
         interaction_protocol=protocol,
-        protocol_common={"zero_knowledge": is_zero_knowledge},
+        protocol_common={"zero_knowledge": True},
         rl={"frames_per_batch": 48, "steps_per_env_per_iteration": 8, "num_epochs": 1},
     )
     trainer.train()
@@ -99,26 +92,30 @@ def test_every_protocol_is_trained(protocol: str, is_zero_knowledge: bool) -> No
     assert {name.partition("/")[0] for name in after if "/" in name} == set(trainer.agents.names)
 
 
-def test_policy_and_value_function_have_bodies_of_their_own_unless_they_share() -> None:
-    for shares, count in ((False, 2), (True, 1)):
-        trainer = toy_trainer("vanilla_ppo", rl={"use_shared_body": shares})
-        bodies = trainer.agents["prover"].bodies
-        assert len(bodies) == count
-        assert all(isinstance(body, AgentBody) for body in bodies)
-
-
-def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does() -> None:
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("vanilla_ppo", {"rl": {**LEARNING, "num_iterations": 20}}),
+        (
+            "spg",
+            {"rl": {"num_iterations": 40, "lr": 0.02, "num_epochs": 1}, "spg": {"variant": "pola"}},
+        ),
+    ],
+)
+def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does(
+    trainer: str, more: dict[str, Any]
+) -> None:
     # Its reward is the same whatever it draws, so that it learns from its logits or not at all.
     frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
     learning = {"update_schedule": {"_type": "constant", "is_on": True}}
-    more = {
-        "toy_protocol": {"agents": {"default": frozen, "simulator": learning}},
-        "protocol_common": {"zero_knowledge": True},
-        "rl": {"num_iterations": 20},
-    }
-    trainer = toy_trainer("vanilla_ppo", **merged({"rl": LEARNING}, more))
-    trainer.train()
-    before, after = trainer.results["before"], trainer.results["after"]
+    built = toy_trainer(
+        trainer,
+        toy_protocol={"agents": {"default": frozen, "simulator": learning}},
+        protocol_common={"zero_knowledge": True},
+        **more,
+    )
+    built.train()
+    before, after = built.results["before"], built.results["after"]
     name = "simulator/mean_step_reward"
     assert after[name] > before[name] + 0.2
     assert after["adversarial_verifier/mean_step_reward"] == pytest.approx(-after[name], abs=1e-5)

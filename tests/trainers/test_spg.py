@@ -176,12 +176,25 @@ def test_a_frozen_follower_does_not_move_and_is_not_foreseen_to(variant: str) ->
     )
 
 
-def test_an_actor_with_a_learning_rate_of_zero_is_not_foreseen_to() -> None:
-    frozen = {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0}}}}
-    trainer = spg_trainer(spg={"variant": "spg"}, **{KIND: frozen})
-    assert policy_weights(trainer.agents["prover"]) == []
+@pytest.mark.parametrize(
+    ("more", "leader", "follower"),
+    [
+        ({}, "verifier", "prover"),
+        ({"spg": {"stackelberg_sequence": [["prover"], ["verifier"]]}}, "prover", "verifier"),
+        # Nobody is foreseen to an actor that never moves.
+        ({KIND: {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0}}}}}, None, "verifier"),
+    ],
+)
+def test_the_sequence_decides_who_foresees(
+    more: dict[str, Any], leader: str | None, follower: str
+) -> None:
+    trainer = spg_trainer(**more)
     figures = gradients(trainer, trainer.collect())["figures"]
-    assert figures["verifier"]["shaping_norm"] == 0
+    assert figures[follower]["shaping_norm"] == 0
+    if leader is None:
+        assert policy_weights(trainer.agents["prover"]) == []
+    else:
+        assert figures[leader]["shaping_norm"] > 0
 
 
 def test_a_random_agent_takes_part_and_learns_nothing() -> None:
@@ -189,13 +202,6 @@ def test_a_random_agent_takes_part_and_learns_nothing() -> None:
     trainer.train()
     assert "prover/shaping_norm" not in trainer.state.last
     assert trainer.state.last["verifier/shaping_norm"] == 0
-
-
-def test_the_sequence_decides_who_foresees() -> None:
-    trainer = spg_trainer(spg={"stackelberg_sequence": [["prover"], ["verifier"]]})
-    figures = gradients(trainer, trainer.collect())["figures"]
-    assert figures["prover"]["shaping_norm"] > 0
-    assert figures["verifier"]["shaping_norm"] == 0
 
 
 def test_two_followers_of_a_debate_are_foreseen_together() -> None:
@@ -267,17 +273,3 @@ def test_plain_losses_that_go_several_times_over_frames_are_warned_of(
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         spg_trainer(spg=settings)
-
-
-def test_a_simulator_learns_from_what_its_logits_earn() -> None:
-    frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
-    learning = {"update_schedule": {"_type": "constant", "is_on": True}}
-    trainer = spg_trainer(
-        toy_protocol={"agents": {"default": frozen, "simulator": learning}},
-        protocol_common={"zero_knowledge": True},
-        rl={"num_iterations": 40, "lr": 0.02},
-        spg={"variant": "pola"},
-    )
-    trainer.train()
-    name = "simulator/mean_step_reward"
-    assert trainer.results["after"][name] > trainer.results["before"][name] + 0.2

@@ -106,17 +106,14 @@ def tree_values(rollouts: NestedArrayDict) -> TreeValues:
 
 
 class AnswerPair(NamedTuple):
-    """A preference pair: two answers of an agent to the same messages, with their values."""
+    """A preference pair: two answers of an agent to the same messages."""
 
     agent: str
     example: PreferenceExample
-    preferred_value: float
-    rejected_value: float
 
 
 class _Answer(NamedTuple):
     text: str
-    value: float
     at: tuple[int, int, int]
 
 
@@ -146,16 +143,15 @@ def preference_pairs(
             for node in nodes:
                 at = (*tree.places[node], number)
                 if agents["is_active"][at] and not agents["is_filled"][at]:
-                    value = float(tree.values_NA[node, number])
-                    answer = _Answer(str(agents["raw_message"][at]), value, at)
-                    (good if value >= mid_points[agent] else bad).append(answer)
+                    is_good = float(tree.values_NA[node, number]) >= mid_points[agent]
+                    (good if is_good else bad).append(_Answer(str(agents["raw_message"][at]), at))
             generator = random.Random(derive_seed(seed, "pair", parent, agent))
             drawn = _draw_pair(good, bad, generator)
             if drawn is not None:
                 better, worse = drawn
                 prompt = read_prompt(agents["prompt"][better.at])
                 example = PreferenceExample(prompt, better.text, worse.text)
-                pairs.append(AnswerPair(agent, example, better.value, worse.value))
+                pairs.append(AnswerPair(agent, example))
     return pairs
 
 

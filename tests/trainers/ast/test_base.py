@@ -261,10 +261,6 @@ def test_work_and_memory_are_logged(whole: Path) -> None:
     assert all(row["memory/peak_gib"] > 0 for row in timings)
 
 
-def test_a_test_run_cuts_every_loop_to_one_iteration(tiny_scenario: Path, tmp_path: Path) -> None:
-    assert len(metrics_of(run_in(tmp_path, dpo(tiny_scenario), test_run=True))) == 1
-
-
 @pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
 def test_scoring_again_is_done_once_and_counted_apart(name: str, tiny_scenario: Path) -> None:
     trainer = ast_trainer(name, tiny_scenario, "ast_chat.attacker.language_model.dtype=bfloat16")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nip_astra.errors import BudgetExhaustedError, ParameterError
+from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
     CPU,
@@ -25,8 +26,9 @@ from nip_astra.language_models.services.chat import (
     register_chat_model,
 )
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.run import prepare_experiment, resume_experiment
 from tests.kit.command_line import CommandLine
+from tests.kit.experiments import run_in
 from tests.kit.tiny import experience_of, scenario_section, write_scenario
 
 asked: list[ChatRequest] = []
@@ -79,27 +81,26 @@ def resolve(scenario: Path, *overrides: str) -> Any:
     )
 
 
-def rows_of(run: Path, table: str) -> list[dict[str, Any]]:
-    lines = (run / "rollouts" / f"{table}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def results_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "results.json").read_text())
+    return found
 
 
 def test_a_run_trains_against_messages_and_tells_what_they_took(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
-    result = run_experiment(resolve(scenario), runs_dir=str(tmp_path / "runs"), progress=False)
-    use = result.results["services"]["target"]
+    run = run_in(tmp_path / "runs", resolve(scenario))
+    results = results_of(run)
+    use = results["services"]["target"]
     # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns.
     assert use["num_requests"] == use["num_samples"] == 2 * 3 * 6 + 2 * 6 * 2
     assert use["cost"] == pytest.approx(
         (use["prompt_tokens"] * 1000 + use["completion_tokens"] * 2000) / 1e6
     )
-    said = {row["response"] for row in rows_of(result.run_directory.path, "evaluation")}
+    said = {row["response"] for row in read_rows(run / "rollouts" / "evaluation.jsonl")}
     assert said <= set(SCRIPT["answers"])
     # Attempts depend on the service's mood, and equal runs have equal metrics.
-    timings = (result.run_directory.path / "timings.jsonl").read_text().splitlines()
-    last = json.loads(timings[-1])
-    assert last["services/target_requests"] == 60 - 12
-    assert result.results["after"]["target_queries"] > 0
+    assert read_rows(run / "timings.jsonl")[-1]["services/target_requests"] == 60 - 12
+    assert results["after"]["target_queries"] > 0
 
 
 def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
         "max_new_tokens": 7,
     }
     scenario = write_scenario(tmp_path / "s", target=target)
-    run_experiment(resolve(scenario), runs_dir=str(tmp_path), progress=False, test_run=True)
+    run_in(tmp_path, resolve(scenario), test_run=True)
     roles = {tuple(message["role"] for message in request.messages) for request in asked}
     first = ("system", "user", "assistant", "user")
     assert roles == {first, (*first, "assistant", "user")}
@@ -147,8 +148,8 @@ def test_a_level_is_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"}, tree_depth=3)
-    result = run_experiment(resolve(scenario), runs_dir=str(tmp_path / "runs"), progress=False)
-    rows = rows_of(result.run_directory.path, "evaluation")
+    run = run_in(tmp_path / "runs", resolve(scenario))
+    rows, results = read_rows(run / "rollouts" / "evaluation.jsonl"), results_of(run)
     by_node = {row["node"]: row for row in rows}
     assert {row["response_failure"] for row in rows} == {None, "refused", "ended"}
     for row in rows:
@@ -160,11 +161,12 @@ def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -
         assert (row["response_score"] is not None) is is_there
         assert (row["reward"] is not None) is is_there
         assert row["is_error"] is (row["response_failure"] == "refused")
-    outcomes = result.results["after"]["outcomes"]
-    assert outcomes["error"] == sum(row["response_failure"] == "refused" for row in rows)
-    assert result.results["services"]["target"]["num_refusals"] > 0
-    assert result.results["services"]["target"]["failures"].keys() == {"refused"}
-    (warning,) = (text for text in result.results["warnings"] if "requests to the target" in text)
+    assert results["after"]["outcomes"]["error"] == sum(
+        row["response_failure"] == "refused" for row in rows
+    )
+    assert results["services"]["target"]["num_refusals"] > 0
+    assert results["services"]["target"]["failures"].keys() == {"refused"}
+    (warning,) = (text for text in results["warnings"] if "requests to the target" in text)
     assert " refused). Look at the service, its limits and the messages' roles" in warning
 
 
@@ -172,26 +174,16 @@ def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
     tmp_path: Path,
 ) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
-    whole = run_experiment(
-        resolve(scenario), runs_dir=str(tmp_path / "runs"), run_id="whole", progress=False
-    )
+    whole = results_of(run_in(tmp_path, resolve(scenario), "whole"))
     num_paid = len(asked)
     asked.clear()
     with pytest.raises(BudgetExhaustedError, match="max_service_requests=40"):
-        run_experiment(
-            resolve(scenario),
-            runs_dir=str(tmp_path / "runs"),
-            run_id="cut",
-            progress=False,
-            max_service_requests=40,
-        )
+        run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
     assert len(asked) == 40
-    resumed = resume_experiment(
-        tmp_path / "runs" / "cut", progress=False, max_service_requests=None
-    )
+    resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
     # Failures are not remembered, so those of the level that was cut off may be asked for again.
     assert num_paid <= len(asked) <= num_paid + 6
-    assert resumed.results["after"] == whole.results["after"]
+    assert resumed.results["after"] == whole["after"]
     assert resumed.results["services"]["target"]["num_requests"] == len(asked)
 
 
@@ -213,33 +205,19 @@ def test_what_needs_the_targets_logprobs_and_two_or_no_targets_are_refused(
         resolve(
             chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"}),
         )
+    with pytest.raises(ParameterError, match=r"is read only where .*language_model is not null"):
+        resolve(chat_scenario(tmp_path / "s", SCRIPT), "ast_chat.target.top_k=5")
     both = {**scenario_section(tmp_path / "b")["target"], "chat_model": SCRIPT}  # type: ignore[dict-item]
     for number, target in enumerate((both, {"max_new_tokens": 3})):
         with pytest.raises(ParameterError, match="either a language_model or a chat_model"):
             resolve(write_scenario(tmp_path / f"c{number}", target=target))
 
 
-def test_what_only_a_language_model_reads_is_refused_for_a_chat_model(tmp_path: Path) -> None:
-    scenario = chat_scenario(tmp_path / "s", SCRIPT)
-    with pytest.raises(ParameterError, match=r"is read only where .*language_model is not null"):
-        resolve(scenario, "ast_chat.target.top_k=5")
-
-
 def test_evaluate_score_and_compare_work_and_remember_what_the_run_was_told(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
-    cli(
-        "--trainer",
-        "ast_dpo",
-        "--scenario",
-        str(scenario),
-        "--run-id",
-        "mine",
-        "--set",
-        "training.num_iterations=1",
-    )
-    run = tmp_path / "runs" / "mine"
+    run = run_in(tmp_path / "runs", resolve(scenario, "training.num_iterations=1"), "mine")
     before = num_requests(run / "service_requests.sqlite")
     said = cli("evaluate", str(run), "--probability-episodes", "0", "--json")
     assert said.code == 0, said.err

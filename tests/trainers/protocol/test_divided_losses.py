@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 
 from nip_astra.distributed import team
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
+from nip_astra.rl_objectives.objective import Objective
 from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
@@ -89,50 +91,46 @@ def test_an_agent_that_does_not_learn_has_no_part(
     assert list(expected) == list(found)
 
 
-def learns_in_one_process(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
-    """Check that two processes are asked for and none is forked."""
+class OwnHooks(IppoObjective):
+    """Hooks of one's own, which are not passed by."""
+
+
+def _hook_of_ones_own(name: str) -> Any:
+    return lambda self, *args: getattr(IppoObjective, name)(self, *args)
+
+
+def _buffer_of_torchrl(trainer: Any) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=LazyTensorStorage(96), sampler=SamplerWithoutReplacement(), batch_size=40
+    )
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (IppoObjective, "loss_parts", Objective.loss_parts),
+        *(
+            (
+                OwnHooks,
+                hook,
+                lambda self, *args, hook=hook: getattr(IppoObjective, hook)(self, *args),
+            )
+            for hook in ("agent_losses", "compute_gradients")
+        ),
+        # It may draw from generators that other processes lack, as a body may while learning.
+        (VanillaPpoTrainer, "_get_replay_buffer", _buffer_of_torchrl),
+        (ToyBody, "has_hidden_state", True),
+    ],
+)
+def test_what_cannot_be_divided_learns_in_one_process(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, value, raising=False)
+    if owner is OwnHooks:
+        monkeypatch.setattr("nip_astra.trainers.vanilla_ppo.IppoObjective", OwnHooks)
+        assert IppoObjective.has_parts(toy_trainer().loss_module) is False
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    learned(2, **more)
-
-
-def test_an_objective_without_parts_learns_in_one_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(IppoObjective, "loss_parts", Objective.loss_parts)
-    learns_in_one_process(monkeypatch)
-
-
-@pytest.mark.parametrize("hook", ["agent_losses", "compute_gradients"])
-def test_a_hook_of_ones_own_is_not_passed_by(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(IppoObjective):
-        pass
-
-    setattr(Mine, hook, lambda self, *args: getattr(IppoObjective, hook)(self, *args))
-    monkeypatch.setattr("nip_astra.trainers.vanilla_ppo.IppoObjective", Mine)
-    learns_in_one_process(monkeypatch)
-    assert IppoObjective.has_parts(toy_trainer().loss_module) is False
-
-
-def test_a_buffer_of_another_library_is_drawn_from_by_one_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-    from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
-
-    def buffer(trainer: Any) -> TensorDictReplayBuffer:
-        return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(96), sampler=SamplerWithoutReplacement(), batch_size=40
-        )
-
-    monkeypatch.setattr(VanillaPpoTrainer, "_get_replay_buffer", buffer)
-    learns_in_one_process(monkeypatch)
-
-
-def test_a_body_that_draws_while_learning_does_so_in_one_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ToyBody, "has_hidden_state", True)
-    learns_in_one_process(monkeypatch)
+    learned(2)
 
 
 @pytest.mark.parametrize("hidden", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8)])
@@ -155,26 +153,17 @@ def test_networks_that_draw_or_keep_statistics_are_refused(
         learned(2)
 
 
-def fail_in_worker(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+def fail_in_worker(monkeypatch: pytest.MonkeyPatch, action: Any, when_called: int = 2) -> None:
     """Have workers do something when they compute their second part of the losses."""
     first, compute, calls = os.getpid(), Objective.compute_part, []
 
     def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
         calls.append(task)
-        if os.getpid() != first and len(calls) > 1:
+        if os.getpid() != first and len(calls) >= when_called:
             action()
         return compute(objective, *task)
 
     monkeypatch.setattr(Objective, "compute_part", computed)
-
-
-def test_what_fails_in_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise MemoryError("no room for the nodes")
-
-    fail_in_worker(monkeypatch, fail)
-    with pytest.raises(WorkerProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
-        learned(2)
 
 
 @pytest.mark.parametrize("when", ["before the meeting", "while it connects", "at work"])
@@ -228,18 +217,18 @@ def test_a_worker_does_not_hear_the_signal_that_stops_the_run(
     os.close(writing)
 
 
-def test_one_of_several_workers_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_of_several_workers_that_fails_ends_all(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    first, compute = os.getpid(), Objective.compute_part
 
-    def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
-        if os.getpid() != first and task[:2] == ("verifier", 1):
-            raise ValueError("no such frame")
-        return compute(objective, *task)
+    def fail() -> None:
+        raise MemoryError("no room for the nodes")
 
-    monkeypatch.setattr(Objective, "compute_part", computed)
-    with pytest.raises(WorkerProcessError, match="no such frame"):
-        learned(4)
+    fail_in_worker(monkeypatch, fail, when_called=1 if count == 4 else 2)
+    with pytest.raises(WorkerProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
+        learned(count)
 
 
 def test_a_worker_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,18 +308,6 @@ def test_a_weight_in_common_is_seen_however_tasks_are_divided(count: int) -> Non
     shared = DividedLosses(tasks, [weight], {})
     with pytest.raises(ConfigurationError, match="Give them as one part"), shared.between(count):
         shared.compute(compute)
-
-
-def test_parts_with_a_weight_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(objective: Objective, name: str) -> tuple[AgentLosses, ...]:
-        def policy(name: str, batch: Frames) -> dict[str, Tensor]:
-            return objective.agent_losses(name, batch)
-
-        return policy, policy
-
-    monkeypatch.setattr(IppoObjective, "loss_parts", twice)
-    with pytest.raises(ConfigurationError, match="Give them as one part"):
-        learned(2)
 
 
 def test_tasks_are_divided_by_how_long_they_took() -> None:

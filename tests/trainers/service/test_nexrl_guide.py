@@ -65,6 +65,15 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
+def written(recipe: Path, task: str, **modules: str) -> Path:
+    """Write a parameter file and the modules beside it."""
+    for name, text in modules.items():
+        (recipe / f"{name}.py").write_text(ours(text))
+    path = recipe / "my_task.yaml"
+    path.write_text(task)
+    return path
+
+
 def trainer_of(path: Path, *overrides: str) -> Any:
     resolved = resolve_experiment(parameter_file=path, overrides=[*SMALL, *overrides])
     return prepare_experiment(resolved, progress=False).trainer
@@ -100,12 +109,13 @@ def test_all_blocks_are_there() -> None:
     assert sum("import" in block or "def " in block or "self." in block for block in BLOCKS) >= 10
 
 
+@pytest.mark.parametrize("folder", ["recipe/my_task/", ""], ids=["workspace", "beside the file"])
 def test_a_self_hosted_trainer_and_its_file_run(
-    recipe: Path, caplog: pytest.LogCaptureFixture
+    folder: str, recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (recipe / "my_trainer.py").write_text(ours(TRAINER))
-    (recipe / "my_task.yaml").write_text(TASK)
-    trainer = trainer_of(recipe / "my_task.yaml")
+    task = TASK.replace("recipe/my_task/", folder)
+    trainer = trainer_of(written(recipe, task, my_trainer=TRAINER))
+    assert type(trainer).__name__ == "MyCustomTrainer"
     assert trainer.hyper_params.trainer == "my_custom_trainer"
     assert trainer._my_param == 0.5
     assert trainer.config.total_train_steps == 1  # of --set; the file's 100 are below it
@@ -115,23 +125,14 @@ def test_a_self_hosted_trainer_and_its_file_run(
 
 
 def test_the_file_says_how_many_steps(recipe: Path) -> None:
-    (recipe / "my_trainer.py").write_text(ours(TRAINER))
-    (recipe / "test_config.yaml").write_text(INTEGRATION)
-    resolved = resolve_experiment(parameter_file=recipe / "test_config.yaml")
-    assert resolved.hyper_params.training.num_iterations == 2
-    assert one_iteration(trainer_of(recipe / "test_config.yaml"))["num_samples"] > 0
-
-
-def test_a_path_beside_the_file_works_as_well(recipe: Path) -> None:
-    (recipe / "my_trainer.py").write_text(ours(TRAINER))
-    (recipe / "here.yaml").write_text(TASK.replace("recipe/my_task/", ""))
-    assert type(trainer_of(recipe / "here.yaml")).__name__ == "MyCustomTrainer"
+    path = written(recipe, INTEGRATION, my_trainer=TRAINER)
+    assert resolve_experiment(parameter_file=path).hyper_params.training.num_iterations == 2
+    assert one_iteration(trainer_of(path))["num_samples"] > 0
 
 
 def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
-    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
-    (recipe / "my_task.yaml").write_text(REMOTE_TASK.replace('"tinker"', '"self-hosted"'))
-    trainer = trainer_of(recipe / "my_task.yaml")
+    task = REMOTE_TASK.replace('"tinker"', '"self-hosted"')
+    trainer = trainer_of(written(recipe, task, my_remote_trainer=REMOTE))
     assert isinstance(trainer, RemoteApiTrainer)
     assert trainer.training.lr == 2e-6
     assert trainer.parameters.policy_loss.loss == "importance_sampling"
@@ -144,10 +145,9 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
 
 @pytest.mark.slow
 def test_the_remote_trainer_of_the_guide_learns(recipe: Path) -> None:
-    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
-    (recipe / "my_task.yaml").write_text(REMOTE_TASK.replace('"tinker"', '"self-hosted"'))
+    task = REMOTE_TASK.replace('"tinker"', '"self-hosted"')
     trainer = trainer_of(
-        recipe / "my_task.yaml",
+        written(recipe, task, my_remote_trainer=REMOTE),
         *("task.task.levels=[1]", "training.num_episodes_per_experience=16"),
         *("training.num_iterations=25", "training.minibatch_size=128", "training.lr=1e-3"),
     )
@@ -162,12 +162,10 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
     pytest.importorskip("tinker")
     from tests.serve.running import training_server
 
-    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
     with training_server(["tinker"]) as server:
         file = REMOTE_TASK.replace("http://tinker-service:8000", server.url)
         assert 'backend: "tinker"' in file
-        (recipe / "my_task.yaml").write_text(file)
-        trainer = trainer_of(recipe / "my_task.yaml")
+        trainer = trainer_of(written(recipe, file, my_remote_trainer=REMOTE))
         metrics = one_iteration(trainer)
         trainer.service.close()
     assert "the policy has task.policy.language_model.lora={'rank': 32" in caplog.text
@@ -176,9 +174,8 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
 
 
 def test_a_trainer_that_is_in_neither_place_is_told_with_both(recipe: Path) -> None:
-    (recipe / "my_task.yaml").write_text(TASK)
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(parameter_file=recipe / "my_task.yaml")
+        resolve_experiment(parameter_file=written(recipe, TASK))
     name = "recipe/my_task/my_trainer.py"
     assert str(recipe / name) in str(caught.value)
     assert str(Path.cwd() / name) in str(caught.value)
@@ -191,12 +188,13 @@ def test_an_algorithm_module_is_imported_from_beside_the_trainer(
     left_open = "advantages = []  # Computed advantages"
     done = ALGORITHM.replace(left_open, "advantages = [r * discount_factor for r in rewards]")
     assert done != ALGORITHM
-    (recipe / "my_algorithm.py").write_text(ours(done if is_complete else ALGORITHM))
-    (recipe / "my_trainer.py").write_text("import torch\n" + ours(USES_ALGORITHM))
+    modules = {
+        "my_algorithm": done if is_complete else ALGORITHM,
+        "my_trainer": f"import torch\n{USES_ALGORITHM}",
+    }
     file = TASK.replace("MyCustomTrainer", "MyTrainer").replace("my_param", "gae_lambda")
     file = file.replace("use_custom_advantage: true", "discount_factor: 0.9")
-    (recipe / "my_task.yaml").write_text(file)
-    trainer = trainer_of(recipe / "my_task.yaml")
+    trainer = trainer_of(written(recipe, file, **modules))
     if is_complete:
         metrics = one_iteration(trainer)
         assert metrics["advantage_mean"] == pytest.approx(0.9 * metrics["rollout/reward_mean"])
@@ -346,8 +344,7 @@ def test_the_unit_test_of_the_guide_passes(recipe: Path) -> None:
 def test_patterns_of_the_built_in_trainers_work_as_written(
     recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (recipe / "built_in.yaml").write_text("trainer: {type: self_hosted_grpo}\n")
-    trainer = trainer_of(recipe / "built_in.yaml")
+    trainer = trainer_of(written(recipe, "trainer: {type: self_hosted_grpo}\n"))
     trainer._collect(0)
     batch = batch_of_two()
     names: dict[str, Any] = {"self": trainer, "Batch": Batch, "batch": batch}
@@ -364,11 +361,11 @@ def test_patterns_of_the_built_in_trainers_work_as_written(
 
 
 def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
-    (recipe / "built_in.yaml").write_text(
+    text = (
         "trainer:\n  type: self_hosted_grpo\n  total_train_steps: 7\n  save_freq: 3\n"
         "  algorithm: {do_old_log_prob_compute: true}\n"
     )
-    resolved = resolve_experiment(parameter_file=recipe / "built_in.yaml")
+    resolved = resolve_experiment(parameter_file=written(recipe, text))
     assert resolved.hyper_params.training.num_iterations == 7
     assert resolved.settings.checkpoint_period == 3
     assert resolved.hyper_params.get("self_hosted_grpo.policy_loss.rescore") is True
@@ -376,9 +373,8 @@ def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
 
 def faults_of(recipe: Path, text: str) -> dict[str, str]:
     """The messages of a parameter file that is refused, by path."""
-    (recipe / "wrong.yaml").write_text(text)
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(parameter_file=recipe / "wrong.yaml")
+        resolve_experiment(parameter_file=written(recipe, text))
     return {fault.path: str(fault) for fault in caught.value.faults}
 
 
@@ -421,11 +417,10 @@ def test_a_backend_that_is_no_name_is_a_fault_of_our_field(recipe: Path) -> None
 
 
 def test_empty_sections_are_as_if_left_out(recipe: Path) -> None:
-    path = recipe / "empty.yaml"
-    path.write_text(
+    text = (
         "trainer: {type: self_hosted_grpo, total_train_steps: 7, train_service: {backend: mock}}\n"
         "training:\nself_hosted_grpo:\n"
     )
-    hyper_params = resolve_experiment(parameter_file=path).hyper_params
+    hyper_params = resolve_experiment(parameter_file=written(recipe, text)).hyper_params
     assert hyper_params.training.num_iterations == 7
     assert hyper_params.get("self_hosted_grpo.train_service.backend") == "local"

@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 
-from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import collate_trajectories, samples_of, score_batch
 from nip_astra.rollouts.trajectory import Trajectory, compute_grpo_advantage_for_trajectories
@@ -155,23 +154,3 @@ def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
 def test_entropy_is_estimated_by_what_was_said() -> None:
     rows = [Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0)]
     assert log_rollout_metrics(rows)["rollout/entropy"] == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "outside", "clipped"),
-    [
-        ("ppo", (0.5 + 0.5) / 2, (0.5 + 0.0) / 2),  # above with A > 0, not above with A < 0
-        ("cispo", (0.5 + 0.5) / 2, 0.0),  # the clip bounds a weight
-        ("gspo", 1.0, (1.0 + 0.0) / 2),  # one ratio per row
-    ],
-)
-def test_the_clip_fraction_counts_tokens_without_a_gradient(
-    name: str, outside: float, clipped: float
-) -> None:
-    old = torch.zeros(2, 3)
-    new = torch.tensor([[0.5, 0.0, 9.0], [0.5, 0.0, 9.0]])
-    mask = torch.tensor([[True, True, False]] * 2)
-    loss = PolicyLoss.of(name, clip_low=0.2, clip_high=0.2)
-    found = loss.metrics(new, old, torch.tensor([1.0, -1.0]), mask)
-    assert found["ratio_outside_clip"].item() == pytest.approx(outside)
-    assert found["clip_fraction"].item() == pytest.approx(clipped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.tracking.tracker import TRACKERS, Tracker, register_tracker
+from nip_astra.tracking.tracker import TRACKERS, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.experiments import RecordingTracker
 from tests.kit.text_games import Script, build_text_parts, build_text_trainer
 
 PLAYER = (
@@ -76,22 +77,6 @@ def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandL
     return CommandLine(tmp_path, tmp_path, capsys)
 
 
-class _Recorder(Tracker):
-    """Keeps what W&B would show."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, Sequence[Any]] = {}
-        self.artifacts: list[str] = []
-
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
-    ) -> None:
-        self.tables[f"{name}/{step}"] = rows
-
-    def log_artifact(self, path: Path, *, name: str, type: str, aliases: Any = ()) -> None:  # noqa: A002
-        self.artifacts.append(name)
-
-
 def _deciding(name: str) -> Script:
     def script(request: ChatRequest, number: int) -> str:
         is_last = "Last turn" in request.messages[-1]["content"]
@@ -114,7 +99,7 @@ def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) 
     )
     directory = RunDirectory.create(tmp_path, "one")
     trainer = build_text_trainer(parts, directory)
-    recorder = _Recorder()
+    recorder = RecordingTracker()
     trainer.tracker = recorder
     trainer.train()
     # Half of the eight claims of a test are even.
@@ -126,8 +111,8 @@ def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) 
     assert verdicts["verdict"].shape == (8, 2, 1)
     assert (verdicts["verdict"][:, 1] == Verdict.NOT_REQUESTED).all()
     assert [row[5] for row in recorder.tables["analyses/2"]] == ["yes", "no"] * 4
-    models = ["checkpoint-one", "agents-one"]
-    assert recorder.artifacts == [*models, "rollouts-one", "analyses-one"]
+    names = [name for name, *_ in recorder.artifacts]
+    assert names == ["checkpoint-one", "agents-one", "rollouts-one", "analyses-one"]
 
 
 def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: Path) -> None:
@@ -211,7 +196,7 @@ def test_a_question_of_ones_own_comes_from_a_plug_in(
 def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
     made: list[Any] = []
 
-    class Recorder(_Recorder):
+    class Recorder(RecordingTracker):
         def __init__(
             self,
             run_directory: RunDirectory,
@@ -238,7 +223,7 @@ def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
     tracker, summary = made
     assert tracker.config["trainer"] == "pure_text_ei"
     assert summary == {"test_prover/share_direct_quotation": 1.0}
-    assert tracker.artifacts == ["analyses-one"]
+    assert [name for name, *_ in tracker.artifacts] == ["analyses-one"]
     assert len(tracker.tables["analyses/2"]) == 4
 
 

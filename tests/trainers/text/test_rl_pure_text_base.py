@@ -228,14 +228,18 @@ class Killed(BaseException):
     """The process ends."""
 
 
+THREE = {"text_rl": {"num_iterations": 3}}
+
+
+def _start(folder: Path, **options: Any) -> tuple[RunDirectory, TextParts, PureTextRlTrainer]:
+    """A run of three iterations."""
+    directory, parts = _directory(folder), _build(folder, groups=THREE, **options)
+    return directory, parts, build_text_trainer(parts, directory)
+
+
 def _continue(folder: Path, directory: RunDirectory, parts: TextParts) -> PureTextRlTrainer:
     """A new process goes on with the same services."""
-    again = build_text_parts(
-        folder / "prompts",
-        honest,
-        service=parts.service,
-        groups={"text_rl": {"num_iterations": 3}},
-    )
+    again = _build(folder, service=parts.service, groups=THREE)
     trainer = build_text_trainer(again, directory)
     store = trainer._checkpoint_store()
     assert store is not None
@@ -258,10 +262,7 @@ def _asked(parts: TextParts) -> list[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any, int]:
-    folder = tmp_path_factory.mktemp("unbroken")
-    directory = _directory(folder)
-    parts = _build(folder, groups={"text_rl": {"num_iterations": 3}})
-    trainer = build_text_trainer(parts, directory)
+    directory, parts, trainer = _start(tmp_path_factory.mktemp("unbroken"))
     trainer.train()
     assert len(set(_asked(parts))) == parts.num_requests
     return _final(trainer), _rollouts(directory), parts.num_requests
@@ -289,11 +290,9 @@ def test_a_job_that_died_ends_the_run_and_is_submitted_again_on_resume(
     end: FineTuningJob, is_known: bool, unbroken: Any, tmp_path: Path
 ) -> None:
     """Where it is not known, the process was killed before it noted that it submitted the job."""
-    directory = _directory(tmp_path)
     jobs = DyingJobs()
     jobs.ends = {"verifier/0": end}
-    parts = _build(tmp_path, service=jobs, groups={"text_rl": {"num_iterations": 3}})
-    trainer = build_text_trainer(parts, directory)
+    directory, parts, trainer = _start(tmp_path, service=jobs)
     if is_known:
         with pytest.raises(ServiceError, match=end.error or str(end.status)):
             trainer.train()
@@ -312,13 +311,12 @@ def test_a_job_that_died_ends_the_run_and_is_submitted_again_on_resume(
 
 
 def test_a_job_that_dies_again_is_submitted_under_a_further_key(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
     jobs = DyingJobs()
     failed = FineTuningJob("job", JobStatus.FAILED, error="no memory")
     jobs.ends = {"prover/0": failed, "prover/1": failed}
-    parts = _build(tmp_path, service=jobs, groups={"text_rl": {"num_iterations": 3}})
+    directory, parts, trainer = _start(tmp_path, service=jobs)
     with pytest.raises(ServiceError):
-        build_text_trainer(parts, directory).train()
+        trainer.train()
     with pytest.raises(ServiceError):
         _continue(tmp_path, directory, parts)
     _continue(tmp_path, directory, parts)
@@ -355,10 +353,7 @@ def test_half_a_character_in_an_answer_is_replaced_on_receipt(tmp_path: Path) ->
 def test_damaged_rollouts_are_rebuilt_from_their_answers(
     damage: str, unbroken: Any, tmp_path: Path
 ) -> None:
-    directory = _directory(tmp_path)
-    groups = {"text_rl": {"num_iterations": 3}}
-    parts = _build(tmp_path, groups=groups)
-    trainer = build_text_trainer(parts, directory)
+    directory, parts, trainer = _start(tmp_path)
     trainer._stage_create_fine_tune_jobs = _die  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.train()
@@ -374,8 +369,7 @@ def test_damaged_rollouts_are_rebuilt_from_their_answers(
 
 
 def test_rollouts_of_an_earlier_iteration_are_not_rebuilt_by_later_models(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
-    trainer = build_text_trainer(_build(tmp_path), directory)
+    directory, _, trainer = _start(tmp_path)
     trainer.train()
     folder = directory.rollouts_dir / "train_0000"
     (folder / "rollouts.json").unlink()
@@ -390,8 +384,7 @@ def test_rollouts_of_an_earlier_iteration_are_not_rebuilt_by_later_models(tmp_pa
 def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
     what: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = _directory(tmp_path)
-    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
+    directory, parts, trainer = _start(tmp_path)
     replace = Path.replace
 
     def full(*args: Any) -> None:
@@ -406,7 +399,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
         else:
             patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
-            build_text_trainer(parts, directory).train()
+            trainer.train()
     assert _final(_continue(tmp_path, directory, parts)) == unbroken[0]
     assert parts.num_requests == unbroken[2] + (6 if what == "answers.jsonl" else 0)
 

@@ -117,12 +117,6 @@ def test_pairs_are_those_of_the_table_and_the_opening_counts() -> None:
     assert ("verifier", "after 0", "accept", "ask a") in _told(_pairs(_tree(worse)))
 
 
-def test_values_of_a_pair_are_those_of_its_nodes() -> None:
-    tree = TREE | {"0.0.1": ("0.0", 0, (0.1, 0.0), "lie")}
-    (pair,) = [one for one in _pairs(_tree(tree)) if one.agent == "prover"]
-    assert (pair.preferred_value, pair.rejected_value) == (0.5, 0.1), "to the last digit"
-
-
 def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:
     alike = TREE | {"0.0.1": ("0.0", 0, (0.0, 0.0), "truth")}
     assert "prover" not in {pair.agent for pair in _pairs(_tree(alike))}
