@@ -116,23 +116,21 @@ class Comparison(Printable):
         compared = {"baseline": baseline, "comparison": self.comparisons[label]}
         return self.evaluations[label].values | compared
 
+    def _metrics(self) -> Iterator[dict[str, Any]]:
+        for label, metrics in self.comparisons.items():
+            for name, metric in metrics.items():
+                if isinstance(metric, Mapping):
+                    yield {"label": label, "metric": name, **metric}
+
     def to_frame(self) -> pd.DataFrame:
         """Return one row per metric and evaluation."""
-        rows = [
-            {"label": label, "metric": name, **metric}
-            for label, metrics in self.comparisons.items()
-            for name, metric in metrics.items()
-            if isinstance(metric, Mapping)
-        ]
-        return frame_of(rows)
+        return frame_of([*self._metrics()])
 
     def plot(self) -> Any:
         """Plot each metric's difference from the first evaluation, with its interval."""
         found = [
-            Estimate(f"{label}: {name}", one["difference"], one["low"], one["high"])
-            for label, metrics in self.comparisons.items()
-            for name, one in metrics.items()
-            if isinstance(one, Mapping)
+            Estimate(f"{one['label']}: {one['metric']}", one["difference"], one["low"], one["high"])
+            for one in self._metrics()
         ]
         return plot_estimates(found, f"difference from {self.baseline}", zero=True)
 
@@ -387,10 +385,7 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
 def _request(
     options: Mapping[str, Any], readable: frozenset[str] | None = None
 ) -> EvaluationRequest:
-    """Return the options as a request, after loading their plug-ins.
-
-    Refuses options that are not among the readable ones.
-    """
+    """Return the options as a request, after loading plug-ins; refuse those that are not read."""
     request = EvaluationRequest(**options)
     if readable is not None:
         unread = [name for name in request.given() if name not in readable]

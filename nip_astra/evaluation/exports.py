@@ -296,9 +296,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return leaves by dotted name; a list of plain values is one leaf, listed objects are
-    separate.
-    """
+    """Return leaves by dotted name; a list is one leaf unless it has objects."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -286,11 +286,7 @@ def _scores_contexts(model: Any) -> bool:
 
 
 def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, list[Any]]:
-    """Return columns of probes' log-probabilities under the target, and values derived from them.
-
-    The tree was played with the target's likelihood; reward and `probe_nll` become those of the
-    scenario's own reward.
-    """
+    """Return columns of probes' log-probabilities under the target, and derived values."""
     target, reward, nodes = sampler.target, sampler.reward, tree.nodes
     if isinstance(target, ChatAgent) or not _scores_contexts(target.language_model):
         return {}
@@ -306,6 +302,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     }
     if reward.likelihood_model == "target":
         return columns
+    # The tree was played with the target's likelihood; these are of the scenario's own reward.
     nll_N = mean_nll(nodes["reference_logprobs"], nodes["probe_mask"])
     combined_N = nodes["combined_score"]
     rewards_N = ast_reward(
@@ -361,21 +358,6 @@ class _TurnsInOrder(GenerationSession):
             session.close()
 
 
-def speaker_of(
-    proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
-) -> ConversationAgent:
-    """Return an agent with the turns of attacker and reference given by a proposal.
-
-    It speaks in conversations of `num_turns` turns that do not branch.
-    """
-    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
-    # All but the sessions is the reference's, which differs from the attacker in weights alone.
-    model: Any = copy.copy(reference.language_model)
-    model.voices = voices
-    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
-    return replace(reference, language_model=model)
-
-
 def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
     return _TurnsInOrder([model.open_session() for model in voices], turns)
 
@@ -420,11 +402,19 @@ def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOpt
 
 
 def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """Return a sampler of a proposal's conversations, all of which are held in memory."""
+    """Return a sampler whose attacker has the turns of attacker and reference in a proposal.
+
+    Its conversations have `num_turns` turns, do not branch, and are all held in memory.
+    """
     reference = sampler.reference
     # An attacker without known probabilities is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else reference
-    mixed = sampler.with_attacker(speaker_of(proposal, attacker, reference, num_turns))
+    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
+    # All but the sessions is the reference's, which differs from the attacker in weights alone.
+    model: Any = copy.copy(reference.language_model)
+    model.voices = voices
+    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
+    mixed = sampler.with_attacker(replace(reference, language_model=model))
     mixed.max_cache_bytes = None
     return mixed
 

@@ -135,7 +135,7 @@ class RunResults(Shown):
         Raises
         ------
         UnknownNameError
-            When no such figure exists.
+            When no such table exists.
         """
         if table not in self.tables:
             raise UnknownNameError("table", table, self.tables, f"They are in {self.path}.")

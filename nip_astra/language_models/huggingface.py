@@ -120,8 +120,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         faster and takes more memory."""
         decode_graphs: DecodeGraphs = "auto"
         """Whether to capture decoding steps as CUDA graphs. auto: on a GPU if possible; always:
-        required; never. Affects speed, and log-probabilities by rounding. Experimental: not run on
-        a GPU yet."""
+        required; never. Affects speed, and log-probabilities by rounding."""
 
     def __init__(
         self,

@@ -200,7 +200,7 @@ def row_limits(
     """
     if decoder is None:
         return {}
-    if uses_flex_attention(device):
+    if uses_flex_attention(device, dtype):
         return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
     if device.type == "cpu":
         in_blocks = math.isqrt(SMALLEST_IN_BLOCKS // (decoder.num_heads * decoder.head_dim))
@@ -223,7 +223,7 @@ def score_trie(
     device = weights.embedding_VX.device
     trie = trie.to(device)
     # The mask of block attention takes memory quadratic in the tokens of a pass.
-    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device)
+    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device, weights.dtype)
     limit = max_batch_tokens if is_bounded else trie.num_tokens
     hidden_NX = torch.cat(
         [

@@ -50,21 +50,19 @@ KINDS = {
     (False, False): "wrong both times",
 }
 """Names of changes by training, by whether a problem was correct before and after."""
-ATTACKED = dict(
-    zip(
-        (RIGHT, WRONG, *KINDS.values()),
-        (
-            "failure",
-            "no failure",
-            *["failing now", "failing no more", "failing both times", "never failing"],
-        ),
-        strict=True,
-    )
-)
+ATTACKED = {
+    RIGHT: "failure",
+    WRONG: "no failure",
+    "fixed": "failing now",
+    "broken": "failing no more",
+    "right both times": "failing both times",
+    "wrong both times": "never failing",
+}
 """Names in stress tests, in which an attacker succeeds if its target fails."""
 BADGES = {RIGHT: "right", WRONG: "wrong", UNKNOWN: "undecided"}
-BADGES |= dict(zip(KINDS.values(), ("right", "wrong", "right", "wrong"), strict=True))
+BADGES |= {kind: "right" if is_right else "wrong" for (_, is_right), kind in KINDS.items()}
 BADGES |= {ATTACKED[kind]: {"right": "wrong", "wrong": "right"}[BADGES[kind]] for kind in ATTACKED}
+"""Styles of the names; a success of an attacker is a failure of its target."""
 UNITS = {
     PROTOCOL: ("episode", "num_episodes"),
     TASK: ("problem", "num_problems"),

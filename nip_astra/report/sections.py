@@ -433,11 +433,9 @@ def turns_to_failure(run: RunRecord) -> Context | None:
     lines: list[Line] = []
     for name, table in (("after", "evaluation"), ("before", "before")):
         shares = _by_turn(run.tables.get(table, ()))
-        for turn, num_nodes, score, failing, survived in shares:
-            cells = [count(turn), count(num_nodes), decimal(score), percent(failing)]
-            rows.append(summary.Row(name, [*cells, percent(survived)]))
+        rows += [summary.Row(name, cells) for cells, _ in shares]
         points: list[tuple[float, float | None]] = [(0.0, 1.0)] if shares else []
-        points += [(float(turn), survived) for turn, *_, survived in shares]
+        points += [(float(turn), survived) for turn, (_, survived) in enumerate(shares, start=1)]
         is_before = name == "before"
         lines.append(Line(name, points, int(not is_before), is_dashed=is_before, has_steps=True))
     if not rows:
@@ -447,27 +445,23 @@ def turns_to_failure(run: RunRecord) -> Context | None:
     return {"rows": rows, "chart": chart}
 
 
-def _by_turn(
-    nodes: Sequence[Node],
-) -> list[tuple[int, int, float | None, float | None, float | None]]:
-    """Return turn, responses with a verdict, mean score, share failing, share failure-free so far.
-
-    A conversation is censored at its first turn without a verdict.
-    """
+def _by_turn(nodes: Sequence[Node]) -> list[tuple[list[str], float | None]]:
+    """Return the cells, and the share failure-free so far, of each turn of the last step."""
     last = max((node.step for node in nodes), default=0)
     nodes = sorted((node for node in nodes if node.step == last), key=lambda node: node.depth)
     if any(node.threshold is None for node in nodes):
         return []
+    # A conversation is censored at its first turn without a verdict.
     outcomes = [[node.outcome for node in own] for own in conversations_of(nodes).values()]
     survival = kaplan_meier(follow_up_of(outcomes)).survival
     rows = []
-    for turn, survived in enumerate(survival, start=1):
+    for turn, survived in enumerate(map(number, survival), start=1):
         level = [one for one in nodes if one.depth == turn - 1]
         scores = [one.response_score for one in level if one.response_score is not None]
-        num_failing = sum(one.is_failure for one in level)
         mean = sum(scores) / len(scores) if scores else None
-        share = num_failing / len(scores) if scores else None
-        rows.append((turn, len(scores), mean, share, number(survived)))
+        failing = sum(one.is_failure for one in level) / len(scores) if scores else None
+        cells = [count(turn), count(len(scores)), decimal(mean), percent(failing)]
+        rows.append(([*cells, percent(survived)], survived))
     return rows
 
 

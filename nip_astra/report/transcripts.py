@@ -479,7 +479,7 @@ def outcome_of(row: Mapping[str, Any]) -> str:
 def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Interleave correct, wrong and undecided episodes, the longest of each first."""
     longest = sorted(rows, key=lambda row: -len(items(row.get("rounds"))))
-    kinds = {kind: [] for kind in ("right", "wrong", "undecided")}  # type: dict[str, list[Any]]
+    kinds: dict[str, list[dict[str, Any]]] = {"right": [], "wrong": [], "undecided": []}
     for row in longest:
         kinds[outcome_of(row)].append(row)
     taken: list[dict[str, Any]] = []

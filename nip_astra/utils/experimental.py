@@ -12,8 +12,6 @@ logger = logging.getLogger(__name__)
 class Experimental(StrEnum):
     """Experimental features, each with its untested parts."""
 
-    DECODE_GRAPHS = "decoding steps captured as CUDA graphs were not run on a GPU yet"
-    FLEX_ATTENTION = "scoring of trees by flex attention was not run on a GPU yet"
     VLLM = "the vLLM backend was run with vLLM on CPUs, not on a GPU yet"
 
 

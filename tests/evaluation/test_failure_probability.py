@@ -25,23 +25,23 @@ from nip_astra.evaluation.failure_probability import (
 from nip_astra.evaluation.outcomes import Outcome, follow_up_of
 from nip_astra.utils.statistics import FollowUp
 
-REFERENCE_SAYS = np.array([0.70, 0.285, 0.01, 0.005])
-ATTACKER_SAYS = np.array([0.10, 0.199, 0.70, 0.001])
+REFERENCE_CHANCES = np.array([0.70, 0.285, 0.01, 0.005])
+ATTACKER_CHANCES = np.array([0.10, 0.199, 0.70, 0.001])
 FAILS = np.array([0.0, 0.0, 0.9, 0.8])
-"""Probability that the target fails on each of four probes; the attacker says the last seldom."""
+"""Probability that the target fails on each of four probes; the attacker seldom draws the last."""
 NUM_TURNS = 3
-TRUTH = 1.0 - (1.0 - REFERENCE_SAYS @ FAILS) ** NUM_TURNS
+TRUTH = 1.0 - (1.0 - REFERENCE_CHANCES @ FAILS) ** NUM_TURNS
 
 
 def play(proposal: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
-    said = np.zeros((count, NUM_TURNS), dtype=int)
+    drawn = np.zeros((count, NUM_TURNS), dtype=int)
     for turn, is_attacker in enumerate(attacker_turns(proposal, NUM_TURNS)):
-        said[:, turn] = rng.choice(
-            4, size=count, p=ATTACKER_SAYS if is_attacker else REFERENCE_SAYS
+        drawn[:, turn] = rng.choice(
+            4, size=count, p=ATTACKER_CHANCES if is_attacker else REFERENCE_CHANCES
         )
-    failed = rng.random(said.shape) < FAILS[said]
+    failed = rng.random(drawn.shape) < FAILS[drawn]
     return {
-        "ratio": np.log(ATTACKER_SAYS[said]) - np.log(REFERENCE_SAYS[said]),
+        "ratio": np.log(ATTACKER_CHANCES[drawn]) - np.log(REFERENCE_CHANCES[drawn]),
         "first": np.where(failed.any(axis=1), failed.argmax(axis=1), -1),
     }
 
@@ -89,16 +89,16 @@ def test_the_expectation_over_all_conversations_is_the_truth_to_the_last_digit()
     counts = defensive_shares(12, NUM_TURNS)
     shares = {name: count / 12 for name, count in counts.items()}
     total = 0.0
-    for said in itertools.product(range(4), repeat=NUM_TURNS):
-        ratios = (np.log(ATTACKER_SAYS) - np.log(REFERENCE_SAYS))[list(said)][None]
+    for drawn in itertools.product(range(4), repeat=NUM_TURNS):
+        ratios = (np.log(ATTACKER_CHANCES) - np.log(REFERENCE_CHANCES))[list(drawn)][None]
         log_weights = -log_mixture(ratios, shares)[0]
         mixed = 0.0
         for name, share in shares.items():
             turns = attacker_turns(name, NUM_TURNS)
-            chosen = [ATTACKER_SAYS if own else REFERENCE_SAYS for own in turns]
-            mixed += share * np.prod([p[probe] for p, probe in zip(chosen, said, strict=True)])
+            chosen = [ATTACKER_CHANCES if own else REFERENCE_CHANCES for own in turns]
+            mixed += share * np.prod([p[probe] for p, probe in zip(chosen, drawn, strict=True)])
         survived = 1.0
-        for turn, probe in enumerate(said):
+        for turn, probe in enumerate(drawn):
             total += mixed * survived * FAILS[probe] * np.exp(log_weights[turn])
             survived *= 1.0 - FAILS[probe]
     assert total == pytest.approx(TRUTH, rel=1e-12)
@@ -115,7 +115,7 @@ def test_both_estimates_cover_the_truth_and_weights_earn_their_cost() -> None:
     for estimates in (plain, weighed):
         assert np.mean([e["value"] for e in estimates]) == pytest.approx(TRUTH, rel=0.06)
         assert np.mean([e["low"] <= TRUTH <= e["high"] for e in estimates]) >= 0.92
-    errors = [np.mean([(e["value"] - TRUTH) ** 2 for e in told]) for told in (plain, weighed)]
+    errors = [np.mean([(e["value"] - TRUTH) ** 2 for e in own]) for own in (plain, weighed)]
     assert errors[1] < 0.75 * errors[0]
     assert plain[0]["target_queries"] == weighed[0]["target_queries"] == 900
 
@@ -174,14 +174,14 @@ def test_without_a_failure_both_estimates_have_their_bound() -> None:
 
 
 def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
-    """One turn; the attacker says a failure that hardly counts, and never the one that does."""
-    says = np.array([[0.9977, 0.0003, 0.002], [0.3, 0.7, 1e-9]])
+    """One turn; the attacker often draws a light failure, and never the heavy one."""
+    chances = np.array([[0.9977, 0.0003, 0.002], [0.3, 0.7, 1e-9]])
     names = [name for name, n in defensive_shares(count, 1).items() for _ in range(n)]
-    limits = np.cumsum(says, axis=1)[[int(name != REFERENCE) for name in names]]
-    said = (rng.random((count, 1)) > limits).sum(axis=1).clip(max=2)
-    ratios = np.log(says[1] / says[0])[said]
+    limits = np.cumsum(chances, axis=1)[[int(name != REFERENCE) for name in names]]
+    drawn = (rng.random((count, 1)) > limits).sum(axis=1).clip(max=2)
+    ratios = np.log(chances[1] / chances[0])[drawn]
     return WeighedEpisodes(
-        ratios[:, None], followed(np.where(said, 0, -1), 1), names, list(range(count))
+        ratios[:, None], followed(np.where(drawn, 0, -1), 1), names, list(range(count))
     )
 
 

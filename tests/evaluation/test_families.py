@@ -15,52 +15,30 @@ from nip_astra.evaluation.api import Matrix
 from nip_astra.evaluation.comparison import METRICS
 from nip_astra.evaluation.exports import EXPORT_FORMATS, Material
 from nip_astra.evaluation.families.base import FAMILIES
-from tests.cli.trained_run import SMALL as SMALL_ATTACKER
+from tests.kit.resuming import short_experiment
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
 RUNS = {
-    "protocol": (
-        "vanilla_ppo",
-        "graph_isomorphism_small",
-        (
-            *("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
-            *("graph_isomorphism.dataset.num_train=60", "graph_isomorphism.dataset.num_test=30"),
-            "rl.pretrain_agents=false",
-        ),
-    ),
+    "protocol": ("vanilla_ppo", ()),
     "text_protocol": (
         "pure_text_ei",
-        "secret_word",
         (
             f"secret_word.agents.default.model={HONEST}",
             "secret_word.agents.default.freeze_agent=true",
-            "text_rl.num_iterations=1",
-            "text_rl.rollouts_per_iteration=2",
-            "secret_word.num_test=6",
         ),
     ),
-    "task": (
-        "self_hosted_grpo",
-        "arithmetic",
-        (
-            "training.num_iterations=1",
-            "training.num_episodes_per_experience=2",
-            "training.minibatch_size=16",
-            "task.evaluation.num_problems=6",
-        ),
-    ),
-    "conversation": ("ast_dpo", None, SMALL_ATTACKER),
+    "task": ("self_hosted_grpo", ()),
+    "conversation": ("ast_dpo", ()),
 }
+"""A trainer of each family, with overrides."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run of each family, under its family's name."""
     folder = tmp_path_factory.mktemp("families")
-    for name, (trainer, scenario, overrides) in RUNS.items():
-        resolved = na.resolve_experiment(
-            trainer=trainer, scenario=scenario or str(tiny_scenario), overrides=overrides
-        )
+    for name, (trainer, overrides) in RUNS.items():
+        resolved = short_experiment(trainer, folder / "made" / name, *overrides, num_iterations=1)
         na.run_experiment(resolved, runs_dir=str(folder), run_id=name, progress=False)
     return folder
 

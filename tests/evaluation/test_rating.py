@@ -20,7 +20,7 @@ class Lengths(Scorer):
 
 
 class Remembers(Lengths):
-    """How much was said before."""
+    """The number of messages before."""
 
     reads_history = True
 

@@ -97,11 +97,11 @@ class Browser:
 
     def complaints(self) -> list[str]:
         """What the console shows: messages, faults and blocked resources."""
-        told = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-        return [json.dumps(event) for event in self.events if event.get("method") in told]
+        shown = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return [json.dumps(event) for event in self.events if event.get("method") in shown]
 
     def requests(self) -> list[str]:
-        """The addresses that the page asked for."""
+        """The addresses that the page requested."""
         sent = [
             event for event in self.events if event.get("method") == "Network.requestWillBeSent"
         ]

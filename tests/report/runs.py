@@ -23,7 +23,7 @@ VOID = {"meta", "input", "br"}
 
 
 def row(**columns: Any) -> dict[str, Any]:
-    """A row of a conversation: harmless unless said otherwise."""
+    """A row of a conversation: harmless by default."""
     plain = {"step": 4, "episode": 0, "depth": 0, "prompt": "hello !", "probe": "how are you ?"}
     plain |= {"response": "fine .", "response_score": 0.1, "combined_score": 0.1, "reward": -0.2}
     return plain | {"is_error": False, "probe_nll": 0.8, "probe_num_tokens": 4} | columns
@@ -129,8 +129,8 @@ def image(width: int = 8, height: int = 8, **changes: Any) -> dict[str, Any]:
 
 def move(agent: str, symbol: int, *, decision: int | None = None, **columns: Any) -> dict[str, Any]:
     """What an agent did in a round."""
-    said = {"messages": {"main": [symbol]}, "logprob": -1.5}
-    return {"agent": agent, "decision": decision, **said, **columns}
+    own = {"messages": {"main": [symbol]}, "logprob": -1.5}
+    return {"agent": agent, "decision": decision, **own, **columns}
 
 
 def episode(

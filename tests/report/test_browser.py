@@ -38,6 +38,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     opened.close()
 
 
+def visible(browser: Browser, selector: str) -> int:
+    """The number of visible elements."""
+    shown = f"[...document.querySelectorAll({selector!r})].filter(e => e.checkVisibility())"
+    found: int = browser.value(f"{shown}.length")
+    return found
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     attacked = failing(ATTACK, response=ATTACK, prompt=ATTACK, episode=50)
@@ -74,13 +81,10 @@ def test_conversations_and_turns_open_and_are_filtered_by_a_click(
     browser: Browser, page: Path
 ) -> None:
     browser.open(page)
-    visible = (
-        "[...document.querySelectorAll('#conversations details.table[open] .e')]"
-        ".filter(e => e.checkVisibility()).length"
-    )
-    before = browser.value(visible)
+    conversations = "#conversations details.table[open] .e"
+    assert visible(browser, conversations) == 20
     browser.click("#conversations .choose")
-    assert (before, browser.value(visible)) == (20, 1), "those with a failure"
+    assert visible(browser, conversations) == 1, "with a failure"
     tree_of_training = "#conversations details.table:nth-of-type(2)"
     browser.click(f"{tree_of_training} > summary")
     browser.click(f"{tree_of_training} details.e > summary")
@@ -94,8 +98,8 @@ def test_conversations_and_turns_open_and_are_filtered_by_a_click(
 
 @pytest.fixture(scope="module")
 def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    said = ["main", "adversarial_main"]
-    moves = [move("verifier", 5, messages={name: [5, 6] for name in said}, decision=2)]
+    channels = ["main", "adversarial_main"]
+    moves = [move("verifier", 5, messages={name: [5, 6] for name in channels}, decision=2)]
     rows = [
         episode(0, symbols=[1, 9, 1, 9, 3]),
         episode(1, label=0, datapoint=image(), rounds=[{"round": 0, "moves": moves}]),
@@ -111,10 +115,9 @@ def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
     browser.open(protocol_page)
     assert browser.complaints() == []
     assert browser.requests() == [protocol_page.resolve().as_uri()]
-    opened = "[...document.querySelectorAll('#episodes .ep svg')].filter(e => e.checkVisibility())"
-    assert browser.value(f"{opened}.length") == 3, "two graphs and an image"
+    assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
     browser.click("#episodes .ep > summary")
-    assert browser.value(f"{opened}.length") == 1
+    assert visible(browser, "#episodes .ep svg") == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -168,8 +171,7 @@ def test_a_blurred_text_is_shown_by_a_click_and_all_of_them_by_the_box(
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of 30 harmless conversations, and of two that fail at turns 3 and 1."""
-    late = [row(episode=40 + turn // 2, depth=turn % 2, prompt="late") for turn in range(2)]
-    late = [one | {"episode": 40} for one in late]
+    late = [row(episode=40, depth=turn, prompt="late") for turn in range(2)]
     late.append(failing("do you always eat ?", episode=40, depth=2, prompt="late", logprob=-2.0))
     early = failing("why so silly ?", episode=50, prompt="early", response_score=0.7)
     folder = write_run(
@@ -209,8 +211,8 @@ def test_conversations_are_found_by_text_score_plant_and_cluster(
     assert len(browser.value(SHOWN)) == 20
     use(browser, tool, value)
     assert browser.value(SHOWN) == shown
-    told = f"{len(shown)} of 32 conversations"
-    assert browser.value("document.querySelector('.tools output').textContent") == told
+    shown_of_all = f"{len(shown)} of 32 conversations"
+    assert browser.value("document.querySelector('.tools output').textContent") == shown_of_all
     browser.click("[data-tool=reset]")
     assert len(browser.value(SHOWN)) == 32
     assert browser.complaints() == []
@@ -251,8 +253,7 @@ def test_a_page_can_be_read_without_its_script(
 def test_a_printed_page_has_no_controls(browser: Browser, page: Path) -> None:
     browser.open(page)
     browser.ask("Emulation.setEmulatedMedia", media="print")
-    seen = "[...document.querySelectorAll('nav, .tools, #unveil, .choose')]"
-    assert browser.value(f"{seen}.filter(e => e.checkVisibility()).length") == 0
+    assert visible(browser, "nav, .tools, #unveil, .choose") == 0
     pdf = base64.b64decode(browser.ask("Page.printToPDF")["data"])
     browser.ask("Emulation.setEmulatedMedia", media="")
     assert pdf.startswith(b"%PDF")
@@ -266,8 +267,8 @@ def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for table, rows in tables.items():
         for problem in range(10_000):
             is_right = problem % 10 > (0 if table == "evaluation" else 4)
-            said = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
-            messages = [["user", f"problem {problem}"], said]
+            answer = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
+            messages = [["user", f"problem {problem}"], answer]
             rows.append({"step": 9, "problem": problem, "reward": float(is_right),
                          "is_right": is_right, "messages": messages})  # fmt: skip
     results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 10_000}}

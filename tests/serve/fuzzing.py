@@ -540,8 +540,8 @@ class FuzzedTinker(Fuzzed):
             if (method == "DELETE" and reply.status_code == 204) or path.endswith("/finish"):
                 self.create()
             return
-        found = reply.json()
-        if method == "POST" and isinstance(found, dict) and "request_id" in found:
+        found = reply.json() if method == "POST" else None
+        if isinstance(found, dict) and "request_id" in found:
             promised = found["request_id"]
             if promised == f"{self.model}:{self.number}":
                 self.number += 1

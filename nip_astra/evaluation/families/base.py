@@ -239,7 +239,7 @@ class EvaluationFamily(ABC):
     name : str
         As registered; a trainer names it as `evaluation_family`.
     kind : str
-        The kind of run in `evaluation.json`; empty to leave it out.
+        The kind of run in `evaluation.json`.
     unit : str
         What pairs of a comparison share, in the plural.
     row_file, row_unit : str

@@ -1,4 +1,4 @@
-"""Decoding steps of fixed shapes, replayed by a GPU as one captured graph (experimental).
+"""Decoding steps of fixed shapes, replayed by a GPU as one captured graph.
 
 A step of a small model consists of hundreds of short kernels, which take longer to launch than to
 run. A CUDA graph launches all together, but always uses the same memory: keys and values of a level
@@ -22,7 +22,6 @@ from nip_astra.errors import ConfigurationError, reason_of
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
-from nip_astra.utils.experimental import Experimental, warn_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +31,13 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 SMALLEST_ROWS = 4
 SMALLEST_LENGTH = 128
-MAX_BYTES = 4 << 30
-"""Maximum memory for keys and values of all sizes of a model. Beyond it the least recently used
-size is dropped; a level that needs more by itself is decoded over the tree's own blocks."""
+MEMORY_SHARE = 0.25
+"""Maximum share of a GPU for keys and values of all sizes of a model.
+
+Beyond it the least recently used size is dropped; a level that needs more by itself is decoded over
+the tree's own blocks. On an H200 a step of 256 rows of 580 tokens and 1.1 billion weights took
+5.5 ms as a graph and 7.9 ms without.
+"""
 NUM_WARM_UPS = 2
 
 
@@ -52,6 +55,13 @@ def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
         function()
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+def max_bytes(device: torch.device) -> int:
+    """Return the maximum memory of graphs on a device."""
+    if device.type != "cuda":
+        return 4 << 30
+    return int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def bucket(count: int, smallest: int) -> int:
@@ -197,7 +207,8 @@ class FixedSteps:
         needed = sum(block.length for block in tree.blocks) + num_new
         size = bucket(len(lengths), SMALLEST_ROWS), bucket(needed, SMALLEST_LENGTH)
         num_bytes = self._bytes_of(*size)
-        if num_bytes > MAX_BYTES:
+        device = weights.embedding_VX.device
+        if num_bytes > max_bytes(device):
             if not self._has_logged_size:
                 logger.info(
                     "%d rows of %d tokens are decoded without fixed shapes: they would take "
@@ -210,7 +221,6 @@ class FixedSteps:
         step = self._steps.pop(size, None) or self._build(weights, *size)
         # The newest is last.
         self._steps[size] = step
-        device = weights.embedding_VX.device
         step.begin(tree, torch.tensor(lengths, device=device))
         return step
 
@@ -221,7 +231,8 @@ class FixedSteps:
 
     def _build(self, weights: Weights, num_rows: int, num_positions: int) -> FixedStep:
         needed = self._bytes_of(num_rows, num_positions)
-        while self._steps and needed + sum(self._bytes_of(*s) for s in self._steps) > MAX_BYTES:
+        limit = max_bytes(weights.embedding_VX.device)
+        while self._steps and needed + sum(self._bytes_of(*s) for s in self._steps) > limit:
             del self._steps[next(iter(self._steps))]
         # Buffers that are made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -243,7 +254,6 @@ class FixedSteps:
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
             return step
-        warn_experimental(Experimental.DECODE_GRAPHS)
         logger.info(
             "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
         )

@@ -173,7 +173,7 @@ def test_more_shapes_than_torch_compiles_by_default_are_each_compiled_once() -> 
 def test_the_cpu_keeps_dense_attention() -> None:
     trie = tree(0)
     assert isinstance(trie_attention(trie, torch.float32), TrieAttention)
-    assert not attention.uses_flex_attention(torch.device("cpu"))
+    assert not attention.uses_flex_attention(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("_small_flex")
@@ -210,7 +210,7 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
     generator = torch.Generator().manual_seed(0)
     contexts, ids_BT = (torch.randint(6, 20, (8, n), generator=generator) for n in (20, 10))
     dense = learnt()
-    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device: True)
+    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device, dtype: True)
     monkeypatch.setattr(scoring, "trie_attention", by_blocks)
     rows = functools.partial(build_trie, max_row_tokens=60)
     monkeypatch.setattr("nip_astra.language_models.huggingface.build_trie", rows)
@@ -225,7 +225,7 @@ def test_the_mask_of_a_pass_with_gradients_is_bounded(
 def test_flex_attention_reads_prompts_that_share_a_beginning_in_several_passes(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device: True)
+    monkeypatch.setattr(scoring, "uses_flex_attention", lambda device, dtype: True)
     limits = scoring.row_limits(tiny_model._decoder, torch.device("cuda"), torch.float32)
     prompts = [[2, *[number] * 199] for number in range(10, 26)]
     trie = build_trie(

@@ -152,7 +152,7 @@ def test_a_level_too_large_for_fixed_shapes_is_decoded_without(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = grow(tiny_model)
-    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(decode_graphs, "max_bytes", lambda device: 1000)
     recorder = Recorder()
     fix(tiny_model, recorder)
     with caplog.at_level(logging.INFO):
@@ -165,7 +165,8 @@ def test_sizes_used_longest_ago_are_forgotten(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Numbers of a token's keys and values, tokens of the larger size, bytes of a number.
-    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 2 * 2 * 2 * 8 * (24 * 128) * 4)
+    one_size = 2 * 2 * 2 * 8 * (24 * 128) * 4
+    monkeypatch.setattr(decode_graphs, "max_bytes", lambda device: one_size)
     recorder = Recorder(is_counter=True)
     fix(tiny_model, recorder)
     grow(tiny_model)
