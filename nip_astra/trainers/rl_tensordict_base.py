@@ -19,12 +19,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import LossModule, ValueEstimators
 
-from nip_astra.checkpoints.run_state import (
-    Part,
-    RunState,
-    global_generators,
-    set_global_generators,
-)
+from nip_astra.checkpoints.run_state import Part, RunState, global_generators, set_global_generators
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.placement import Work
 from nip_astra.distributed.team import Handler
@@ -36,12 +31,7 @@ from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.tracking.run_directory import OUTCOMES
-from nip_astra.trainers.dry_run import (
-    estimate_run,
-    measure_smallest_step,
-    memory_of,
-    model_memory,
-)
+from nip_astra.trainers.dry_run import estimate_run, measure_smallest_step, memory_of, model_memory
 from nip_astra.trainers.protocol.agent_files import AgentTrainer, save_agents
 from nip_astra.trainers.protocol.learning import (
     Learner,

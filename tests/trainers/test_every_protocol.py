@@ -11,7 +11,7 @@ import pytest
 
 from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
+from tests.kit.experiments import run_in
 
 TRAINERS = ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")
 PROTOCOLS = tuple(str(member) for member in InteractionProtocolType)
@@ -61,14 +61,10 @@ def test_a_test_run_ends_with_results(
     if trainer != "solo_agent":
         overrides += [*SMALL, f"protocol_common.zero_knowledge={str(zero_knowledge).lower()}"]
     resolved = resolve_experiment(trainer=trainer, scenario=scenario, overrides=overrides)
-    result = run_experiment(
-        resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
-    )
-    results = json.loads((tmp_path / "one" / "results.json").read_text())
-    assert results == json.loads(json.dumps(result.results))
-    assert results["after"]
-    assert (tmp_path / "one" / "model").is_dir()
-    assert "<svg" in (tmp_path / "one" / "report.html").read_text()
+    run = run_in(tmp_path, resolved, test_run=True)
+    assert json.loads((run / "results.json").read_text())["after"]
+    assert (run / "model").is_dir()
+    assert "<svg" in (run / "report.html").read_text()
 
 
 @pytest.mark.parametrize("trainer", ["vanilla_ppo", "spg", "solo_agent"])
@@ -87,14 +83,8 @@ def test_networks_with_everything_that_they_may_have_learn(trainer: str, tmp_pat
     resolved = resolve_experiment(
         trainer=trainer, scenario="graph_isomorphism", overrides=overrides
     )
-    after = run_experiment(
-        resolved,
-        runs_dir=str(tmp_path),
-        run_id="one",
-        test_run=True,
-        progress=False,
-        num_threads=1,
-    ).results["after"]
+    run = run_in(tmp_path, resolved, test_run=True, num_threads=1)
+    after = json.loads((run / "results.json").read_text())["after"]
     numbers = [value for value in after.values() if isinstance(value, float)]
     assert numbers
     assert all(map(math.isfinite, numbers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from nip_astra.errors import NipAstraError, NothingMeasuredError, ServiceError
+from nip_astra.evaluation.families.base import EvaluationRequest
 from nip_astra.evaluation.families.protocols import Protocols
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.language_models.services.chat import (
@@ -29,11 +31,12 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.tasks.base import EnvironmentTask, Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.experiments import FAST, run_in
 from tests.kit.tiny import write_scenario
 
 PLACE = "http://nowhere.test/v1"
@@ -120,12 +123,7 @@ def stress_test(folder: Path) -> ResolvedExperiment:
         target={"chat_model": moody(), "max_new_tokens": 6},
         scorer={"_type": "moody", "on_failure": "skip"},
     )
-    overrides = [
-        "training.num_iterations=2",
-        "training.num_episodes_per_experience=2",
-        "ast_chat.evaluation.use_random_search=false",
-        "ast_chat.evaluation.num_episodes=2",
-    ]
+    overrides = [*FAST, "training.num_iterations=2", "training.num_episodes_per_experience=2"]
     return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=overrides)
 
 
@@ -171,7 +169,7 @@ CAUSES = pytest.mark.parametrize(
 def ended(build: Build, folder: Path) -> str:
     """Run until an error says that nothing was measured, and give its text."""
     with pytest.raises(NothingMeasuredError) as caught:
-        run_experiment(build(folder / "s"), runs_dir=str(folder), run_id="run", progress=False)
+        run_in(folder, build(folder / "s"))
     return str(caught.value)
 
 
@@ -200,7 +198,7 @@ def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
 def test_an_evaluation_after_training_without_a_result_leaves_the_checkpoint(
     tmp_path: Path, build: Build, mood: Mood, reaction: Any, num_last: int
 ) -> None:
-    run_experiment(build(tmp_path / "b"), runs_dir=str(tmp_path), run_id="a", progress=False)
+    run_in(tmp_path, build(tmp_path / "b"), "a")
     num_earlier = mood.num_calls - num_last
     mood.num_calls = 0
     mood.react = lambda number: reaction if number > num_earlier else None
@@ -221,10 +219,8 @@ def test_iterations_without_a_result_are_warned_of_and_all_of_them_are_an_error(
     rewarding.react = lambda number: "nothing" if 32 < number <= 32 + 32 * num_blank else None
     with caplog.at_level(logging.WARNING):
         if num_blank == 1:
-            found = run_experiment(
-                task_run(tmp_path), runs_dir=str(tmp_path), run_id="run", progress=False
-            )
-            assert found.results["after"]["num_without_reward"] == 0
+            results = read_results(run_in(tmp_path, task_run(tmp_path))).results
+            assert results["after"]["num_without_reward"] == 0
         else:
             assert "32 of 32 answers" in ended(task_run, tmp_path)
             assert resume_experiment(tmp_path / "run", progress=False).results["after"]
@@ -234,7 +230,7 @@ def test_iterations_without_a_result_are_warned_of_and_all_of_them_are_an_error(
 def test_a_malformed_answer_is_asked_for_in_one_layer(tmp_path: Path) -> None:
     chat.react = lambda number: NO_TEXT
     with pytest.raises(NothingMeasuredError):
-        run_experiment(text_run(tmp_path, 5), runs_dir=str(tmp_path), progress=False)
+        run_in(tmp_path, text_run(tmp_path, 5))
     # 4 rollouts, in whose first round one agent has a turn.
     assert chat.num_calls == 4 * 6
 
@@ -256,7 +252,7 @@ def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     mood: Mood,
     reaction: Any,
 ) -> None:
-    run_experiment(build(tmp_path / "s"), runs_dir=str(tmp_path), run_id="run", progress=False)
+    run_in(tmp_path, build(tmp_path / "s"))
     type_command = CommandLine(tmp_path, tmp_path, capsys)
     typed = ["evaluate", str(tmp_path / "run"), "--seed", "9", "--name", "again", "--json"]
     typed += ["--probability-episodes", "0"] if build is stress_test else []
@@ -282,35 +278,42 @@ def test_empty_replies_and_refusals_stand_beside_the_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: ChatAnswer, counts: tuple[int, ...]
 ) -> None:
     chat.react = lambda number: sample
-    run = run_experiment(stress_test(tmp_path / "s"), runs_dir=str(tmp_path), progress=False)
+    run = run_in(tmp_path, stress_test(tmp_path / "s"))
+    results = read_results(run).results
     is_silent = sum(counts[1:]) > 0
     names = ("num_received", "num_empty", "num_refused")
-    assert run.results["after"]["replies"] == dict(zip(names, counts, strict=True))
+    assert results["after"]["replies"] == dict(zip(names, counts, strict=True))
     cell = f"{counts[1]} / {counts[2]} of {counts[0]}"
-    page = (run.run_directory.path / "report.html").read_text(encoding="utf-8")
+    page = (run / "report.html").read_text(encoding="utf-8")
     assert (cell in page) == is_silent
-    assert any("replies of the target" in one for one in run.results["warnings"]) == is_silent
+    assert any("replies of the target" in one for one in results["warnings"]) == is_silent
     type_command = CommandLine(tmp_path, tmp_path, capsys)
     capsys.readouterr()
-    path = str(run.run_directory.path)
-    said = type_command("evaluate", path, "--probability-episodes", "0")
+    said = type_command("evaluate", str(run), "--probability-episodes", "0")
     assert (cell in said.out) == is_silent
-    found = json.loads((Path(path) / "evaluations" / "test" / "evaluation.json").read_text())
+    found = json.loads((run / "evaluations" / "test" / "evaluation.json").read_text())
     assert tuple(found["replies"].values()) == counts
-    with_evaluation = (run.run_directory.path / "report.html").read_text(encoding="utf-8")
+    with_evaluation = (run / "report.html").read_text(encoding="utf-8")
     assert (with_evaluation.count(cell) > page.count(cell)) == is_silent
 
 
 def test_an_error_of_another_kind_is_kept_in_the_results(tmp_path: Path) -> None:
     chat.react = lambda number: None if number < 6 else DOWN
     with pytest.raises(ServiceError) as caught:
-        run_experiment(text_run(tmp_path), runs_dir=str(tmp_path), run_id="run", progress=False)
+        run_in(tmp_path, text_run(tmp_path))
     assert isinstance(caught.value, NipAstraError)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["status"], results["error"]["type"]) == ("failed", "ServiceError")
 
 
-def test_an_evaluation_of_a_protocol_in_which_no_episode_ended_is_an_error() -> None:
-    folder: Any = SimpleNamespace(path=Path("again"))
-    with pytest.raises(NothingMeasuredError, match="again"):
-        Protocols().figures(None, folder, {"figures": {"num_episodes": 0}})  # type: ignore[arg-type]
+def test_an_evaluation_of_a_protocol_in_which_no_episode_ended_is_an_error(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(
+        agents=SimpleNamespace(names=("prover", "verifier")),
+        rl=SimpleNamespace(num_iterations=1),
+        testing=nullcontext,
+        test_batches=lambda *_: [],
+    )
+    subject: Any = SimpleNamespace(trainer=trainer, environment=None, key=(0,), num_batches=0)
+    folder: Any = SimpleNamespace(path=tmp_path)
+    with pytest.raises(NothingMeasuredError, match="no episode ended"):
+        Protocols().play(subject, folder, EvaluationRequest(), print)

@@ -31,10 +31,7 @@ from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.kit.experiments import RecordingTracker, metrics_of, run_in
 from tests.kit.resuming import short_experiment
-from tests.kit.toy_protocol_scenario import (
-    KIND,
-    toy_trainer,
-)
+from tests.kit.toy_protocol_scenario import KIND, toy_trainer
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 

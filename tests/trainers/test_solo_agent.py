@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.errors import (
-    CheckpointError,
-    NonFiniteLossError,
-)
+from nip_astra.errors import CheckpointError, NonFiniteLossError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.trainers import solo_agent
 from nip_astra.trainers.solo_agent import CACHE_DIR

@@ -22,20 +22,9 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.outcomes import (
-    Known,
-    Replies,
-    failure_rate,
-    known_turns,
-    unknown_warning,
-)
+from nip_astra.evaluation.outcomes import Known, Replies, failure_rate, known_turns, unknown_warning
 from nip_astra.evaluation.playing import play_chains
-from nip_astra.evaluation.summary import (
-    RUN_FIGURES,
-    FailureTally,
-    collapse_of,
-    outcomes_by_episode,
-)
+from nip_astra.evaluation.summary import RUN_FIGURES, FailureTally, collapse_of, outcomes_by_episode
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,

@@ -27,12 +27,7 @@ from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, ModelLoadError, counted
 from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import (
-    LanguageModel,
-    TokenScorer,
-    as_language_model,
-    as_scorer,
-)
+from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model, as_scorer
 from nip_astra.language_models.services.training import (
     TRAINING_SERVICES,
     LocalTrainingService,
@@ -70,11 +65,7 @@ from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service.contract import (
-    TrainerConfig,
-    built_of_parts,
-    takes_config_alone,
-)
+from nip_astra.trainers.service.contract import TrainerConfig, built_of_parts, takes_config_alone
 from nip_astra.trainers.service.metrics import (
     ANSWER_COLUMNS,
     RECORD_COLUMNS,

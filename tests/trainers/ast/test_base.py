@@ -276,3 +276,49 @@ def test_scoring_again_is_done_once_and_counted_apart(name: str, tiny_scenario: 
     assert metrics["tokens/rescored"] > 0
     assert spent.scored == 0
     assert "value" not in tree.nodes
+
+
+# ---- random search
+
+PLANT = "ast_chat.planted_failures=[{name: one, probe: a}]"
+
+
+@pytest.mark.parametrize(
+    ("planted", "asked", "is_run"),
+    [
+        (True, "null", True),
+        (True, "false", False),
+        (False, "null", False),
+        (False, "true", True),
+    ],
+)
+def test_it_is_run_where_failures_are_planted_or_where_it_is_asked_for(
+    tiny_scenario: Path, planted: bool, asked: str, is_run: bool
+) -> None:
+    plants = PLANT if planted else "ast_chat.planted_failures=[]"
+    search = f"ast_chat.evaluation.use_random_search={asked}"
+    trainer = ast_trainer("ast_dpo", tiny_scenario, plants, search)
+    assert (trainer.evaluation.num_random_search_parts() > 0) is is_run
+
+
+def test_before_and_after_count_planted_failures_of_the_same_conversations(
+    tiny_scenario: Path,
+) -> None:
+    trainer = ast_trainer(
+        *("ast_dpo", tiny_scenario, PLANT, "training.num_iterations=1"),
+        "ast_chat.evaluation.use_random_search=true",
+    )
+    trainer.train()
+    names = ("before", "after", "training", "random_search")
+    before, after, training, random = (trainer.results[name] for name in names)
+    assert before["target_queries"] == after["target_queries"]
+    assert max(after["first_query"].values(), default=0) <= after["target_queries"]
+    assert after["plants_found"] == sum(q is not None for q in after["first_query"].values())
+    assert training["target_queries"] not in (0, after["target_queries"])
+    assert training["num_plants"] == after["num_plants"] == 1
+    # Random search has the queries of training and of the held-out conversations after it.
+    needed = training["target_queries"] + after["target_queries"]
+    assert needed <= random["target_queries"]
+    for report in (before, after):
+        assert report["num_failed"] <= report["num_known"] == report["num_episodes"]
+        assert report["if_unknown_passed"] == report["if_unknown_failed"] == report["failure_rate"]

@@ -340,10 +340,8 @@ def test_the_rollout_of_an_iteration_is_by_the_weights_of_the_one_before(tmp_pat
     lr = "training.lr=0.05"
     for name in ("0", "1"):
         more = f"ast_grpo.max_staleness={name}"
-        trainer = prepare_experiment(
-            short_experiment("ast_grpo", tmp_path / name, more, lr, num_iterations=2),
-            progress=False,
-        ).trainer
+        resolved = short_experiment("ast_grpo", tmp_path / name, more, lr, num_iterations=2)
+        trainer = prepare_experiment(resolved, progress=False).trainer
         trees[name] = []
         digest = trainer.digest
         kept = trees[name]
@@ -359,9 +357,8 @@ def test_the_rollout_of_an_iteration_is_by_the_weights_of_the_one_before(tmp_pat
 def test_weights_turn_what_older_weights_say_into_what_the_new_ones_would(
     tmp_path: Path, level: str
 ) -> None:
-    trainer = prepare_experiment(
-        short_experiment("ast_grpo", tmp_path / "x"), progress=False
-    ).trainer
+    resolved = short_experiment("ast_grpo", tmp_path / "x")
+    trainer = prepare_experiment(resolved, progress=False).trainer
     with torch.no_grad():
         tree = trainer.rollouts.play(0)
         played_NT = tree.nodes["probe_logprobs"].clone()

@@ -15,10 +15,7 @@ from tensordict import TensorDict
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
-from nip_astra.language_models.services.training import (
-    TRAINING_SERVICES,
-    TrainingServiceRequest,
-)
+from nip_astra.language_models.services.training import TRAINING_SERVICES, TrainingServiceRequest
 from nip_astra.plugins import load_plugin
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory

@@ -21,12 +21,7 @@ from nip_astra.scenario_base.text.models import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers import rl_pure_text_base
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
-from tests.kit.text_games import (
-    FakeChatModel,
-    FakeFineTuning,
-    build_text_parts,
-    build_text_trainer,
-)
+from tests.kit.text_games import FakeChatModel, FakeFineTuning, build_text_parts, build_text_trainer
 
 GROUPS = {
     "text_rl": {
