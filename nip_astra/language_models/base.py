@@ -50,10 +50,6 @@ class Generation:
 
 TokenRows: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """`context_BC`, `context_mask_BC`, `ids_BT` and `mask_BT`, as in `TokenScorer.logprobs`."""
-ScoredDraws: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, SamplingOptions]
-"""`TokenRows`, and the options by which their continuations were drawn."""
-DrawnRows: TypeAlias = tuple[Sequence[Sequence[int]], int, Tensor, SamplingOptions]
-"""`contexts`, `rows_per_context`, `uniforms_BT` and `options`, as in `TokenSampler.generate`."""
 
 
 class Turns(NamedTuple):
@@ -359,12 +355,18 @@ class _UncachedSession(GenerationSession):
         self.model = model
 
     def generate(
-        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        generation = self.model.generate(*rows)
+        generation = self.model.generate(contexts, rows_per_context, uniforms_RT, options)
         if spans is None:
             return Turns(generation, None)
-        contexts = rows[0]
         cpu = torch.device("cpu")
         before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
         tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]

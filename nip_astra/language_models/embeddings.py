@@ -154,13 +154,14 @@ class EncoderEmbedder(Embedder):
 
     @torch.no_grad()
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        inputs = self._tokenizer(
+        # Without `return_tensors`, by which tokenizers look at each number in Python.
+        rows = self._tokenizer(
             [valid_text(text) if text.strip() else self._blank for text in texts],
             padding=True,
             truncation=True,
             max_length=self._max_length,
-            return_tensors="pt",
-        ).to(self._device)
+        )
+        inputs = {name: torch.tensor(ids, device=self._device) for name, ids in rows.items()}
         hidden_BTX = self._model(**inputs).last_hidden_state.float()
         mask_BT1 = inputs["attention_mask"].unsqueeze(2)
         means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1).clamp(min=1)

@@ -34,15 +34,13 @@ from nip_astra.language_models.adapters import (
     save_weights,
 )
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     GenerationSession,
     LanguageModel,
     SamplingDistribution,
-    ScoredDraws,
+    SamplingOptions,
     TokenCount,
     TokenModel,
-    TokenRows,
     TokenScores,
     register_language_model,
 )
@@ -355,10 +353,16 @@ class HuggingFaceLanguageModel(LanguageModel):
         )
 
     @torch.no_grad()
-    def generate(self, *drawn: *DrawnRows) -> Generation:
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
         if self._decoder is not None:
-            return self.open_session().generate(*drawn).generation
-        contexts, rows_per_context, uniforms_BT, options = drawn
+            session = self.open_session()
+            return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
         autocast = autocast_to(self.module, self.dtype)
         with adapter_state(self.module, is_on=self.use_adapter), autocast():
@@ -376,8 +380,10 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     # ---- scoring
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
-        return self.token_scores(*rows).logprobs_BT
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
 
     @property
     def hidden_size(self) -> int:
@@ -385,12 +391,16 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def token_scores(
         self,
-        *rows: *TokenRows,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
-        _, _, ids_BT, mask_BT = rows
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         if not mask_BT.any() and self._reader is None:
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
@@ -467,18 +477,29 @@ class HuggingFaceLanguageModel(LanguageModel):
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
     @torch.no_grad()
-    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
-        *rows, options = draws
+    def sampled_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor | None:
         options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
-        return self.token_scores(
-            *rows, distribution=SamplingDistribution(options)
-        ).logprobs_BT.cpu()
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
+        scores = self.token_scores(*rows, distribution=SamplingDistribution(options))
+        return scores.logprobs_BT.cpu()
 
     @torch.no_grad()
-    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
-        *rows, options = draws
-        _, _, ids_BT, mask_BT = rows
-        scores = self.token_scores(*rows, needs_hidden=True)
+    def support_mask(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> SupportMask:
+        scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         return find_support(

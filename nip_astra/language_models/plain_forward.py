@@ -122,9 +122,18 @@ class RowReader(torch.nn.Module):
         self.autocast = autocast_to(causal_lm, dtype)
         self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
-    def forward(self, *rows: *TokenRows, needs: ScoreNeeds) -> TokenScores:
+    def forward(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
+        needs: ScoreNeeds,
+    ) -> TokenScores:
         """Return scores of each continuation token; see `score_rows`."""
         with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
+            rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
             return _score_batch(self.causal_lm, rows, needs)
 
 

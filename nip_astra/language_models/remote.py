@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,12 +14,11 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     LanguageModel,
+    SamplingOptions,
     TokenCount,
     TokenModel,
-    TokenRows,
     register_language_model,
 )
 from nip_astra.language_models.sampling import find_end_ids
@@ -93,10 +92,18 @@ class RemoteLanguageModel(LanguageModel):
 
     # ---- not possible without weights
 
-    def generate(self, *rows: *DrawnRows) -> Generation:
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
         self._refuse("sample")
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
         self._refuse("score tokens")
 
     def save(self, directory: Path) -> None:

@@ -23,13 +23,11 @@ from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.adapters import save_weights
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     GenerationSession,
     LanguageModel,
     SamplingDistribution,
     SamplingOptions,
-    ScoredDraws,
     TokenCount,
     TokenRows,
     TokenScores,
@@ -234,9 +232,15 @@ class VllmLanguageModel(LanguageModel):
     def open_session(self) -> GenerationSession:
         return VllmSession(self)
 
-    def generate(self, *rows: *DrawnRows) -> Generation:
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
         session = self.open_session()
-        turns = session.generate(*rows)
+        turns = session.generate(contexts, rows_per_context, uniforms_BT, options)
         return session.settle([turns.generation])[0]
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
@@ -284,8 +288,10 @@ class VllmLanguageModel(LanguageModel):
 
     # ---- scoring
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
-        return self.token_scores(*rows).logprobs_BT
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
 
     @property
     def hidden_size(self) -> int:
@@ -293,13 +299,18 @@ class VllmLanguageModel(LanguageModel):
 
     def token_scores(
         self,
-        *rows: *TokenRows,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
         distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         if self.scorer is None and distribution is None and not (needs_entropy or needs_hidden):
-            return TokenScores(self._scored_by_engine(*rows))
+            return TokenScores(self._scored_by_engine(rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
             assert self.weights is not None
             self.weights.num_passes += 1
@@ -309,7 +320,7 @@ class VllmLanguageModel(LanguageModel):
             *rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, distribution=distribution
         )
 
-    def _scored_by_engine(self, *rows: *TokenRows) -> Tensor:
+    def _scored_by_engine(self, rows: TokenRows) -> Tensor:
         context_BC, context_mask_BC, ids_BT, mask_BT = rows
         before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
         after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
@@ -328,12 +339,28 @@ class VllmLanguageModel(LanguageModel):
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
-    def support_mask(self, *draws: *ScoredDraws) -> SupportMask:
+    def support_mask(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> SupportMask:
         find = super().support_mask if self.scorer is None else self.scorer.support_mask
-        return find(*draws)
+        return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
 
-    def sampled_logprobs(self, *draws: *ScoredDraws) -> Tensor | None:
-        return None if self.scorer is None else self.scorer.sampled_logprobs(*draws)
+    def sampled_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor | None:
+        if self.scorer is None:
+            return None
+        return self.scorer.sampled_logprobs(context_BC, context_mask_BC, ids_BT, mask_BT, options)
 
     # ---- saving
 

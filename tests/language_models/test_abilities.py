@@ -14,14 +14,12 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, ModelAbilityError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     LanguageModel,
     Learner,
     SamplingOptions,
     TokenCount,
     TokenModel,
-    TokenRows,
     TokenSampler,
     TokenScorer,
     as_language_model,
@@ -63,15 +61,15 @@ class Wrapped(TokenModel):
 class Samples(Wrapped, TokenSampler):
     """Samples tokens alone, as a server of completions does."""
 
-    def generate(self, *rows: *DrawnRows) -> Generation:
-        return self.inner.generate(*rows)
+    def generate(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
+        return self.inner.generate(contexts, rows_per_context, uniforms_BT, options)
 
 
 class Scores(Wrapped, TokenScorer):
     """Scores tokens alone."""
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
-        return self.inner.logprobs(*rows)
+    def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
+        return self.inner.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
 
 
 class SamplesAndScores(Samples, Scores):

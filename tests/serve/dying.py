@@ -52,7 +52,8 @@ class _Death:
 
     def in_sample(self) -> None:
         """Tokens are drawn, and nobody is told."""
-        self._after(HuggingFaceLanguageModel, "generate")
+        for name in ("generate", "complete"):
+            self._after(HuggingFaceLanguageModel, name)
 
     def in_save(self) -> None:
         """The weights are written, and the optimizer is not yet."""

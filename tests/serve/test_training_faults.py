@@ -99,6 +99,10 @@ def test_a_service_killed_at_work_is_told_and_its_run_goes_on_without_loss(
         metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (found, expected)]
         for mine, theirs in zip(*metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        for one in (found, expected):
+            # The path of the state at its service, and lengths of files of these metrics.
+            assert one.pop("checkpoints/step_00000015/tinker.json")
+            assert one.pop("step_00000015/state.json")
     assert found == expected
 
 

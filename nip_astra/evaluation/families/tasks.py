@@ -173,8 +173,8 @@ class Tasks(EvaluationFamily):
 
         options = getattr(_resolve(run_of(run)[0], request).hyper_params, KIND).evaluation
         num_runs = options.num_dev_runs if request.split == "dev" else options.num_runs
-        figures = Tally(1.0, [0] * num_runs, [1.0] * num_runs, num_runs).report(num_runs)
-        return self.values({"figures": figures})
+        tally = Tally(1.0, [0] * num_runs, [1.0] * num_runs, num_runs, [True] * num_runs)
+        return self.values({"figures": tally.report(num_runs)})
 
     def contender(self, evaluation: Evaluation, label: str) -> Contender:
         figures = evaluation.figures

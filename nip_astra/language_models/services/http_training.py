@@ -37,11 +37,10 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     LanguageModel,
+    SamplingOptions,
     TokenCount,
-    TokenRows,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
@@ -153,18 +152,24 @@ class HttpTrainingService(TrainingService):
             raise self.connection.unreadable("it lacks grad_norm or was_taken")
         return OptimizerFigures(grad_norm, was_taken=was_taken)
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
-        on_cpu = tuple(one.cpu() for one in rows)
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        on_cpu = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
         (logprobs_BT,) = self._tensors("logprobs", self._do("logprobs", rows=on_cpu))
-        shape = on_cpu[2].shape
-        if logprobs_BT.shape != shape:
+        if logprobs_BT.shape != ids_BT.shape:
             raise self.connection.unreadable(
-                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(shape)}"
+                f"its logprobs have the shape {tuple(logprobs_BT.shape)}, not {tuple(ids_BT.shape)}"
             )
         return self._leaves.leaf(on_cpu, logprobs_BT)
 
-    def sample(self, *rows: *DrawnRows) -> Generation:
-        contexts, rows_per_context, uniforms_BT, options = rows
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
         found = self._do(
             "sample",
             contexts=[list(context) for context in contexts],

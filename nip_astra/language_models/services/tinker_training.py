@@ -33,11 +33,9 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     LanguageModel,
     SamplingOptions,
-    TokenRows,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.chat import run_sync
@@ -155,7 +153,10 @@ class TinkerTrainingService(TrainingService):
         # Tinker's own service does not report it.
         return OptimizerFigures(metrics.get("grad_norm:mean", float("nan")), was_taken=True)
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         _, _, ids_BT, mask_BT = on_cpu = tuple(one.cpu() for one in rows)
         logprobs_BT = torch.zeros(ids_BT.shape)
         if bool(mask_BT.any()):
@@ -190,8 +191,13 @@ class TinkerTrainingService(TrainingService):
 
     # ---- sampling
 
-    def sample(self, *rows: *DrawnRows) -> Generation:
-        contexts, rows_per_context, uniforms_BT, options = rows
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
         if options.min_new_tokens:
             raise ConfigurationError(
                 f"Tinker's protocol does not support min_new_tokens={options.min_new_tokens}. Set "

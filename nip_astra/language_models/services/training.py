@@ -21,11 +21,9 @@ from nip_astra.checkpoints.shards import load_shards, sizes_in
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError, ConfigurationError, ServiceRequestError
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     LanguageModel,
     SamplingOptions,
-    TokenRows,
 )
 from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.parameters.conditions import where_not
@@ -229,9 +227,11 @@ class TrainingService(ABC):
         """Return `LanguageModel.logprobs`, with gradient within the loss of `forward_backward`."""
 
     @torch.no_grad()
-    def compute_logprobs(self, *rows: *TokenRows) -> Tensor:
+    def compute_logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
         """Return `logprobs` without gradient, on the CPU."""
-        return self.logprobs(*rows).detach().cpu()
+        return self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT).detach().cpu()
 
     @abstractmethod
     def sample(
@@ -326,11 +326,19 @@ class LocalTrainingService(TrainingService):
         norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
         return float(norm.double())
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
-        return self.model.logprobs(*rows)
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        return self.model.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
 
-    def sample(self, *rows: *DrawnRows) -> Generation:
-        return self.model.generate(*rows)
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
 
     def save_state(self, directory: Path) -> None:
         self.model.save(directory / self.role)

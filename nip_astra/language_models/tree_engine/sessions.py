@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.base import (
-    DrawnRows,
     Generation,
     GenerationSession,
     TokenCount,
@@ -96,9 +95,15 @@ class CachedSession(GenerationSession):
 
     @torch.no_grad()
     def generate(
-        self, *rows: *DrawnRows, branching: int = 1, spans: Sequence[tuple[int, int]] | None = None
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        contexts, rows_per_context, uniforms_RT, options = rows
         # The last token of a turn is not forwarded.
         reserve = options.max_new_tokens - 1
         firsts = None if spans is None else [start for start, _ in spans]

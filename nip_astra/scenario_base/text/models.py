@@ -225,7 +225,12 @@ def _trained_model(agent: TextAgent, settings: ExperimentSettings) -> str:
         states = models_of_run(folder)
     else:
         states = models_of_run(RunDirectory.find(run, settings.runs_dir).path, version)
-    models = [state["model"] for state in states.values() if agent.name in state["agents"]]
+    # Older runs do not name the members of a group.
+    models = [
+        state["model"]
+        for name, state in states.items()
+        if agent.name in state.get("agents", [name, agent.name] if len(states) == 1 else [name])
+    ]
     if not any(models):
         trained = sorted(name for name, one in states.items() if one["model"] is not None)
         raise CheckpointError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -33,6 +34,7 @@ from nip_astra.rl_objectives.reductions import LossOutput, mean_over_rows
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import CreditParameters
@@ -178,19 +180,27 @@ def preference_samples(
 class GivenProbes:
     """Probes from a file, and the pairs in which they are preferred."""
 
-    def __init__(self, parameters: WeakSupervisionParameters, trainer: AstTrainer) -> None:
+    def __init__(
+        self,
+        parameters: WeakSupervisionParameters,
+        *,
+        attacker: ConversationAgent,
+        reference: ConversationAgent,
+        scenario_dir: Path | None,
+        seed: int,
+    ) -> None:
         self.share = parameters.share
-        self.trainer = trainer
-        texts = read_prompts(parameters.probes, trainer.scenario_instance.scenario_dir)
-        self.probes = [trainer.attacker.encode_turn(text) for text in texts]
+        self.reference = reference
+        self.seed = seed
+        texts = read_prompts(parameters.probes, scenario_dir)
+        self.probes = [attacker.encode_turn(text) for text in texts]
 
     @torch.no_grad()
     def replace(
-        self, samples: Sequence[Sample], tree: RolloutTree
+        self, samples: Sequence[Sample], tree: RolloutTree, pairs: PairParameters, *, iteration: int
     ) -> tuple[list[Sample], dict[str, float]]:
         """Replace the samples of a share of the episodes by pairs with given probes."""
-        seed, iteration = self.trainer.hyper_params.seed, self.trainer.state.iteration
-        generator = derived_generator(seed, "weak supervision", iteration)
+        generator = derived_generator(self.seed, "weak supervision", iteration)
         is_given_E = torch.rand(tree.num_episodes, generator=generator) < self.share
         choice_E = torch.randint(len(self.probes), (tree.num_episodes,), generator=generator)
         kept = [sample for sample in samples if not is_given_E[int(sample["episode"])]]
@@ -207,9 +217,9 @@ class GivenProbes:
         contexts = [tree.contexts[episode] for episode in episodes]
         cpu = torch.device("cpu")
         ids, mask = pad_right(chosen, cpu)
-        scorer = self.trainer.sampler.reference.token_scorer(to="score given probes")
+        scorer = self.reference.token_scorer(to="score given probes")
         scored = scorer.logprobs(*pad_left(contexts, cpu), ids, mask).cpu()
-        normalised = self.trainer.parameters.length_normalised
+        normalised = pairs.length_normalised
         chosen_P = sequence_logprobs(scored, mask, length_normalised=normalised)
         probe, probe_mask = tree.nodes["probe"][worst], tree.nodes["probe_mask"][worst]
         rejected_P = sequence_logprobs(
@@ -243,12 +253,20 @@ class AstPreferenceTrainer(AstTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = self.parameters.weak_supervision
-        self._given = given and GivenProbes(given, self)
+        self._given = given and GivenProbes(
+            given,
+            attacker=self.attacker,
+            reference=self.sampler.reference,
+            scenario_dir=self.scenario_instance.scenario_dir,
+            seed=self.hyper_params.seed,
+        )
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         samples, metrics = preference_samples(tree, self.parameters)
         if self._given:
-            samples, more = self._given.replace(samples, tree)
+            samples, more = self._given.replace(
+                samples, tree, self.parameters, iteration=self.state.iteration
+            )
             metrics |= more
         self.log_metrics(metrics)
         return samples

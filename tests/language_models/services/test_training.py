@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
-from nip_astra.language_models.base import DrawnRows, Generation, LanguageModel, TokenRows
+from nip_astra.language_models.base import Generation, LanguageModel
 from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
@@ -33,7 +33,7 @@ class DistantService(TrainingService):
     def __init__(self, model: LanguageModel, lr: float) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        self.leaves: list[tuple[TokenRows, Tensor]] = []
+        self.leaves: list[tuple[Tensor]] = []
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples, mean = sum(map(len, batches)), 0.0
@@ -46,8 +46,9 @@ class DistantService(TrainingService):
             self.leaves = []
         return {"loss": mean}
 
-    def logprobs(self, *rows: *TokenRows) -> Tensor:
+    def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
         with torch.no_grad():
+            rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
             leaf = self.model.logprobs(*rows)
         self.leaves.append((rows, leaf.requires_grad_()))
         return leaf
@@ -60,8 +61,8 @@ class DistantService(TrainingService):
         self.optimizer.zero_grad()
         return OptimizerFigures(float(norm), was_taken=True)
 
-    def sample(self, *rows: *DrawnRows) -> Generation:
-        return self.model.generate(*rows)
+    def sample(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
+        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
 
     def save_state(self, directory: Path) -> None:
         self.model.save(directory / "policy")
