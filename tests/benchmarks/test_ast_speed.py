@@ -1,4 +1,4 @@
-"""The plain way of benchmarks/ast_speed.py is no straw man: it computes what ours computes."""
+"""The plain arm of benchmarks/ast_speed.py is fair: it computes the same as ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.documents import ROOT
 
 
 class Modules(NamedTuple):
-    """The files of the benchmark, which are in no package."""
+    """The benchmark's files, which belong to no package."""
 
     ours: ModuleType
     plain: ModuleType
@@ -31,7 +31,7 @@ def modules(load: Callable[[str], ModuleType]) -> Modules:
 
 
 class Ways(NamedTuple):
-    """Both ways, built for one setting."""
+    """Both arms, built for a single setting."""
 
     setting: Any
     prompts: list[str]
@@ -48,7 +48,7 @@ def build(modules: Modules, *overrides: str, **changes: Any) -> Ways:
     resolved = setting.resolve("fp32", *overrides)
     prompts = setting.openings(resolved)
     plain, ours = modules.plain.PlainAst(resolved), modules.ours.OurAst(resolved, prompts)
-    # Ours says no role markers; the plain way is told not to.
+    # Ours generates no role markers; the plain arm is configured to do the same.
     tokenizer = plain.attacker.tokenizer
     markers = tuple(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id})
     for model in (plain.attacker, plain.target):
@@ -67,7 +67,7 @@ def trained(modules: Modules, request: pytest.FixtureRequest) -> Ways:
 
 
 def by_level(trees: list[list[Any]]) -> list[Any]:
-    """The nodes as ours orders them: by depth, then episode, then branch."""
+    """The nodes in our order: by depth, then episode, then branch."""
     found: list[Any] = []
     level = [node for tree in trees for node in tree]
     while level:
@@ -140,7 +140,7 @@ def test_loss_and_gradients_are_the_same(modules: Modules, trained: Ways) -> Non
 def test_gradients_are_the_same_where_the_end_of_a_turn_is_the_padding(
     modules: Modules, tmp_path: Path
 ) -> None:
-    """As in SmolLM2, whose every context holds ends of turns."""
+    """As in SmolLM2, where every context contains end-of-turn tokens."""
     folder = tmp_path / "attacker"
     shutil.copytree(ROOT / "scenarios" / "pocket_chat" / "models" / "attacker", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -165,7 +165,7 @@ def test_both_pair_the_best_with_the_worst_sibling(modules: Modules, trained: Wa
     width, depth = trained.setting.width, trained.setting.depth
     trees = trained.plain.play(trained.prompts, width=width, depth=depth)
     pairs = trained.plain.pairs(trees)
-    # One a group: the roots, and the children of each.
+    # One per group: the roots, and the children of each.
     assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
     ranked = sorted(trees[0], key=lambda node: node.reward)
     assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
@@ -182,7 +182,7 @@ def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(modules: Modul
     assert torch.equal(plain.reference.module.get_output_embeddings().weight, reference)
 
 
-def test_what_is_forwarded_is_counted(modules: Modules, sampled: Ways) -> None:
+def test_forwarded_tokens_are_counted(modules: Modules, sampled: Ways) -> None:
     plain, turn = sampled.plain, sampled.setting.turn_tokens
     models = (plain.attacker, plain.target, plain.reference)
     before = [model.num_forwarded for model in models]
@@ -190,7 +190,7 @@ def test_what_is_forwarded_is_counted(modules: Modules, sampled: Ways) -> None:
     attacker, target, reference = (
         model.num_forwarded - count for model, count in zip(models, before, strict=True)
     )
-    # The last token that is said is read by nobody.
+    # The last generated token is never read.
     context = len(nodes[0].context)
     assert attacker == 2 * (context + turn - 1)
     # It answers, and then reads each probe again for its log-probabilities.
@@ -205,13 +205,13 @@ SHORT = ("--context", "12", "--turn-tokens", "6")
 
 
 def run(modules: Modules, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run the script and give its JSON."""
+    """Run the script and return its JSON."""
     modules.speed.main([*SMALL, *SHORT, *arguments, "--out", str(folder / "figures.json")])
     found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
     return found
 
 
-def test_the_script_tells_ratios_and_scales_what_was_not_played(
+def test_the_script_reports_ratios_and_extrapolates_unplayed_settings(
     modules: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run(modules, tmp_path, "--episodes", "2", "--plain-episodes", "1")

@@ -1,4 +1,4 @@
-"""The benchmark of the probability of failure runs, and says what it counted."""
+"""The failure-probability benchmark runs, and reports its counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_measures_a_run_beside_brute_force(
     for name in ("Monte Carlo", "importance sampling, one turn", "importance sampling, all turns"):
         assert name in printed
         assert len(found["estimates"][name]) == 2
-    # The plain estimates are of parts of the brute force.
+    # The plain estimates use parts of the brute-force sample.
     means = [estimate["value"] for estimate in found["estimates"]["Monte Carlo"]]
     assert np.mean(means) == pytest.approx(found["truth"])
 

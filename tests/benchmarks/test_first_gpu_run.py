@@ -1,4 +1,4 @@
-"""What the first run on a GPU measures also runs on a CPU, small, where nothing can differ."""
+"""The measurements of the first GPU run also run on a CPU, in small, where nothing can differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ("--small", "--device", "cpu")
 
 
 def run(benchmark: ModuleType, out: Path, part: str) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and the records that were added."""
+    """The exit code, and the added records."""
     before = len(out.read_text().splitlines()) if out.exists() else 0
     code = benchmark.main([*SMALL, "--part", part, "--out", str(out)])
     return code, [json.loads(line) for line in out.read_text().splitlines()[before:]]
@@ -92,7 +92,7 @@ def test_a_part_that_ends_early_is_written(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    # An executable that is no Python ends with another code than 0 or 1.
+    # An executable that is not Python ends with a code other than 0 or 1.
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/ls")
     assert not benchmark.run_apart("memory", SMALL, out)
     (record,) = map(json.loads, out.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts sees each kind of difference."""
+"""The comparison of two checkouts detects each kind of difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_figures_that_are_not_numbers_are_equal_to_themselves(benchmark: ModuleT
     assert list(benchmark.differences({"rate": float("nan")}, {"rate": float("nan")})) == []
 
 
-def test_the_exit_code_tells_equal_different_and_failed_apart(
+def test_the_exit_code_distinguishes_equal_different_and_failed(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = {"error": "ValueError: no"}

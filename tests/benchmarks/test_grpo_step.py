@@ -1,4 +1,4 @@
-"""A GRPO step is measured beside TRL's, where both take the same one."""
+"""A GRPO step is timed beside TRL's, where both take the same step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 
-def test_a_first_step_that_differs_is_told(benchmark: ModuleType) -> None:
+def test_a_first_step_that_differs_is_reported(benchmark: ModuleType) -> None:
     benchmark.check((0.5, 1.0), (0.5, 1.0004), 1e-3)
     with pytest.raises(SystemExit, match=r"gradient norm of the first step is 1\.0 here and 2\.0"):
         benchmark.check((0.5, 1.0), (0.5, 2.0), 1e-3)

@@ -1,4 +1,4 @@
-"""The benchmark of interactive proofs compares ways that compute the same, and times them."""
+"""The benchmark of interactive proofs compares equivalent implementations, and times them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of processes that learn compares three ways in the same rounds."""
+"""The benchmark of learning processes compares three arms in the same rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks measure with."""
+"""Measuring tools of the benchmarks."""
 
 from __future__ import annotations
 

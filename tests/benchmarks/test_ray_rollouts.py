@@ -1,4 +1,4 @@
-"""Rollouts on actors, forked workers and in one process are compared, and measured in turn."""
+"""Rollouts on actors, forked workers and in a single process are compared and timed."""
 
 from __future__ import annotations
 

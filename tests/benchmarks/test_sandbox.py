@@ -1,4 +1,4 @@
-"""Solutions are checked as right or wrong alike by both ways of running foreign code."""
+"""Solutions get the same verdicts from both ways of running foreign code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The preparation of trajectories agrees with a loop over tokens, and is measured beside it."""
+"""The preparation of trajectories agrees with a loop over tokens, and is timed beside it."""
 
 from __future__ import annotations
 

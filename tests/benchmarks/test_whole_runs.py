@@ -1,4 +1,4 @@
-"""Runs are measured by layer in a process of their own."""
+"""Runs are timed by layer in their own process."""
 
 from __future__ import annotations
 
