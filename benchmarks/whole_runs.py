@@ -43,9 +43,10 @@ LAYERS = {
     "_update": "updates",
     "_play": "rollouts",
     "_keep": "files of rollouts",
+    "keep": "files of rollouts",
     "_stage_await_fine_tune_jobs": "fine-tuning",
 }
-"""Layer of each timed trainer method."""
+"""Layer of each timed method of trainers and of their files; older checkouts have `_keep`."""
 
 
 def run_and_measure(words: list[str], out: Path) -> None:
@@ -78,7 +79,8 @@ def run_and_measure(words: list[str], out: Path) -> None:
     train, write_report = runner._train, runner._write_report
 
     def begin(trainer: Any, *args: Any) -> Any:
-        for owner in type(trainer).__mro__:
+        files = getattr(trainer, "files", None)
+        for owner in (*type(trainer).__mro__, *type(files).__mro__):
             for name in LAYERS.keys() & vars(owner).keys():
                 setattr(owner, name, timed(vars(owner)[name], LAYERS[name]))
         enter(REST)
