@@ -1,4 +1,4 @@
-"""A GRPO step is timed beside TRL's, where both take the same step."""
+"""A GRPO step is compared with TRL's, and both take the same step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def test_a_first_step_that_differs_is_reported(benchmark: ModuleType) -> None:
 
 
 def test_unique_tokens_are_counted_from_the_beginning_of_rows(benchmark: ModuleType) -> None:
-    given = benchmark.Work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
-    assert (given.group_size, given.num_rows) == (2, 13)
-    assert given.num_unique == 7  # 1, 12, 124, 1245, 13, 134, 136
+    work = benchmark.Work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
+    assert (work.group_size, work.num_tokens) == (2, 13)
+    assert work.num_unique == 7  # 1, 12, 124, 1245, 13, 134, 136
 
 
 @pytest.mark.slow

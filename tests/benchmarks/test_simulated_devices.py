@@ -1,4 +1,4 @@
-"""The model behind a plan agrees with step-by-step simulations."""
+"""The model behind a plan agrees with simulated runs."""
 
 from __future__ import annotations
 
