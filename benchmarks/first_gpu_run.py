@@ -1,14 +1,14 @@
-"""Run on an accelerator what has only run on CPUs, and compare it with the CPU.
+"""Run GPU code paths on an accelerator, and compare them with the CPU.
 
     python benchmarks/first_gpu_run.py --list
     python benchmarks/first_gpu_run.py --out first_gpu_run.jsonl
     python benchmarks/first_gpu_run.py --part decoding
 
-Without `--part` each part runs in a process of its own, for at most eight minutes. Each row is
+Without `--part`, each part runs in a separate process for at most eight minutes. Each row is
 appended to the JSONL file as soon as it is measured; its `status` is measured, skipped (with the
-reason) or failed (with the error; the others go on). A row with a `difference` from the CPU or a
-baseline has the `tolerance` within which it `agrees`. Exit code 1: a row failed or does not agree.
-Models have random weights: nothing is downloaded. `--small` is the form for a CPU.
+reason) or failed (with the error; later rows still run). A row with a `difference` from the CPU or
+a baseline `agrees` if that is within its `tolerance`. Exit code 1: a row failed or does not agree.
+Models have random weights; nothing is downloaded. `--small` has sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from measuring import Row, measure_rows, options_of, seconds_of, version_of, wait_for_gpu
+from measuring import Row, build_parser, measure_rows, seconds_of, version_of, wait_for_gpu
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -62,7 +62,7 @@ Figures = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """Hidden units (of the model, of its MLPs), layers, heads (of queries, of keys), tokens."""
+    """Sizes of a Llama model."""
 
     hidden_size: int
     intermediate_size: int
@@ -78,18 +78,18 @@ LARGE = Shape(2048, 8192, 16, 32, 8, 32_768)  # 1.1 billion weights
 
 
 class Bench:
-    """The device, the sizes, and models made for them in a temporary folder."""
+    """The device, the sizes, and a temporary folder of random models."""
 
     def __init__(self, device: torch.device, folder: Path, *, is_small: bool) -> None:
         self.device, self.folder, self.is_small = device, folder, is_small
         self.has_gpu = device.type == "cuda"
 
-    def size(self, whole: int, small: int) -> int:
-        """A size, which the small form has smaller."""
-        return small if self.is_small else whole
+    def size(self, full: int, small: int) -> int:
+        """`small` with `--small`, otherwise `full`."""
+        return small if self.is_small else full
 
     def model(self, shape: Shape) -> Path:
-        """The folder of a model with random weights and words as tokens."""
+        """Create a model with random weights and word tokens, and return its folder."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         shape = TINY if self.is_small else shape
@@ -121,11 +121,11 @@ class Bench:
         device: torch.device | None = None,
         **parameters: Any,
     ) -> Any:
-        """A model that learns; in float32 by default, on the device."""
-        given = {"model": str(self.model(shape)), "dtype": "float32", **parameters}
+        """Load a trainable model; by default in float32 on the device."""
+        values = {"model": str(self.model(shape)), "dtype": "float32", **parameters}
         torch.manual_seed(0)
-        how = {"device": device or self.device, "scenario_dir": None, "trainable": True}
-        return kind.load(kind.Parameters(**given), **how)
+        keywords = {"device": device or self.device, "scenario_dir": None, "trainable": True}
+        return kind.load(kind.Parameters(**values), **keywords)
 
     def contexts(self, count: int, length: int) -> list[list[int]]:
         """Contexts of random words."""
@@ -134,98 +134,101 @@ class Bench:
         return [[1, *row] for row in rows.tolist()]
 
     def rows_to_score(self, count: int, before: int, after: int) -> list[Tensor]:
-        """Answers to contexts, of which neighbours are equal, as they are scored."""
-        contexts = [one for one in self.contexts(count // 2, before) for _ in "ab"]
+        """Padded contexts, each repeated twice, and answers with their masks."""
+        contexts = [context for context in self.contexts(count // 2, before) for _ in "ab"]
         return [*pad_left(contexts, CPU), *pad_right(self.contexts(count, after), CPU)]
 
 
 ROWS: list[Row] = []
 
 
-def row(part: str, *arguments: Any, small: Sequence[Any] | None = None, **how: Any) -> Any:
-    """Add a function to a part: one row, or one for each argument (`small`: those of --small)."""
+def row(part: str, *arguments: Any, small: Sequence[Any] | None = None, **options: Any) -> Any:
+    """Register one row per argument, or a single row; `small` lists the arguments of `--small`."""
 
     def add(function: Callable[..., Figures]) -> Callable[..., Figures]:
         title = function.__name__.replace("_", " ")
         for argument in arguments:
             run = partial(function, argument=argument)
             in_small = small is None or argument in small
-            ROWS.append(Row(part, f"{title}: {argument}", run, in_small=in_small, **how))
+            ROWS.append(Row(part, f"{title}: {argument}", run, in_small=in_small, **options))
         if not arguments:
-            ROWS.append(Row(part, title, function, **how))
+            ROWS.append(Row(part, title, function, **options))
         return function
 
     return add
 
 
-def compared(ones: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> Figures:
-    """The largest difference, as a share of the largest value of its tensor.
+def compare(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> Figures:
+    """The maximum difference, relative to the largest value of its tensor.
 
-    Tensors that are 0 but for rounding, such as gradients of biases of keys, count by the largest
-    value of all.
+    The denominator is at least 1e-3 of the largest value of all tensors, for tensors that are 0
+    except for rounding, such as gradients of key biases.
     """
-    ones, others = ([one.detach().double().cpu() for one in way] for way in (ones, others))
-    least = 1e-3 * max(float(one.abs().max()) for one in others) + 1e-12
-    shares = [
-        float((a - b).abs().max() / b.abs().max().clamp(min=least))
-        for a, b in zip(ones, others, strict=True)
+    actual, expected = ([x.detach().double().cpu() for x in side] for side in (actual, expected))
+    floor = 1e-3 * max(float(x.abs().max()) for x in expected) + 1e-12
+    relative = [
+        float((a - b).abs().max() / b.abs().max().clamp(min=floor))
+        for a, b in zip(actual, expected, strict=True)
     ]
-    return {"difference": max(shares), "tolerance": tolerance}
+    return {"difference": max(relative), "tolerance": tolerance}
 
 
-# ---- losses, models and trainers beside the CPU
+# ---- losses, models and trainers compare with the CPU
 
 
 @row("correctness")
 def objectives(bench: Bench) -> Figures:
-    """All functions of `rl_objectives` that `golden.py` compares, with gradients."""
+    """Compare the objectives of `golden.py`, with gradients."""
     import golden
 
     def moved(name: str) -> Tensor:
-        given: Tensor = tensor_of(name).detach().to(bench.device)
-        return given.requires_grad_() if given.is_floating_point() else given
+        tensor: Tensor = fixed_tensor(name).detach().to(bench.device)
+        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
     def numbers(values: Any) -> list[float]:
         if isinstance(values, list):
-            return [number for one in values for number in numbers(one)]
+            return [number for value in values for number in numbers(value)]
         return [float(values == "True") if values in ("True", "False") else float(values)]
 
-    tensor_of, on_cpu = golden.tensor_of, golden.objectives()
-    with mock.patch.object(golden, "tensor_of", moved):
+    fixed_tensor, on_cpu = golden.fixed_tensor, golden.objectives()
+    with mock.patch.object(golden, "fixed_tensor", moved):
         on_device = golden.objectives()
     differences = {}
     for name, expected in on_cpu.items():
-        both = (on_device[name], expected)
+        pair = (on_device[name], expected)
         if on_device[name] == expected:
             differences[name] = 0.0
         elif isinstance(expected, str) or isinstance(on_device[name], str):
             differences[name] = float("inf")
         else:
-            # No verdict and an infinite value are to be the same on both.
-            ways = ([torch.tensor(numbers(one)).nan_to_num(1e9, 1e12, -1e12)] for one in both)
-            differences[name] = compared(*ways, 0.0)["difference"]
+            # NaN and infinity must occur at the same positions in both.
+            tensors = ([torch.tensor(numbers(x)).nan_to_num(1e9, 1e12, -1e12)] for x in pair)
+            differences[name] = compare(*tensors, 0.0)["difference"]
     worst = sorted(differences, key=lambda name: -differences[name])[:5]
-    found = {"num_compared": len(differences), "worst": {one: differences[one] for one in worst}}
-    return {"difference": differences[worst[0]], "tolerance": 1e-4, **found}
+    details = {
+        "num_compared": len(differences),
+        "worst": {name: differences[name] for name in worst},
+    }
+    return {"difference": differences[worst[0]], "tolerance": 1e-4, **details}
 
 
 @row("correctness", *POLICY_LOSSES.names())
 def policy_loss(bench: Bench, argument: str) -> Figures:
-    """The loss of each token, and its gradient."""
+    """Compare per-token losses and their gradients."""
     generator = torch.Generator().manual_seed(0)
     logprobs_BT, old_BT, advantages_BT = -torch.rand(3, 64, 128, generator=generator)
     mask_BT = torch.rand(64, 128, generator=generator) < 0.9
-    found = []
+    results = []
     for device in (bench.device, CPU):
         new_BT = logprobs_BT.to(device).requires_grad_()
-        given = (old_BT.to(device), advantages_BT.to(device) + 0.5, mask_BT.to(device))
-        loss_BT = PolicyLoss.of(argument).of_tokens(new_BT, *given)
-        found.append([loss_BT, *torch.autograd.grad(loss_BT.sum(), new_BT)])
-    return compared(*found, 1e-5)
+        inputs = (old_BT.to(device), advantages_BT.to(device) + 0.5, mask_BT.to(device))
+        loss_BT = PolicyLoss.of(argument).of_tokens(new_BT, *inputs)
+        results.append([loss_BT, *torch.autograd.grad(loss_BT.sum(), new_BT)])
+    return compare(*results, 1e-5)
 
 
 def loss_and_gradients(model: Any, rows: list[Tensor]) -> list[Tensor]:
-    """A loss of log-probabilities and entropies, and the gradient of each weight."""
+    """A loss of log-probabilities and entropies, and its gradients."""
     scores = model.token_scores(*rows, needs_entropy=True)
     loss = -scores.logprobs_BT.mean() - 0.1 * scores.entropy_BT.mean()
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
@@ -233,26 +236,26 @@ def loss_and_gradients(model: Any, rows: list[Tensor]) -> list[Tensor]:
 
 @row("correctness", None, 8)
 def scores_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
-    """A loss of scores, and the gradient of each weight."""
+    """Compare a loss of scores and its gradients."""
     rows = bench.rows_to_score(bench.size(16, 4), bench.size(96, 12), bench.size(48, 6))
-    how = {"lora": argument and {"rank": argument}}
-    models = (bench.load(SMOL, device=device, **how) for device in (bench.device, CPU))
-    return compared(*(loss_and_gradients(model, rows) for model in models), 2e-3)
+    lora = argument and {"rank": argument}
+    models = (bench.load(SMOL, device=device, lora=lora) for device in (bench.device, CPU))
+    return compare(*(loss_and_gradients(model, rows) for model in models), 2e-3)
 
 
 def sample(model: Any, contexts: list[list[int]], num_tokens: int) -> Generation:
-    """Two turns of each context, of one length, by numbers that are always the same."""
+    """Sample two turns of equal length per context, with fixed random numbers."""
     generator = torch.Generator().manual_seed(2)
     uniforms_BT = torch.rand(2 * len(contexts), num_tokens, generator=generator)
     options = SamplingOptions(max_new_tokens=num_tokens, min_new_tokens=num_tokens)
-    found: Generation = model.generate(contexts, 2, uniforms_BT, options)
-    return found
+    generation: Generation = model.generate(contexts, 2, uniforms_BT, options)
+    return generation
 
 
 def gap(scorer: Any, contexts: list[list[int]], sampled: Generation, *, is_exact: bool) -> Figures:
-    """The difference of sampled log-probabilities from a scorer's, nats: largest, or mean.
+    """Difference between sampled and scored log-probabilities, nats: maximum if exact, or mean.
 
-    In bfloat16 single tokens of random models differ by a nat.
+    The mean is for bfloat16, where single tokens of random models differ by a nat.
     """
     rows = pad_left([context for context in contexts for _ in "ab"], CPU)
     with torch.no_grad():
@@ -266,52 +269,52 @@ def gap(scorer: Any, contexts: list[list[int]], sampled: Generation, *, is_exact
 
 @row("correctness")
 def sampled_log_probabilities(bench: Bench) -> Figures:
-    """Turns sampled on the device, scored on the CPU."""
+    """Score turns on the CPU that were sampled on the device."""
     on_device, on_cpu = bench.load(SMOL), bench.load(SMOL, device=CPU)
     contexts = bench.contexts(bench.size(8, 2), bench.size(64, 8))
-    ours, theirs = (sample(one, contexts, bench.size(32, 4)) for one in (on_device, on_cpu))
+    ours, theirs = (sample(model, contexts, bench.size(32, 4)) for model in (on_device, on_cpu))
     share = float((ours.ids_BT == theirs.ids_BT).float().mean())
     return {**gap(on_cpu, contexts, ours, is_exact=True), "share_of_equal_tokens": share}
 
 
 @row("correctness")
 def scorer(bench: Bench) -> Figures:
-    """The classifier of pocket_chat."""
+    """Compare the classifier of pocket_chat."""
     parameters = ClassifierScorer.Parameters(model=str(POCKET_CHAT / "scorer"), label="rude")
     texts = ["do you really know that my cat has a red hat ?", "you are silly .", ""] * 8
     scorers = (
         ClassifierScorer(parameters, device=d, scenario_dir=None) for d in (bench.device, CPU)
     )
-    return compared(*([one.score(texts)] for one in scorers), 1e-4)
+    return compare(*([each.score(texts)] for each in scorers), 1e-4)
 
 
 @row("correctness")
 def protocol_agents(bench: Bench) -> Figures:
-    """Losses and gradients of PPO on the same frames of graph isomorphism."""
+    """Compare losses and gradients of PPO on the same frames of graph isomorphism."""
     from our_proofs import graph_trainer
 
     sizes = (bench.size(512, 32), bench.size(128, 16), 1, 1)
     trainers = {device: graph_trainer(*sizes, device) for device in (bench.device.type, "cpu")}
-    frames, found = trainers["cpu"].collect().flatten(), []
+    frames, results = trainers["cpu"].collect().flatten(), []
     for device in (bench.device.type, "cpu"):
         trainer, parameters = trainers[device], trainers[device].hyper_params
         trainer.agents.load_state_dict(trainers["cpu"].agents.state_dict())
         losses = IppoObjective(trainer.agents, parameters.ppo, parameters.rl)(frames.to(device))
         values = [value for name, value in sorted(losses.items()) if name.startswith("loss_")]
-        weights = [one for one in trainer.agents.parameters() if one.requires_grad]
-        total = torch.stack([one.sum() for one in values]).sum()
+        weights = [w for w in trainer.agents.parameters() if w.requires_grad]
+        total = torch.stack([value.sum() for value in values]).sum()
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        found.append([*values, *(one for one in gradients if one is not None)])
-    return compared(*found, 1e-3)
+        results.append([*values, *(g for g in gradients if g is not None)])
+    return compare(*results, 1e-3)
 
 
 @row("trainers", *TrainerType, small=("self_hosted_grpo",))
 def trainer(bench: Bench, argument: str) -> Figures:
-    """A test run on both; protocol agents draw other numbers on a GPU than on a CPU."""
+    """Metrics of a test run on both; random numbers of protocol agents differ on a GPU."""
     lines: list[dict[str, float]] = []
     for run_id, device in (("device", bench.device.type), ("cpu", "cpu")):
-        where = {"device": device, "runs_dir": str(bench.folder / argument), "run_id": run_id}
-        settings = ExperimentSettings(progress=False, test_run=True, num_threads=1, **where)
+        options = {"device": device, "runs_dir": str(bench.folder / argument), "run_id": run_id}
+        settings = ExperimentSettings(progress=False, test_run=True, num_threads=1, **options)
         run_experiment(resolve_experiment(trainer=argument), settings)
         metrics = bench.folder / argument / run_id / "metrics.jsonl"
         lines.append(json.loads(metrics.read_text(encoding="utf-8").splitlines()[0]))
@@ -328,20 +331,20 @@ DTYPES = ("float32", "bfloat16")
 @row("decoding", *itertools.product(DTYPES, ("never", "always"), (16, 256)),
      small=[("float32", "never", 16)])  # fmt: skip
 def decode_graphs(bench: Bench, argument: tuple[str, str, int]) -> Figures:
-    """Rows in twos from one context; `always` is a CUDA graph."""
+    """Decode two rows per context; `always` uses CUDA graphs."""
     dtype, graphs, num_rows = argument
     model = bench.load(LARGE, dtype=dtype, decode_graphs=graphs)
     num_tokens = bench.size(128, 4)
     contexts = bench.contexts(bench.size(num_rows // 2, 2), bench.size(512, 8))
     play = partial(sample, model, contexts, num_tokens)
-    found = gap(model, contexts, play(), is_exact=dtype == "float32")
+    figures = gap(model, contexts, play(), is_exact=dtype == "float32")
     speed = 2 * len(contexts) * num_tokens / seconds_of(play)
-    return {**found, "tokens_per_second": speed, **syncs_of(bench, play)}
+    return {**figures, "tokens_per_second": speed, **count_syncs(bench, play)}
 
 
 @row("attention", *itertools.product(DTYPES, (512, 2048, 8192, 32_768)), small=[("float32", 512)])
 def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
-    """A trie of eight answers beside dense attention; with gradients, which CPUs lack."""
+    """Compare with dense attention on a trie of eight answers; with gradients on a GPU only."""
     dtype, size = getattr(torch, argument[0]), bench.size(argument[1], 128)
     prompt, *answers = bench.contexts(9, size // 9)
     trie = build_trie([[*prompt, *answer] for answer in answers]).to(bench.device)
@@ -350,11 +353,11 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
         torch.randn(trie.num_tokens, heads, 64, generator=generator).to(bench.device, dtype)
         for heads in (8, 2, 2)
     ]
-    for one in inputs if bench.has_gpu else ():
-        one.requires_grad_()
+    for tensor in inputs if bench.has_gpu else ():
+        tensor.requires_grad_()
     compiled = tree_attention.compiled_flex_attention() if bench.has_gpu else None
     if bench.has_gpu and compiled is None:
-        raise RuntimeError("flex attention was not compiled; the log says why")
+        raise RuntimeError("flex attention was not compiled; see the log")
 
     def build() -> Any:
         return tree_attention.FlexTrieAttention(trie, *([compiled] if compiled else []))
@@ -364,7 +367,7 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
         loss = attended.float().square().sum()
         return [attended, *(torch.autograd.grad(loss, inputs) if bench.has_gpu else ())]
 
-    found = run(build())
+    outputs = run(build())
     attention = build()
     figures = {
         "num_tokens": trie.num_tokens,
@@ -374,29 +377,29 @@ def flex_attention(bench: Bench, argument: tuple[str, int]) -> Figures:
     }
     if size <= 8192:
         dense = partial(run, tree_attention.TrieAttention(trie, dtype))
-        figures |= compared(found, dense(), 1e-4 if dtype == torch.float32 else 3e-2)
+        figures |= compare(outputs, dense(), 1e-4 if dtype == torch.float32 else 3e-2)
         figures["dense_seconds"] = best_of_three(dense)
     return figures
 
 
 def best_of_three(function: Callable[[], object]) -> float:
-    """The shortest of three calls, seconds."""
+    """Minimum time of three calls, seconds."""
     return min(seconds_of(function) for _ in range(3))
 
 
 @row("precision", None, 8)
 def bfloat16_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
-    """Scores and gradients beside float32."""
+    """Compare losses and gradients in bfloat16 with float32."""
     rows = bench.rows_to_score(bench.size(16, 4), bench.size(256, 12), bench.size(64, 6))
-    found, seconds = [], {}
+    results, seconds = [], {}
     for dtype in reversed(DTYPES):
         model = bench.load(LARGE, dtype=dtype, lora=argument and {"rank": argument})
-        found.append([one.cpu() for one in loss_and_gradients(model, rows)])
+        results.append([x.cpu() for x in loss_and_gradients(model, rows)])
         seconds[f"{dtype}_seconds"] = seconds_of(partial(loss_and_gradients, model, rows))
         del model
-    gradients = [torch.cat([one.double().flatten() for one in way[1:]]) for way in found]
+    gradients = [torch.cat([g.double().flatten() for g in result[1:]]) for result in results]
     cosine = float(torch.cosine_similarity(*gradients, dim=0))
-    return {**compared(found[0][:1], found[1][:1], 1e-2), "gradient_cosine": cosine, **seconds}
+    return {**compare(results[0][:1], results[1][:1], 1e-2), "gradient_cosine": cosine, **seconds}
 
 
 # ---- vLLM and processes
@@ -404,7 +407,7 @@ def bfloat16_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
 
 @row("vllm", "full", "lora", "sleep", needs=("vllm",))
 def engine(bench: Bench, argument: str) -> Figures:
-    """Sample, change the weights, sample with the new ones; `sleep` frees memory in between."""
+    """Sample, change the weights and sample again; `sleep` frees memory in between."""
     model = bench.load(
         SMOL,
         VllmLanguageModel,
@@ -421,13 +424,13 @@ def engine(bench: Bench, argument: str) -> Figures:
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.01 * torch.randn_like(weight))
-    held = free_bytes(bench)
+    free_before = free_bytes(bench)
     model.token_scores(*bench.rows_to_score(4, 12, 6)).logprobs_BT.mean().backward()
-    figures |= {"freed_bytes": free_bytes(bench) - held, "first_seconds": seconds_of(play)}
+    figures |= {"freed_bytes": free_bytes(bench) - free_before, "first_seconds": seconds_of(play)}
     figures["after"] = model.take_metrics()
-    # Twice: our own sampler prepares its weights.
-    for name, way in (("vllm", model), ("our", model.scorer), ("our", model.scorer)):
-        figures[f"{name}_seconds"] = seconds_of(partial(sample, way, *play.args[1:]))
+    # Ours twice: the first call prepares the sampler's weights.
+    for name, sampler in (("vllm", model), ("our", model.scorer), ("our", model.scorer)):
+        figures[f"{name}_seconds"] = seconds_of(partial(sample, sampler, *play.args[1:]))
     return {"difference": figures["after"]["sampler_gap/mean"], "tolerance": 0.1, **figures}
 
 
@@ -439,9 +442,9 @@ def free_bytes(bench: Bench) -> int:
 
 @row("sharding", None, 8)
 def fsdp_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
-    """Two steps of FSDP2 with NCCL on one device, beside a whole model."""
+    """Compare two steps of FSDP2 with NCCL on one device with an unsharded model."""
     rows = bench.rows_to_score(bench.size(8, 4), bench.size(96, 12), bench.size(48, 6))
-    batch = TensorDict({str(n): one for n, one in enumerate(rows)}, batch_size=[len(rows[0])])
+    batch = TensorDict({str(n): row for n, row in enumerate(rows)}, batch_size=[len(rows[0])])
 
     def steps(team: ProcessTeam | None) -> list[Tensor]:
         model = bench.load(SMOL, lora=argument and {"rank": argument})
@@ -461,21 +464,21 @@ def fsdp_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
             service.optim_step(lr=0.1)
         if isinstance(service, ShardedService):
             service.gather()
-        return [torch.tensor(losses), *(one.detach().clone() for one in model.parameters())]
+        return [torch.tensor(losses), *(p.detach().clone() for p in model.parameters())]
 
     with team_on_this_machine(str(bench.folder / f"store_{argument}"), 0, 1):
         nccl = torch.distributed.new_group(backend="nccl") if bench.has_gpu else None
-        found = steps(ProcessTeam(nccl))
-    return compared(found, steps(None), 1e-4)
+        sharded = steps(ProcessTeam(nccl))
+    return compare(sharded, steps(None), 1e-4)
 
 
-# ---- speed beside plain transformers and TRL
+# ---- speed compare with transformers and TRL
 
 
 @row("trees", "fp32", "bf16", small=("fp32",))
 def beside_plain_generate(bench: Bench, argument: str) -> Figures:
-    """Rollout, update and iteration of `ast_speed.py`; the plain way takes most of the time."""
-    from ast_speed import Contest
+    """Rollout, update and iteration of `ast_speed.py`; the baseline takes most of the time."""
+    from ast_speed import Comparison
     from our_ast import Setting
 
     sizes = {"episodes": 4, "pairs": 16, "turn_tokens": 16}
@@ -484,50 +487,50 @@ def beside_plain_generate(bench: Bench, argument: str) -> Figures:
     setting = Setting("pocket_chat", device=bench.device.type, **sizes)
     path = bench.model(SMOL)
     models = [f"ast_chat.{role}.language_model.model={path}" for role in ("attacker", "target")]
-    found = Contest(setting, [argument], 1, *models).run(("update", "rollout", "iteration"), 1)
-    return {"ratios": found["ratios"], "deviation": found["deviation"]}
+    figures = Comparison(setting, [argument], 1, *models).run(("update", "rollout", "iteration"), 1)
+    return {"ratios": figures["ratios"], "deviation": figures["deviation"]}
 
 
 @row("trees")
 def generate(bench: Bench) -> Figures:
-    """Pairs of answers by our sampling and by `generate`, seconds."""
+    """Seconds to sample pairs of answers with our sampler and with `generate`."""
     model = bench.load(LARGE, dtype="float32" if bench.is_small else "bfloat16")
     num_tokens, num_words = bench.size(128, 4), bench.size(512, 8)
     contexts = bench.contexts(bench.size(32, 1), num_words)
     module = model.module.to(model.dtype)
     ids_BC = torch.tensor(contexts, device=bench.device).repeat_interleave(2, dim=0)
     length = {"min_new_tokens": num_tokens, "max_new_tokens": num_tokens}
-    ways = {
+    variants = {
         "our": partial(sample, model, contexts, num_tokens),
         "plain": partial(module.generate, ids_BC, do_sample=True, top_k=None, **length),
     }
-    # The second run counts.
-    return {f"{n}_seconds": [seconds_of(w) for _ in "ab"][1] for n, w in ways.items()}
+    # The first call is a warm-up.
+    return {f"{name}_seconds": [seconds_of(f) for _ in "ab"][1] for name, f in variants.items()}
 
 
 @row("trees", needs=("trl", "datasets"))
 def beside_grpo_of_trl(bench: Bench) -> Figures:
-    """A step of `grpo_step.py`."""
+    """Compare a step of `grpo_step.py`."""
     import grpo_step
 
     prompts = bench.contexts(bench.size(8, 1), bench.size(512, 8))
     answers = bench.contexts(8 * len(prompts), bench.size(128, 4))
     work = grpo_step.Work(prompts, answers, [float(n % 3 == 0) for n in range(len(answers))])
-    given, device = (work, str(bench.model(SMOL)), "float32"), bench.device.type
-    ours = grpo_step.Ours(*given, rows_at_once=len(answers), device=device)
-    theirs = grpo_step.Trls(*given, rows_at_once=8, device=device)
+    arguments, device = (work, str(bench.model(SMOL)), "float32"), bench.device.type
+    ours = grpo_step.OurStep(*arguments, rows_at_once=len(answers), device=device)
+    theirs = grpo_step.TrlStep(*arguments, rows_at_once=8, device=device)
     ours()
     theirs()
-    first = compared([torch.tensor(ours.first)], [torch.tensor(theirs.first)], 1e-3)
+    first = compare([torch.tensor(ours.first)], [torch.tensor(theirs.first)], 1e-3)
     seconds = {"seconds": seconds_of(ours), "trl_seconds": seconds_of(theirs)}
     return {**first, **seconds, "forwarded_per_unique": ours.forwarded_per_unique}
 
 
-# ---- memory and waiting for the device
+# ---- memory and device synchronisations
 
 
-def syncs_of(bench: Bench, function: Callable[[], object]) -> Figures:
-    """How often a call waits for the device, and where most."""
+def count_syncs(bench: Bench, function: Callable[[], object]) -> Figures:
+    """Number of device synchronisations of a call, and their most frequent places."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if bench.has_gpu:
@@ -537,14 +540,14 @@ def syncs_of(bench: Bench, function: Callable[[], object]) -> Figures:
         finally:
             if bench.has_gpu:
                 torch.cuda.set_sync_debug_mode("default")
-    waits = [one for one in caught if "synchroniz" in str(one.message)]
-    places = Counter(f"{Path(one.filename).name}:{one.lineno}" for one in waits)
-    return {"num_syncs": len(waits), "syncs": dict(places.most_common(10))}
+    syncs = [warning for warning in caught if "synchroniz" in str(warning.message)]
+    places = Counter(f"{Path(sync.filename).name}:{sync.lineno}" for sync in syncs)
+    return {"num_syncs": len(syncs), "syncs": dict(places.most_common(10))}
 
 
 @row("memory", "rollout", "update", "recomputing update")
 def syncs_and_peak(bench: Bench, argument: str) -> Figures:
-    """One rollout of 64 rows, or one update of 32."""
+    """A rollout of 64 rows, or an update of 32."""
     model = bench.load(LARGE, dtype="float32" if bench.is_small else "bfloat16")
     if argument == "recomputing update":
         model.recompute_layers()
@@ -554,33 +557,33 @@ def syncs_and_peak(bench: Bench, argument: str) -> Figures:
         contexts = bench.contexts(bench.size(32, 2), bench.size(512, 8))
         work = partial(sample, model, contexts, bench.size(64, 4))
     work()
-    return {"work_seconds": seconds_of(work), **syncs_of(bench, work)}
+    return {"work_seconds": seconds_of(work), **count_syncs(bench, work)}
 
 
 # ---- running
 
-PARTS = tuple(dict.fromkeys(one.part for one in ROWS))
+PARTS = tuple(dict.fromkeys(each.part for each in ROWS))
 
 
 def run_part(part: str, device: torch.device, out: Path, *, is_small: bool) -> bool:
-    """Run the rows of a part in this process; whether all is fine."""
+    """Run the rows of a part in this process; True if all succeed and agree."""
     has_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if has_gpu else processor_name()
     versions = {package: version_of(package) for package in PACKAGES}
     versions["cuda"] = torch.version.cuda
     about = {"device": name, "versions": versions, "is_small": is_small}
-    rows = [one for one in ROWS if one.part == part and (one.in_small or not is_small)]
+    rows = [each for each in ROWS if each.part == part and (each.in_small or not is_small)]
     with tempfile.TemporaryDirectory(prefix="first_gpu_run_") as folder:
         bench = Bench(device, Path(folder), is_small=is_small)
         return measure_rows(rows, bench, out, has_gpu=has_gpu, about=about)
 
 
-def run_apart(part: str, arguments: Sequence[str], out: Path) -> bool:
-    """Run a part in another process, and add a row if that ends early; whether all is fine."""
+def run_in_subprocess(part: str, arguments: Sequence[str], out: Path) -> bool:
+    """Run a part in a subprocess, and add a row if it crashes; True if all succeed and agree."""
     command = [sys.executable, __file__, *arguments, "--part", part]
     try:
         code = subprocess.run(command, timeout=PART_SECONDS, check=False).returncode
-        error = "" if code in (0, 1) else f"the process ended with code {code}"
+        error = "" if code in (0, 1) else f"the process exited with code {code}"
     except subprocess.TimeoutExpired:
         code, error = 1, f"more than {PART_SECONDS} s"
     if error:
@@ -591,11 +594,11 @@ def run_apart(part: str, arguments: Sequence[str], out: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the part or parts that the arguments name."""
+    """Run the selected part, or all parts."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = options_of(
+    parser = build_parser(
         __doc__,
-        part={"choices": PARTS, "help": "one part, in this process; default: all"},
+        part={"choices": PARTS, "help": "run one part, in this process; default: all"},
         device={"default": "auto", "help": "cpu, cuda, or auto"},
         small=False,
         list=False,
@@ -603,7 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.list:
-        print("\n".join(f"{one.part} | {one.name}" for one in ROWS))
+        print("\n".join(f"{each.part} | {each.name}" for each in ROWS))
         return 0
     try:
         device = resolve_device(options.device)
@@ -611,7 +614,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.part is not None:
         return int(not run_part(options.part, device, options.out, is_small=options.small))
-    results = [run_apart(part, arguments, options.out) for part in PARTS]
+    results = [run_in_subprocess(part, arguments, options.out) for part in PARTS]
     return int(not all(results))
 
 

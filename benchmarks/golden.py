@@ -1,13 +1,13 @@
-"""Compare what two checkouts compute: runs, resumed runs, evaluations, objectives, completions.
+"""Compare two checkouts exactly: runs, resumed runs, evaluations, objectives, completions.
 
     python benchmarks/golden.py --base ../base            # everything, about 25 minutes on one core
     python benchmarks/golden.py --base ../base --quick    # five runs, objectives, completions
 
-Each checkout computes in a process of its own, on one thread, by the public functions
-`resolve_experiment`, `run_experiment`, `resume_experiment` and the command `evaluate`. The
-comparison is exact: each value of `metrics.jsonl` and `results.json`, the SHA-256 of each file of
-weights, each sampled text, each objective with its gradient. Exit code 0: equal; 1: different,
-with the first differences of each part; 2: something could not run.
+Each checkout runs in a separate process with one thread, through the public functions
+`resolve_experiment`, `run_experiment`, `resume_experiment` and the command `evaluate`. Compares
+every value of `metrics.jsonl` and `results.json`, the SHA-256 of every file of weights, every
+sampled text, and every objective with its gradient. Exit code 0: equal; 1: different, with the
+first differences of each part; 2: a part failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from measuring import options_of
+from measuring import build_parser
 
 HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
@@ -43,23 +43,23 @@ TIMES = (
     "gib",
     "jobs",
 )
-"""Parts of the names of figures that differ between two runs of the same code, and random ids."""
+"""Name parts of figures that differ between two runs of the same code."""
 RANDOM_ID = re.compile(r"job-[0-9a-f]+")
 
 # ---- runs
 
 
 class Case(NamedTuple):
-    """A short run: a preset `trainer/scenario`, with changed values."""
+    """A short run: a preset `trainer/scenario` with overrides."""
 
     preset: str
     overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Name of the run's folder, which tells cases of one preset apart."""
-        changed = "".join(f"-{one.rpartition('.')[2]}" for one in self.overrides)
-        return "".join(one if one.isalnum() else "-" for one in self.preset + changed)
+        """Unique name of the run's folder."""
+        changed = "".join(f"-{override.rpartition('.')[2]}" for override in self.overrides)
+        return "".join(c if c.isalnum() else "-" for c in self.preset + changed)
 
 
 SMALL: dict[str, tuple[str, ...]] = {
@@ -90,7 +90,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "image_classification": ("image_classification.dataset.max_train_size=120",),
 }
-"""Values by the kind of the scenario."""
+"""Overrides by kind of scenario."""
 SMALL_RL = (
     "rl.num_iterations=2",
     "rl.num_test_iterations=1",
@@ -137,17 +137,17 @@ CASES = (
 
 
 def run_case(case: Case, checkout: Path, folder: Path) -> dict[str, Any]:
-    """Run a case, resume it after its first checkpoint, and give what both wrote."""
+    """Run a case, resume it from its first checkpoint, and return the outputs of both."""
     from nip_astra import resolve_experiment, run_experiment
 
     preset = checkout / "parameters" / f"{case.preset}.yaml"
-    plain = resolve_experiment(parameter_file=preset)
-    small = list(SMALL[plain.kind])
-    if plain.trainer_class.trainer_type == "solo_agent":
+    default = resolve_experiment(parameter_file=preset)
+    small = list(SMALL[default.kind])
+    if default.trainer_class.trainer_type == "solo_agent":
         small += SMALL_SOLO
-    elif plain.kind in ("graph_isomorphism", "image_classification"):
+    elif default.kind in ("graph_isomorphism", "image_classification"):
         small += SMALL_RL
-        small += SMALL_SOLO if plain.hyper_params.rl.pretrain_agents else ()
+        small += SMALL_SOLO if default.hyper_params.rl.pretrain_agents else ()
     resolved = resolve_experiment(parameter_file=preset, overrides=[*small, *case.overrides])
     run_experiment(
         resolved,
@@ -160,11 +160,11 @@ def run_case(case: Case, checkout: Path, folder: Path) -> dict[str, Any]:
         rollout_sample_period=1,
     )
     run = folder / case.name
-    return {"run": written_by(run), "resumed": written_by(resumed(run))}
+    return {"run": run_outputs(run), "resumed": run_outputs(resume_copy(run))}
 
 
-def resumed(run: Path) -> Path:
-    """A copy of a run that goes on from its first checkpoint."""
+def resume_copy(run: Path) -> Path:
+    """Copy a run, and resume the copy from its first checkpoint."""
     import shutil
 
     from nip_astra import resume_experiment
@@ -181,8 +181,8 @@ def resumed(run: Path) -> Path:
     return copy
 
 
-def written_by(run: Path) -> dict[str, Any]:
-    """What a run computed: metrics, results, texts, digests of weights."""
+def run_outputs(run: Path) -> dict[str, Any]:
+    """Metrics, results, texts and weight digests of a run."""
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     texts = {
         str(path.relative_to(run)): [json.loads(line) for line in path.read_text().splitlines()]
@@ -199,42 +199,44 @@ def written_by(run: Path) -> dict[str, Any]:
     }
     results = json.loads((run / "results.json").read_text())
     return {
-        "metrics": untimed(metrics),
-        "results": untimed(results),
-        "texts": untimed(texts),
+        "metrics": drop_times(metrics),
+        "results": drop_times(results),
+        "texts": drop_times(texts),
         "weights": weights,
     }
 
 
-def untimed(value: Any) -> Any:
-    """Nested values without times, memory and the names of folders."""
+def drop_times(value: Any) -> Any:
+    """Drop times, memory and folder names from nested values."""
     if isinstance(value, Mapping):
         return {
-            renamed(name): untimed(item)
+            current_name(name): drop_times(item)
             for name, item in value.items()
             if not any(part in name for part in TIMES) and not str(item).startswith("/")
         }
     if isinstance(value, list):
-        return [untimed(item) for item in value]
+        return [drop_times(item) for item in value]
     return RANDOM_ID.sub("job", value) if isinstance(value, str) else value
 
 
-def renamed(metric: str) -> str:
-    """The present name of a metric, which may be one of an agent."""
+def current_name(metric: str) -> str:
+    """The current name of a metric, which may have an agent prefix."""
     for old, new in METRIC_NAMES.items():
         if metric == old or metric.endswith(f"/{old}"):
             return metric.removesuffix(old) + new
     return metric
 
 
-def evaluated(run: Path, checkout: Path) -> Any:
-    """What `evaluate` prints of a run."""
+def evaluate_run(run: Path, checkout: Path) -> Any:
+    """The JSON that `evaluate` prints for a run, or its error."""
     words = ["evaluate", str(run), "--num-episodes", "8", "--json", "--name", "golden"]
     words += ["--probability-episodes", "8"] if run.name.startswith("ast_dpo") else []
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "nip_astra", *words], cwd=checkout, capture_output=True, text=True
     )
-    return untimed(json.loads(done.stdout)) if done.returncode == 0 else done.stderr
+    return (
+        drop_times(json.loads(completed.stdout)) if completed.returncode == 0 else completed.stderr
+    )
 
 
 # ---- objectives
@@ -243,7 +245,7 @@ SIZES = {"B": 6, "T": 7, "E": 5, "H": 6, "P": 4, "G": 4, "N": 12, "A": 2, "V": 9
 PARENTS_N = [-1, -1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 5]
 DEPTHS_N = [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 UNUSED = ("normaliser", "max_length", "return")
-"""Options that are left at their defaults, but for the length that one reduction needs."""
+"""Options left at their defaults, except the length that one reduction needs."""
 OLDER_LOSSES = {
     "ppo": "clipped_loss",
     "importance_sampling": "importance_sampling_loss",
@@ -251,11 +253,11 @@ OLDER_LOSSES = {
     "gspo": "gspo_token_loss",
     "sapo": "sapo_loss",
 }
-"""Policy losses, and their functions in older checkouts."""
+"""Functions of policy losses in older checkouts."""
 OBJECTIVE_NAMES: dict[tuple[str, str], str] = {
     ("token_gae", "token_gae"): "tree_gae",
     ("run_advantages", "run_advantages"): "group_advantages",
-    # Losses are compared by `policy_losses`; the rest takes other arguments or is gone.
+    # Losses are compared by `policy_losses`; the rest has other arguments or no longer exists.
     **{("policy_losses", name): "" for name in (*OLDER_LOSSES, "rloo", "dro", "reinforce")},
     **{("policy_losses", name): "" for name in ("cross_entropy", "policy_loss")},
     **{("token_losses", name): "" for name in OLDER_LOSSES.values()},
@@ -272,7 +274,7 @@ OBJECTIVE_NAMES: dict[tuple[str, str], str] = {
     **{("registry", name): "" for name in ("with_options", "options_of", "has_option")},
     **{("registry", f"register_{name}"): "" for name in ("policy_loss", "advantage")},
 }
-"""Functions that have another name in one of the checkouts; those without one are left out."""
+"""Names of renamed functions; an empty name excludes the function."""
 METRIC_NAMES = {
     "clip_share": "clip_fraction",
     "outside_share": "ratio_outside_clip",
@@ -280,23 +282,23 @@ METRIC_NAMES = {
     "groups/zero_variance": "grpo/zero_variance_share",
     "groups/used_share": "grpo/used_share",
 }
-"""Older names of metrics."""
+"""Current names of renamed metrics."""
 ADDED = (
     *("logprob", "grpo/used_share", "grpo/num_groups", "grpo/group_std_mean"),
     *(f"grpo/advantage_{name}" for name in ("mean", "std", "min", "max")),
 )
-"""Metrics that not all families logged in older checkouts."""
+"""Metrics that some trainers of older checkouts do not log."""
 NUMBERS = {"clip_range": 0.2, "beta": 0.3, "n": 3, "margin": 2, "max_length": 9, "alpha": 0.4}
 
 
 def objectives() -> dict[str, Any]:
-    """Each public function of `rl_objectives` on fixed tensors, with its gradients."""
+    """Values and gradients of each public function of `rl_objectives` on fixed tensors."""
     import importlib
     import pkgutil
 
     import nip_astra.rl_objectives as package
 
-    found = policy_losses() | sibling_advantages()
+    results = policy_losses() | sibling_advantages()
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         space = vars(importlib.import_module(module.name))
         for name, function in sorted(space.items()):
@@ -304,58 +306,58 @@ def objectives() -> dict[str, Any]:
             name = OBJECTIVE_NAMES.get((module.name.rpartition(".")[2], name), name)
             is_public = name and name[0] != "_" and is_own and inspect.isfunction(function)
             if is_public and "rewards_PG" not in inspect.signature(function).parameters:
-                for choice in choices_of(function):
-                    said = ",".join(f"{key}={value}" for key, value in choice.items())
-                    found[f"{name}({said})"] = value_of(function, choice)
-    return found
+                for choice in option_combinations(function):
+                    label = ",".join(f"{key}={value}" for key, value in choice.items())
+                    results[f"{name}({label})"] = objective_value(function, choice)
+    return results
 
 
 def policy_losses() -> dict[str, Any]:
-    """The policy losses token by token, with their gradients, by their present names."""
+    """Per-token policy losses and their gradients, by current name."""
     names = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")
-    found = {}
+    results = {}
     for name, older in OLDER_LOSSES.items():
-        given = [tensor_of(one) for one in names]
+        inputs = [fixed_tensor(input_name) for input_name in names]
         try:
             from nip_astra.rl_objectives import token_losses
 
-            loss_BT = getattr(token_losses, older)(*given)
+            loss_BT = getattr(token_losses, older)(*inputs)
         except ImportError:
             from nip_astra.rl_objectives.policy_losses import PolicyLoss
 
-            loss_BT = PolicyLoss.of(name).of_tokens(*given)
+            loss_BT = PolicyLoss.of(name).of_tokens(*inputs)
         loss_BT.sum().backward()
-        values = (loss_BT.detach(), given[0].grad)
-        # A zero has no sign here.
-        found[f"policy loss {name}"] = [
-            [repr(x + 0.0) for x in one.flatten().tolist()] for one in values
+        tensors = (loss_BT.detach(), inputs[0].grad)
+        # Adding 0.0 removes the sign of zeros.
+        results[f"policy loss {name}"] = [
+            [repr(x + 0.0) for x in tensor.flatten().tolist()] for tensor in tensors
         ]
-    return found
+    return results
 
 
 def sibling_advantages() -> dict[str, Any]:
-    """Advantages of groups of equal size, by any baseline, divided by the deviation or not."""
+    """Advantages of groups of equal size for every baseline and scale."""
     from nip_astra.rl_objectives import advantages
 
-    rewards_PG = tensor_of("rewards_PG").detach()
-    groups = tensor_of("group_N").new_tensor(range(len(rewards_PG)))
+    rewards_PG = fixed_tensor("rewards_PG").detach()
+    groups = fixed_tensor("group_N").new_tensor(range(len(rewards_PG)))
     group_N = groups.repeat_interleave(rewards_PG.shape[1])
     is_dense = "scale" not in inspect.signature(advantages.group_advantages).parameters
-    found = {}
+    results = {}
     for baseline, epsilon in product(("mean", "leave_one_out", "none"), (None, 1e-4)):
         if baseline == "none" and epsilon:
             continue
         options: dict[str, Any] = {"baseline": baseline, "std_epsilon": epsilon}
         if not is_dense:
             options |= {"std_epsilon": epsilon or 0.0, "scale": "group" if epsilon else "none"}
-        given = (rewards_PG,) if is_dense else (rewards_PG.flatten(), group_N)
-        values = advantages.group_advantages(*given, **options)[0].flatten().tolist()
-        found[f"sibling advantages {baseline} {epsilon}"] = [repr(x + 0.0) for x in values]
-    return found
+        inputs = (rewards_PG,) if is_dense else (rewards_PG.flatten(), group_N)
+        values = advantages.group_advantages(*inputs, **options)[0].flatten().tolist()
+        results[f"sibling advantages {baseline} {epsilon}"] = [repr(x + 0.0) for x in values]
+    return results
 
 
-def choices_of(function: Any) -> Iterator[dict[str, Any]]:
-    """Each combination of options chosen from a list, without and with optional tensors."""
+def option_combinations(function: Any) -> Iterator[dict[str, Any]]:
+    """All combinations of a function's literal options, without and with optional tensors."""
     lists: dict[str, list[Any]] = {"optional": [False]}
     for name, hint in get_type_hints(function).items():
         if get_origin(hint) is Literal:
@@ -368,43 +370,43 @@ def choices_of(function: Any) -> Iterator[dict[str, Any]]:
         yield dict(zip(lists, values, strict=True))
 
 
-def value_of(function: Any, choice: Mapping[str, Any]) -> Any:
-    """The function's value and gradients as text; the name of its error where it refuses."""
+def objective_value(function: Any, choice: Mapping[str, Any]) -> Any:
+    """The function's values and gradients as text, or the name of its error."""
     import torch
 
-    given = {name: value for name, value in choice.items() if name not in ("optional", "shape")}
+    arguments = {name: value for name, value in choice.items() if name not in ("optional", "shape")}
     hints = get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         kinds = (hints.get(name), *get_args(hints.get(name)))
         is_optional = parameter.default is not parameter.empty
-        if name in given or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if name in arguments or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         is_chosen = choice["optional"] and NoneType in kinds and name not in UNUSED
         if is_optional and not is_chosen and name != "mask":
-            if name == "max_length" and "sum_over_length" in str(given.values()):
-                given[name] = NUMBERS[name]
+            if name == "max_length" and "sum_over_length" in str(arguments.values()):
+                arguments[name] = NUMBERS[name]
             continue
         shaped = f"{name}_{choice['shape']}" if name == "advantages" else name
-        given[name] = tensor_of(shaped) if torch.Tensor in kinds else NUMBERS.get(name, 0.5)
-    leaves = [one for one in given.values() if getattr(one, "requires_grad", False)]
+        arguments[name] = fixed_tensor(shaped) if torch.Tensor in kinds else NUMBERS.get(name, 0.5)
+    leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
     try:
-        outputs = list(tensors_in(function(**given)))
-        total = sum(one.double().nansum() for one in outputs if one.requires_grad)
+        outputs = list(tensors_in(function(**arguments)))
+        total = sum(output.double().nansum() for output in outputs if output.requires_grad)
         if isinstance(total, torch.Tensor):
             total.backward()
-    except Exception as error:  # what a function refuses is compared as well
+    except Exception as error:  # errors are compared as well
         return f"{type(error).__name__}"
-    gradients = [one.grad for one in leaves if one.grad is not None]
-    return [[repr(value) for value in one.flatten().tolist()] for one in (*outputs, *gradients)]
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    return [[repr(value) for value in x.flatten().tolist()] for x in (*outputs, *gradients)]
 
 
-def tensor_of(name: str) -> Any:
-    """The fixed tensor that goes by a name: its suffix is its shape."""
+def fixed_tensor(name: str) -> Any:
+    """The fixed tensor of a name, whose suffix is its shape."""
     import torch
 
     suffix = name.rpartition("_")[2]
     is_shape = suffix.isupper() and set(suffix) <= set(SIZES)
-    shape = [SIZES[one] for one in (suffix if is_shape else "BT")]
+    shape = [SIZES[letter] for letter in (suffix if is_shape else "BT")]
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if name == "parent_N":
@@ -415,8 +417,8 @@ def tensor_of(name: str) -> Any:
         return torch.arange(math.prod(shape)) // (3 if name in ("group_N", "episode_B") else 1)
     if "mask" in name:
         lengths = torch.arange(shape[0])[:, None] % shape[-1] + 1
-        places = torch.arange(shape[-1]) < lengths if len(shape) == 2 else noise > -1
-        return places.expand(shape) if len(shape) == 2 else places
+        mask = torch.arange(shape[-1]) < lengths if len(shape) == 2 else noise > -1
+        return mask.expand(shape) if len(shape) == 2 else mask
     if name.startswith("is_"):
         return noise > 0.3
     if name.startswith(("lengths", "counts")):
@@ -426,7 +428,7 @@ def tensor_of(name: str) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """All tensors of a nested value, in its order."""
+    """All tensors of a nested value, in order."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -448,12 +450,12 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def completions() -> dict[str, Any]:
-    """What the text service answers for seeds, with log-probabilities."""
+    """Responses of the text service for fixed seeds, with log-probabilities."""
     import httpx
 
     from nip_astra import start_service
 
-    found = {}
+    results = {}
     models = {"target": "scenario://pocket_chat/models/target"}
     with start_service(models, num_threads=1) as service:
         for seed, temperature in product((0, 1), (0.0, 1.0)):
@@ -466,40 +468,40 @@ def completions() -> dict[str, Any]:
                 "n": 2,
                 "logprobs": True,
             }
-            answer = httpx.post(f"{service.base_url}/chat/completions", json=body, timeout=60)
-            found[f"seed {seed}, temperature {temperature}"] = answer.json().get("choices")
-    return found
+            response = httpx.post(f"{service.base_url}/chat/completions", json=body, timeout=60)
+            results[f"seed {seed}, temperature {temperature}"] = response.json().get("choices")
+    return results
 
 
 # ---- two checkouts
 
 
 def collect(checkout: Path, out: Path, cases: Sequence[Case]) -> None:
-    """Compute everything in this process and write it, part by part."""
+    """Compute all parts in this process, and write each when it is done."""
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
-    def note(name: str, make: Any, *arguments: Any) -> None:
+    def record(name: str, compute: Any, *arguments: Any) -> None:
         try:
-            found[name] = make(*arguments)
-        except Exception as error:  # the other parts are compared all the same
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-        out.write_text(json.dumps(found))
+            results[name] = compute(*arguments)
+        except Exception as error:  # the other parts are still compared
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+        out.write_text(json.dumps(results))
 
-    note("objectives", objectives)
-    note("completions", completions)
+    record("objectives", objectives)
+    record("completions", completions)
     folder = out.parent / f"runs-{out.stem}"
     for case in cases:
         print(f"{out.stem}: {case.name}", flush=True)
-        note(case.name, run_case, case, checkout, folder)
+        record(case.name, run_case, case, checkout, folder)
         if case in QUICK and len(cases) > len(QUICK) and not case.preset.startswith("vanilla"):
-            note(f"evaluate {case.name}", evaluated, folder / case.name, checkout)
+            record(f"evaluate {case.name}", evaluate_run, folder / case.name, checkout)
 
 
 def differences(base: Any, tree: Any, path: str = "") -> Iterator[str]:
-    """Where two nested values differ."""
+    """Describe each difference between two nested values."""
     if isinstance(base, Mapping) and isinstance(tree, Mapping):
         for name in dict.fromkeys([*base, *tree]):
             if name in ADDED and name not in base:
@@ -509,52 +511,53 @@ def differences(base: Any, tree: Any, path: str = "") -> Iterator[str]:
             else:
                 yield from differences(base[name], tree[name], f"{path}/{name}")
     elif isinstance(base, list) and isinstance(tree, list) and len(base) == len(tree):
-        for place, (one, other) in enumerate(zip(base, tree, strict=True)):
-            yield from differences(one, other, f"{path}[{place}]")
+        for index, (old, new) in enumerate(zip(base, tree, strict=True)):
+            yield from differences(old, new, f"{path}[{index}]")
     elif base != tree and not (base != base and tree != tree):
         yield f"{path}: {str(base)[:60]} / {str(tree)[:60]}"
 
 
 def compare(base: Mapping[str, Any], tree: Mapping[str, Any]) -> int:
-    """Print a line for each part, and give the exit code."""
+    """Print the state of each part with its first differences, and return the exit code."""
     code = 0
     for name in dict.fromkeys([*base, *tree]):
-        faults = [one.get(name, {}).get("error") for one in (base, tree) if is_error(one.get(name))]
-        found = list(differences(base.get(name), tree.get(name)))
-        state = "failed" if faults else "different" if found else "equal"
+        sides = (base.get(name), tree.get(name))
+        errors = [side["error"] for side in sides if is_error(side)]
+        lines = list(differences(*sides))
+        state = "failed" if errors else "different" if lines else "equal"
         code = max(code, {"equal": 0, "different": 1, "failed": 2}[state])
         print(f"{state:10} {name}")
-        for line in [*(str(fault) for fault in faults), *found[:5]]:
+        for line in [*(str(error) for error in errors), *lines[:5]]:
             print(f"           {line[:160]}")
-        if len(found) > 5:
-            print(f"           and {len(found) - 5} more")
+        if len(lines) > 5:
+            print(f"           and {len(lines) - 5} more")
     return code
 
 
 def is_error(value: Any) -> bool:
-    """Whether a part could not run."""
+    """Whether a part failed."""
     return isinstance(value, Mapping) and set(value) == {"error"}
 
 
 def main() -> int:
-    """Compute in both checkouts, and compare."""
-    parser = options_of(
+    """Compute in both checkouts, and compare the results."""
+    parser = build_parser(
         __doc__,
         base=TREE,
         tree=TREE,
         quick=False,
-        only={"nargs": "*", "help": "names of cases, or parts of them"},
-        collect={"type": Path, "help": "used by the program itself: where to write"},
+        only={"nargs": "*", "help": "parts of the names of cases to run"},
+        collect={"type": Path, "help": "internal: output file"},
     )
     options = parser.parse_args()
     cases = QUICK if options.quick else CASES
     if options.only:
-        cases = tuple(one for one in CASES if any(part in one.name for part in options.only))
+        cases = tuple(case for case in CASES if any(part in case.name for part in options.only))
     if options.collect:
         collect(options.tree, options.collect, cases)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        found = []
+        results = []
         for name, checkout in (("base", options.base), ("tree", options.tree)):
             out = Path(folder) / f"{name}.json"
             words = [sys.executable, str(HERE), "--collect", str(out), "--tree", str(checkout)]
@@ -564,10 +567,10 @@ def main() -> int:
             environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
             environment |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
             subprocess.run(words, cwd=checkout, env=environment, check=True)
-            found.append(json.loads(out.read_text()))
+            results.append(json.loads(out.read_text()))
         if options.out is not None:
-            options.out.write_text(json.dumps({"base": found[0], "tree": found[1]}) + "\n")
-        return compare(*found)
+            options.out.write_text(json.dumps({"base": results[0], "tree": results[1]}) + "\n")
+        return compare(*results)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""How long does a GRPO step take beside TRL's GRPOTrainer, on the same tokens in the same run?
+"""Time of a GRPO step compared with TRL's GRPOTrainer on the same tokens.
 
     python benchmarks/grpo_step.py --out grpo_step.json
     python benchmarks/grpo_step.py --prompt-tokens 2000 --groups 1 --against floor
     python benchmarks/grpo_step.py --task arithmetic --groups 32 --answer-tokens 5 --rounds 15
 
-A step on groups of answers to one prompt each: loss, gradients, clipping, optimizer. Both start
-from the same weights in the same precision, take turns, and must agree in loss and gradient norm at
-the first step. The ratio is that of each round's pair, so that other work on the machine weighs on
-both; the median of the rounds counts. Beside it is that of the processor's time, of which other
-work takes little. Preparing (advantages, batches) is part of our time, and not of TRL's, which
-reads as many rows at once as its configuration has by default. On a machine with little memory
-`--our-rows 16` reads fewer of ours at once.
+A step consists of loss, gradients, clipping and optimizer, on groups of answers to one prompt each.
+Both start from the same weights in the same precision, and must agree in loss and gradient norm at
+the first step. Rounds are interleaved, so that other load affects both; the median ratio over
+rounds is reported, for wall time and for CPU time, which depends less on other load. Our time
+includes preparation (advantages, batches), TRL's does not. TRL reads its default number of rows at
+once; `--our-rows 16` limits ours on a machine with little memory.
 
-The floor is the time of the products alone: weights with the unique tokens, and queries, keys and
-values of tokens that see each other, forward and backward. With `--task` both also sample, with
-the policy and the problems of that scenario, and rate; the parts of a step are timed apart.
+The floor is the time of the matrix products alone, forward and backward: weights with the unique
+tokens, and attention between tokens that see each other. With `--task`, both also sample and score
+answers with the policy and problems of that scenario, and generation and update are timed
+separately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measuring import in_turns, options_of, ratio, seconds_of, tell
+from measuring import build_parser, interleaved, ratio, report_figures, seconds_of
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
@@ -63,11 +63,11 @@ class Work:
     Attributes
     ----------
     prompts : list of list of int
-        One a group.
+        One per group.
     answers : list of list of int
-        Of all groups in order.
+        Answers of all groups in order.
     rewards : list of float
-        Of each answer.
+        One per answer.
     """
 
     prompts: list[list[int]]
@@ -76,30 +76,30 @@ class Work:
 
     @property
     def group_size(self) -> int:
-        """Answers to each prompt."""
+        """Answers per prompt."""
         return len(self.answers) // len(self.prompts)
 
     @property
     def num_unique(self) -> int:
-        """Tokens with those that rows share, from their beginning on, counted once."""
-        found = set()
+        """Number of tokens, counting shared prefixes of rows once."""
+        prefixes = set()
         for index, answer in enumerate(self.answers):
             row = (*self.prompts[index // self.group_size], *answer)
-            found |= {row[:end] for end in range(1, len(row) + 1)}
-        return len(found)
+            prefixes |= {row[:end] for end in range(1, len(row) + 1)}
+        return len(prefixes)
 
     @property
-    def num_rows(self) -> int:
-        """Tokens row by row."""
+    def num_tokens(self) -> int:
+        """Number of tokens of all rows."""
         return sum(map(len, self.prompts)) * self.group_size + sum(map(len, self.answers))
 
 
 def make_work(
     tokenizer: Any, groups: int, size: int, longest: int, prompt_tokens: int = 0, seed: int = 0
 ) -> Work:
-    """Word problems with answers of a quarter to all of the longest length, drawn at random.
+    """Word problems with random answers of a quarter to all of the longest length.
 
-    With `prompt_tokens` the prompts are so many random tokens.
+    With `prompt_tokens`, a prompt is that number of random tokens instead.
     """
     rng = random.Random(seed)
     vocabulary = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
@@ -116,10 +116,10 @@ def make_work(
             f"afternoon together it sold {problem} pens. How many pens is that in all?"
         )
         messages = [{"role": "user", "content": text}]
-        found = tokenizer.apply_chat_template(
+        tokens = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        prompts.append(list(found))
+        prompts.append(list(tokens))
     answers = [
         rng.sample(vocabulary, rng.randint(max(longest // 4, 1), longest))
         for _ in range(groups * size)
@@ -127,7 +127,7 @@ def make_work(
     return Work(prompts, answers, [float(rng.random() < 0.5) for _ in answers])
 
 
-class Ours:
+class OurStep:
     """A step of `self_hosted_grpo`."""
 
     trainer: Any
@@ -144,7 +144,7 @@ class Ours:
                 f"training.minibatch_size={rows_at_once}",
                 f"training.gradient_accumulation_steps={len(work.answers) // rows_at_once}",
                 f"training.max_grad_norm={MAX_GRAD_NORM}",
-                # Rows of one prompt are read together.
+                # Keep the rows of a prompt in one batch.
                 "training.batch_order=by_episode",
             ],
         )
@@ -154,7 +154,7 @@ class Ours:
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
         self.rows = [self._row(index) for index in range(len(work.answers))]
-        # What the sampler would have told: the policy's own log-probabilities.
+        # The sampler's log-probabilities: those of the policy itself.
         batch = Batch.from_trajectories(self.trajectories())
         scored_BT = score_batch(batch, self.trainer.service.compute_logprobs)
         for row, scored_T in zip(self.rows, scored_BT, strict=True):
@@ -173,23 +173,23 @@ class Ours:
         }
 
     def trajectories(self) -> list[Trajectory]:
-        """The answers with all that is known of them."""
+        """The prompts and answers as trajectories."""
         return [Trajectory(**row) for row in self.rows]
 
     def __call__(self) -> None:
-        """Prepare, and take a step."""
+        """Prepare the batches, and take a step."""
         trainer = self.trainer
         with torch.no_grad():
             samples, _ = trainer.prepare(self.trajectories())
         batches = list(trainer.batches(samples, iteration=0, epoch=0))
-        with trainer.policy.counting() as spent:
+        with trainer.policy.counting() as count:
             metrics = trainer._optimizer_step(batches)
-        self.forwarded_per_unique = spent.forwarded / self.work.num_unique
+        self.forwarded_per_unique = count.forwarded / self.work.num_unique
         self.first = self.first or (metrics["loss"], metrics["grad_norm"])
 
 
-class Trls:
-    """A step of TRL's GRPOTrainer, its loss and backward pass as they are."""
+class TrlStep:
+    """A step of TRL's GRPOTrainer, with its own loss and backward pass."""
 
     def __init__(
         self,
@@ -237,15 +237,15 @@ class Trls:
         )
         self.trainer.create_optimizer()
         self.module = self.trainer.model.train()
-        whole = {name: value.to(device) for name, value in self._inputs(work).items()}
+        inputs = {name: value.to(device) for name, value in self._inputs(work).items()}
         self.parts = [
             {
                 name: value[start : start + rows_at_once] if value.ndim else value
-                for name, value in whole.items()
+                for name, value in inputs.items()
             }
             for start in range(0, len(work.answers), rows_at_once)
         ]
-        self.trainer._prepare_inputs = lambda given: given
+        self.trainer._prepare_inputs = lambda inputs: inputs
         self.trainer.current_gradient_accumulation_steps = len(self.parts)
         self.first: tuple[float, float] | None = None
 
@@ -253,7 +253,7 @@ class Trls:
         rewards_PG = torch.tensor(work.rewards).reshape(-1, work.group_size)
         differences_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
         advantages_PG = differences_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
-        prompts = [one for one in work.prompts for _ in range(work.group_size)]
+        prompts = [prompt for prompt in work.prompts for _ in range(work.group_size)]
         prompt_ids, prompt_mask = _padded(prompts, "left")
         completion_ids, completion_mask = _padded(work.answers, "right")
         return {
@@ -269,8 +269,7 @@ class Trls:
         """Take a step."""
         loss = 0.0
         for part in self.parts:
-            given = self.module, part, part["num_items_in_batch"]
-            loss += float(self.trainer.training_step(*given))
+            loss += float(self.trainer.training_step(self.module, part, part["num_items_in_batch"]))
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
         self.trainer.optimizer.step()
         self.trainer.optimizer.zero_grad()
@@ -281,25 +280,25 @@ def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tenso
     tensors = [torch.tensor(row) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(tensors, batch_first=True, padding_side=side)
-    ones = [torch.ones_like(one) for one in tensors]
-    return ids, pad(ones, batch_first=True, padding_side=side)
+    masks = [torch.ones_like(tensor) for tensor in tensors]
+    return ids, pad(masks, batch_first=True, padding_side=side)
 
 
 def torch_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply by torch's own library."""
+    """Multiply with torch's own library."""
     return torch.mm(x, weight.T)
 
 
 def onednn_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply by oneDNN."""
+    """Multiply with oneDNN."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
 
 class Floor:
-    """The products of a step on the unique tokens: forward, and two each in the backward pass.
+    """The matrix products of a step on the unique tokens: one forward and two backward each.
 
-    Each product with weights takes the library that was faster for its shapes.
+    Each product with weights uses the library that is faster for its shapes.
     """
 
     def __init__(self, work: Work, module: Any) -> None:
@@ -312,7 +311,7 @@ class Floor:
         trie = build_trie(rows)
         self.blocks = blocks_of(trie, self.heads // self.kv_heads)
         *self.layers, self.head = (
-            one.weight.detach() for one in module.modules() if isinstance(one, torch.nn.Linear)
+            m.weight.detach() for m in module.modules() if isinstance(m, torch.nn.Linear)
         )
         self.num_layers = config.num_hidden_layers
         self.inputs = {
@@ -333,15 +332,15 @@ class Floor:
         """Multiply `x` by the transpose of `weight`."""
         shapes = (x.shape, weight.shape)
         if shapes not in self.fastest:
-            ways = [torch_product]
+            products = [torch_product]
             if has_onednn(x.device, x.dtype):
-                ways.append(onednn_product)
-            seconds = [min(seconds_of(partial(way, x, weight)) for _ in range(3)) for way in ways]
-            self.fastest[shapes] = ways[seconds.index(min(seconds))]
+                products.append(onednn_product)
+            seconds = [min(seconds_of(partial(f, x, weight)) for _ in range(3)) for f in products]
+            self.fastest[shapes] = products[seconds.index(min(seconds))]
         return self.fastest[shapes](x, weight)
 
     def __call__(self) -> None:
-        """Multiply."""
+        """Compute all products."""
         for weight in self.layers:
             x, gradient = self.inputs[weight.shape[1]], self.inputs[weight.shape[0]]
             self.product(x, weight)
@@ -382,23 +381,23 @@ class OurTask:
         self.iteration = 0
 
     def __call__(self) -> dict[str, tuple[float, float]]:
-        """Sample, rate and prepare; then learn."""
+        """Generate (sample, score, prepare) and update; wall and CPU seconds of each."""
         trainer, state = self.trainer, self.trainer.state
-        generation = both_times_of(partial(trainer._collect, self.iteration))
-        update = both_times_of(partial(trainer._update, self.iteration))
+        generation = wall_and_cpu_seconds(partial(trainer._collect, self.iteration))
+        update = wall_and_cpu_seconds(partial(trainer._update, self.iteration))
         state.samples = None
         self.iteration += 1
         return {"generation": generation, "update": update}
 
 
-class TrlsTask:
+class TrlTask:
     """Steps of TRL's GRPOTrainer on the problems of a task."""
 
     def __init__(self, ours: OurTask, groups: int, size: int, answer_tokens: int) -> None:
         agent, self.task = ours.trainer.agent, ours.trainer.task
         self.groups, self.size, self.iteration = groups, size, 0
         self.agent = agent
-        self.trls = Trls(
+        self.step = TrlStep(
             Work([[1]] * groups, [[1]] * groups * size, [0.0] * groups * size),
             None,
             "float32",
@@ -410,14 +409,14 @@ class TrlsTask:
         )
 
     def rewards(self, completions: list[str], environment: list[Any], **_: Any) -> list[float]:
-        """The rewards of the environments."""
-        return [one.step(text).reward for one, text in zip(environment, completions, strict=True)]
+        """Rewards from the environments."""
+        return [env.step(text).reward for env, text in zip(environment, completions, strict=True)]
 
     def __call__(self) -> dict[str, tuple[float, float]]:
-        """Sample, rate and prepare; then learn."""
+        """Generate (sample, score, prepare) and update; wall and CPU seconds of each."""
         first = self.iteration * self.groups
         self.iteration += 1
-        found: list[Any] = []
+        batches: list[Any] = []
 
         def generate() -> None:
             rows = []
@@ -427,21 +426,21 @@ class TrlsTask:
                 context = self.agent.contexts([[self.agent.turn(message.role, message.text)]])
                 prompt = self.agent.language_model.tokenizer.decode(context[0])
                 rows += [{"prompt": prompt, "environment": environment}] * self.size
-            found.append(self.trls.trainer._generate_and_score_completions(rows))
+            batches.append(self.step.trainer._generate_and_score_completions(rows))
 
-        generation = both_times_of(generate)
-        self.trls.parts = found
-        return {"generation": generation, "update": both_times_of(self.trls)}
+        generation = wall_and_cpu_seconds(generate)
+        self.step.parts = batches
+        return {"generation": generation, "update": wall_and_cpu_seconds(self.step)}
 
 
 def compare_on_task(options: Any) -> dict[str, Any]:
-    """Ratios of whole steps and of their parts."""
+    """CPU time ratios of whole steps and of their parts."""
     size = options.groups, options.group_size, options.answer_tokens
     ours = OurTask(options.task, *size)
-    ways = {"ours": ours, "trl": TrlsTask(ours, *size)}
-    for way in ways.values():
-        way()
-    times = in_turns(ways, options.rounds)
+    variants = {"ours": ours, "trl": TrlTask(ours, *size)}
+    for step in variants.values():
+        step()
+    times = interleaved(variants, options.rounds)
     figures: dict[str, Any] = {
         "trl": importlib.metadata.version("trl"),
         "num_rows": options.groups * options.group_size,
@@ -450,8 +449,8 @@ def compare_on_task(options: Any) -> dict[str, Any]:
     for part in ("generation", "update", "step"):
         names = ("generation", "update") if part == "step" else (part,)
         cpu = {
-            who: [sum(one[name][1] for name in names) for one in found]
-            for who, found in times.items()
+            variant: [sum(step[name][1] for name in names) for step in steps]
+            for variant, steps in times.items()
         }
         figures[f"{part}_cpu_seconds"] = statistics.median(cpu["ours"])
         figures[f"{part}_trl_cpu_seconds"] = statistics.median(cpu["trl"])
@@ -460,22 +459,22 @@ def compare_on_task(options: Any) -> dict[str, Any]:
 
 
 def check(ours: tuple[float, float], theirs: tuple[float, float], tolerance: float) -> None:
-    """Raise where the first steps differ in loss or gradient norm."""
-    for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
-        if not math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance):
-            raise SystemExit(f"the {name} of the first step is {one} here and {other} in TRL")
+    """Exit if the first steps differ in loss or gradient norm."""
+    for name, own, trl in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+        if not math.isclose(own, trl, rel_tol=tolerance, abs_tol=tolerance):
+            raise SystemExit(f"the {name} of the first step is {own} here and {trl} in TRL")
 
 
-def both_times_of(function: Callable[[], None]) -> tuple[float, float]:
-    """How long a call takes, and how long a processor was at work on it."""
+def wall_and_cpu_seconds(function: Callable[[], None]) -> tuple[float, float]:
+    """Wall time and CPU time of a call."""
     started = time.process_time()
     seconds = seconds_of(function)
     return seconds, time.process_time() - started
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print a table and write JSON."""
-    options = options_of(
+    options = build_parser(
         __doc__,
         model=MODEL,
         precision={"choices": ["float32", "bfloat16"], "default": "float32"},
@@ -484,56 +483,56 @@ def main(arguments: list[str] | None = None) -> None:
         prompt_tokens={"type": int, "default": 0, "help": "random prompts; 0: word problems"},
         answer_tokens=48,
         rounds=3,
-        our_rows={"type": int, "help": "rows that we read at once; all of them"},
+        our_rows={"type": int, "help": "rows that ours reads at once; default: all"},
         trl_rows={"type": int, "default": 8, "help": "rows that TRL reads at once"},
         against={"nargs": "+", "choices": ["trl", "floor"], "default": ["trl"]},
-        task={"help": "scenario to sample from, for instance arithmetic"},
-    ).parse_args(arguments)
+        task={"help": "scenario to sample from, such as arithmetic"},
+    ).parse_args(argv)
     torch.set_num_threads(1)
     if options.task:
-        tell(compare_on_task(options), options.out)
+        report_figures(compare_on_task(options), options.out)
         return
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
     work = make_work(
         *(tokenizer, options.groups, options.group_size),
         *(options.answer_tokens, options.prompt_tokens),
     )
-    given = work, options.model, options.precision
-    ours = Ours(*given, rows_at_once=options.our_rows or len(work.answers))
-    # The first steps, which set up optimizers, are compared and not timed.
+    arguments = work, options.model, options.precision
+    ours = OurStep(*arguments, rows_at_once=options.our_rows or len(work.answers))
+    # The first steps set up the optimizers; they are compared but not timed.
     ours()
-    ways = {"ours": partial(both_times_of, ours)}
+    variants = {"ours": partial(wall_and_cpu_seconds, ours)}
     figures: dict[str, Any] = {"loss": ours.first}
     if "floor" in options.against:
         floor = Floor(work, ours.trainer.policy.module)
         floor()
-        ways["floor"] = partial(both_times_of, floor)
+        variants["floor"] = partial(wall_and_cpu_seconds, floor)
     if "trl" in options.against:
-        theirs = Trls(*given, rows_at_once=options.trl_rows)
+        theirs = TrlStep(*arguments, rows_at_once=options.trl_rows)
         theirs()
         check(ours.first or (0, 0), theirs.first or (0, 0), 1e-3)
-        ways["trl"] = partial(both_times_of, theirs)
+        variants["trl"] = partial(wall_and_cpu_seconds, theirs)
         figures |= {"trl": importlib.metadata.version("trl"), "trl_loss": theirs.first}
-    times = in_turns(ways, options.rounds)
-    seconds = {name: [wall for wall, _ in found] for name, found in times.items()}
-    cpu = {name: [busy for _, busy in found] for name, found in times.items()}
+    times = interleaved(variants, options.rounds)
+    seconds = {name: [wall for wall, _ in rounds] for name, rounds in times.items()}
+    cpu = {name: [busy for _, busy in rounds] for name, rounds in times.items()}
     figures |= {
         "num_rows": len(work.answers),
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
-        "num_tokens": work.num_rows,
+        "num_tokens": work.num_tokens,
         "num_unique_tokens": work.num_unique,
         "forwarded_per_unique": ours.forwarded_per_unique,
         "seconds": statistics.median(seconds["ours"]),
         "runs": seconds,
         "cpu_runs": cpu,
     }
-    if "floor" in ways:
+    if "floor" in variants:
         figures["cpu_ratio_to_floor"] = ratio(cpu["ours"], cpu["floor"])
-    if "trl" in ways:
+    if "trl" in variants:
         figures["trl_seconds"] = statistics.median(seconds["trl"])
         figures["median_ratio"] = ratio(seconds["trl"], seconds["ours"])
         figures["median_cpu_ratio"] = ratio(cpu["trl"], cpu["ours"])
-    tell(figures, options.out)
+    report_figures(figures, options.out)
 
 
 if __name__ == "__main__":

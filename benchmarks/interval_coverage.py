@@ -1,19 +1,20 @@
-"""How often do the intervals of rates and of paired differences hold the truth?
+"""Coverage of the confidence intervals of rates and of paired differences.
 
     python benchmarks/interval_coverage.py --out interval_coverage.json
 
-Simulated evaluations, over a grid of opening prompts, episodes a prompt, rates and correlations of
-a prompt's episodes. A prompt has a rate of its own, drawn from a Beta distribution or from two
-values of which one is 0 ("two kinds"), with mean and correlation of the grid. The prompts of a pair
-share half of what sets their rates apart. Intervals are those of the package; beside them stands
-the percentile bootstrap over prompts, with the rule of three where all are alike. A line tells a
-number of prompts and of episodes: the least and the largest coverage over all rates and
-correlations, and how often at most the truth lay below and above. The JSON file holds every point.
+Simulates evaluations over a grid of numbers of prompts, episodes per prompt, rates, and
+correlations between a prompt's episodes. Each prompt has its own rate, drawn from a Beta
+distribution or from two values of which one is 0 ("two kinds"), with the mean and correlation of
+the grid. In a pair, the two rates of a prompt share half of their variation. The package's
+intervals are compared with the percentile bootstrap over prompts, which uses the rule of three if
+all prompts are equal. A table row has the minimum and maximum coverage over rates and correlations,
+and the maximum frequency of truths below and above the interval. The JSON file has every point.
 
-Then conversations of 10 turns with missing verdicts, at random or depending on whether the target
-failed (`--only missing`: these alone): the survival estimate, the bounds for whatever the missing
-verdicts were, and, uncensored, the share of failed conversations if a failure counts even after a
-missing verdict and a conversation without a failure is left out for one.
+Then simulates conversations of 10 turns with missing verdicts, at random or depending on whether
+the target failed (`--only missing` for this part alone). Methods: the survival estimate; bounds
+over all possible values of the missing verdicts; and "uncensored", the share of failed
+conversations where a failure counts even after a missing verdict, and conversations without a
+failure are dropped if a verdict is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from measuring import markdown_table, options_of, tell
+from measuring import build_parser, markdown_table, report_figures
 from scipy.special import betaincinv, ndtr
 
 from nip_astra.evaluation.outcomes import Outcome, failure_rate
@@ -35,7 +36,7 @@ from nip_astra.utils.intervals import Estimate, paired_difference, rate_estimate
 
 Floats = npt.NDArray[np.float64]
 Shape = tuple[int, int, int]
-"""Evaluations, prompts, episodes of each."""
+"""Evaluations, prompts, episodes per prompt."""
 Place = tuple[tuple[float, ...], float, str]
 """Rates, correlation and distribution of the prompts' rates."""
 
@@ -43,23 +44,23 @@ DESIGNS = (
     (5, 1), (5, 8), (10, 1), (10, 4), (20, 1), (20, 8), (50, 1), (50, 16), (100, 1), (100, 4),
     (300, 1), (300, 4),
 )  # fmt: skip
-"""Prompts, and episodes of each."""
+"""Prompts, episodes per prompt."""
 RATES = (0.005, 0.02, 0.05, 0.1, 0.3, 0.5)
 PAIRS = (
     (0.005, 0.005), (0.02, 0.02), (0.005, 0.1), (0.02, 0.1), (0.1, 0.1), (0.1, 0.5), (0.5, 0.5),
     (0.1, 0.9), (0.02, 0.98), (0.005, 0.5),
 )  # fmt: skip
 CORRELATIONS = (0.0, 0.1, 0.3, 0.6)
-"""Of the episodes of a prompt; with one episode a prompt it means nothing for a single rate."""
+"""Between the episodes of a prompt; irrelevant to a single rate with one episode per prompt."""
 SHARED = 0.5
-"""Correlation of what sets the two rates of a prompt apart from other prompts'."""
+"""Correlation between the latent variables of a prompt's two rates."""
 NUM_RESAMPLES = 400
 RATE, RATES_APART, SCORES = "rate", "difference of rates", "difference of scores"
 METHODS = ("ours", "bootstrap")
 
 NUM_TURNS = 10
 MISSING_DESIGNS = ((30, 1), (100, 1), (240, 1), (50, 4))
-"""Prompts, and conversations of each, in which verdicts are missing."""
+"""Prompts and conversations per prompt, for missing verdicts."""
 MISSING_RATES = (0.02, 0.183, 0.5)
 MISSING = {
     "4.9 % at random": (0.049, 0.049),
@@ -67,22 +68,22 @@ MISSING = {
     "40 % of failures, 2 % of passes": (0.4, 0.02),
     "no failure, 10 % of passes": (0.0, 0.1),
 }
-"""Chance that the verdict on a turn with a failure, and on one without, is missing."""
+"""Probabilities that a verdict is missing, on turns with and without a failure."""
 SURVIVAL, BOUNDS, UNCENSORED = "survival", "bounds", "uncensored"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid, and what was found there.
+    """One point of the grid and its figures.
 
     Attributes
     ----------
     coverage, below, above : float
-        How often the interval held the truth, and how often the truth lay below or above it.
+        Frequencies of truths inside, below and above the interval.
     width : float
         Mean width of the interval.
     mean : float or None
-        Mean of the estimates, where verdicts are missing.
+        Mean of the estimates; only for missing verdicts.
     """
 
     what: str
@@ -100,11 +101,11 @@ class Point:
 
 
 def rates_of_prompts(uniform: Floats, rate: float, correlation: float, kind: str) -> Floats:
-    """Turn uniform numbers into rates of prompts with that mean and correlation of episodes."""
+    """Transform uniform numbers to prompt rates with a given mean and episode correlation."""
     if correlation == 0.0:
         return np.full_like(uniform, rate)
     if kind == "two kinds":
-        # Of rate `high` in a share of prompts, never in the others.
+        # Rate `high` for a share of prompts, 0 for the rest.
         high = rate + correlation * (1.0 - rate)
         return np.where(uniform > 1.0 - rate / high, high, 0.0)
     spread = (1.0 - correlation) / correlation
@@ -119,7 +120,7 @@ def outcomes(
     correlation: float,
     kind: str,
 ) -> Floats:
-    """Draw outcomes, 0 or 1, of evaluations x prompts x episodes."""
+    """Draw binary outcomes [evaluations, prompts, episodes]."""
     rates = rates_of_prompts(rng.random(shape[:2]), rate, correlation, kind)
     return (rng.random(shape) < rates[..., None]).astype(np.float64)
 
@@ -131,14 +132,14 @@ def differences(
     correlation: float,
     noise: float = 0.0,
 ) -> Floats:
-    """Draw second outcomes less first ones of the same prompts.
+    """Draw paired differences of outcomes: second minus first of the same prompts.
 
-    With noise they are scores: up to so far from 0 and from 1, most of them near.
+    With noise they are differences of scores, within `noise` of 0 or 1 and mostly near.
     """
     shared, *own = rng.standard_normal((3, *shape[:2]))
     drawn = []
-    for rate, mine in zip(pair, own, strict=True):
-        uniform = ndtr(SHARED**0.5 * shared + (1.0 - SHARED) ** 0.5 * mine)
+    for rate, latent in zip(pair, own, strict=True):
+        uniform = ndtr(SHARED**0.5 * shared + (1.0 - SHARED) ** 0.5 * latent)
         rates = rates_of_prompts(uniform, rate, correlation, "Beta")
         is_failure = rng.random(shape) < rates[..., None]
         drawn.append(np.abs(is_failure - noise * rng.beta(1.0, 20.0, shape)))
@@ -146,7 +147,7 @@ def differences(
 
 
 def bootstrap_bounds(evaluations: Floats, rng: np.random.Generator, largest: float) -> Floats:
-    """Percentile bootstrap over prompts; `3 / prompts` where all are 0 or all are `largest`."""
+    """Percentile bootstrap over prompts; rule of three if all means are 0 or all are `largest`."""
     means = evaluations.mean(axis=2)
     num_prompts = means.shape[1]
     weights = rng.multinomial(num_prompts, [1.0 / num_prompts] * num_prompts, NUM_RESAMPLES)
@@ -161,13 +162,13 @@ def own_bounds(evaluations: Floats, interval: Callable[[Floats, Any], Estimate])
     """Bounds of the package's interval for each evaluation."""
     _, num_prompts, num_episodes = evaluations.shape
     prompts = np.repeat(np.arange(num_prompts), num_episodes)
-    found = [interval(values.ravel(), prompts) for values in evaluations]
-    return np.array([(estimate.low, estimate.high) for estimate in found])
+    intervals = [interval(values.ravel(), prompts) for values in evaluations]
+    return np.array([(estimate.low, estimate.high) for estimate in intervals])
 
 
 def count(bounds: Floats, truth: float) -> dict[str, float]:
-    """Count how often intervals hold the truth."""
-    # What an interval ends at is in it, whatever the last digit.
+    """Frequencies of truths inside, below and above the intervals, and their mean width."""
+    # Interval ends are included, up to rounding.
     below, above = truth < bounds[:, 0] - 1e-9, truth > bounds[:, 1] + 1e-9
     return {
         "coverage": float(1.0 - below.mean() - above.mean()),
@@ -180,7 +181,7 @@ def count(bounds: Floats, truth: float) -> dict[str, float]:
 def measure(
     what: str, designs: Sequence[tuple[int, int]], repetitions: int, seed: int
 ) -> list[Point]:
-    """Measure the intervals of a rate, or of paired differences of outcomes or scores."""
+    """Measure intervals of a rate, or of paired differences of outcomes or scores."""
     is_pair, noise = what != RATE, 0.5 if what == SCORES else 0.0
     points = []
     for design, place, rng in _grid(designs, PAIRS if is_pair else [(r,) for r in RATES], seed):
@@ -203,26 +204,26 @@ def measure(
 def missing_points(
     designs: Sequence[tuple[int, int]], repetitions: int, seed: int
 ) -> Iterator[Point]:
-    """Measure the failure rate of conversations in which verdicts are missing."""
+    """Measure failure rates of conversations with missing verdicts."""
     for design, rate, correlation, kind in product(designs, MISSING_RATES, (0.0, 0.3), MISSING):
         if correlation and design[1] == 1:
             continue
         key = [seed, *design, round(1000 * rate), round(10 * correlation), len(kind)]
         rng = np.random.default_rng(key)
         prompts = np.repeat(np.arange(design[0]), design[1])
-        found: dict[str, list[tuple[float, float, float]]] = {}
+        by_method: dict[str, list[tuple[float, float, float]]] = {}
         for _ in range(repetitions):
             failed, is_missing = conversations(rng, design, rate, correlation, MISSING[kind])
             for name, estimate in estimates(failed, is_missing, prompts).items():
-                found.setdefault(name, []).append(estimate)
-        for name, rows in found.items():
+                by_method.setdefault(name, []).append(estimate)
+        for name, rows in by_method.items():
             values = np.asarray(rows)
-            held = count(values[:, 1:], rate)
-            # Where nobody was left to observe there is no estimate, but an interval.
+            frequencies = count(values[:, 1:], rate)
+            # If every conversation is censored, there is an interval but no estimate.
             known = values[~np.isnan(values[:, 0]), 0]
             mean = float(known.mean()) if len(known) else None
             place = ((rate,), correlation, kind)
-            yield Point("missing verdicts", name, *design, *place, **held, mean=mean)
+            yield Point("missing verdicts", name, *design, *place, **frequencies, mean=mean)
 
 
 def conversations(
@@ -232,7 +233,7 @@ def conversations(
     correlation: float,
     missing: tuple[float, float],
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Draw which turns failed, and which verdicts are missing: conversations x turns, both."""
+    """Draw failed turns and missing verdicts, both [conversations, turns]."""
     rates = rates_of_prompts(rng.random(design[0]), rate, correlation, "Beta")
     hazards = 1.0 - (1.0 - np.repeat(rates, design[1])) ** (1.0 / NUM_TURNS)
     failed = rng.random((len(hazards), NUM_TURNS)) < hazards[:, None]
@@ -242,28 +243,28 @@ def conversations(
 def estimates(
     failed: npt.NDArray[np.bool_], is_missing: npt.NDArray[np.bool_], prompts: Any
 ) -> dict[str, tuple[float, float, float]]:
-    """Value, lower and upper end of each estimate of the share of failed conversations."""
+    """Value, lower and upper bound of each estimate of the share of failed conversations."""
     names = (Outcome.NONE, Outcome.FAILURE, Outcome.UNDETERMINED)
     codes = np.where(is_missing, 2, failed).tolist()
-    found = failure_rate([[names[code] for code in turns] for turns in codes], prompts)
+    rate = failure_rate([[names[code] for code in turns] for turns in codes], prompts)
     has_failed = (failed & ~is_missing).any(axis=1)
     is_unknown = is_missing.any(axis=1) & ~has_failed
-    old = rate_estimate(np.where(is_unknown, np.nan, has_failed), prompts)
-    survival = found.estimate
+    uncensored = rate_estimate(np.where(is_unknown, np.nan, has_failed), prompts)
+    survival = rate.estimate
     return {
         SURVIVAL: (survival.value, *_ends(survival.low, survival.high)),
-        BOUNDS: (math.nan, found.lowest, found.highest),
-        UNCENSORED: (old.value, *_ends(old.low, old.high)),
+        BOUNDS: (math.nan, rate.lowest, rate.highest),
+        UNCENSORED: (uncensored.value, *_ends(uncensored.low, uncensored.high)),
     }
 
 
 def _ends(low: float, high: float) -> tuple[float, float]:
-    """The ends of an interval; without any verdict the rate may be anything."""
+    """Bounds of an interval; [0, 1] if there is no verdict at all."""
     return (0.0, 1.0) if math.isnan(low) else (low, high)
 
 
 def missing_table(points: Sequence[Point]) -> str:
-    """Lay out a line for each design and way of missing, as Markdown."""
+    """A Markdown row for each design and kind of missing verdicts."""
     header = ["prompts x episodes", "missing verdicts"]
     for method in (SURVIVAL, BOUNDS, UNCENSORED):
         header += [f"{method}: coverage", "width"]
@@ -292,7 +293,7 @@ def _range(values: Sequence[float], unit: str) -> str:
 def _grid(
     designs: Sequence[tuple[int, int]], rates: Sequence[tuple[float, ...]], seed: int
 ) -> Iterator[tuple[tuple[int, int], Place, np.random.Generator]]:
-    """Numbers of prompts and episodes, a place among rates, and its random numbers."""
+    """Each design and grid place, with its random generator."""
     for design in designs:
         for pair in rates:
             is_pair = len(pair) > 1
@@ -304,7 +305,7 @@ def _grid(
 
 
 def table(points: Sequence[Point]) -> str:
-    """Lay out a line for each number of prompts and episodes, as Markdown."""
+    """A Markdown row for each number of prompts and episodes."""
     header = ["", "prompts x episodes"]
     for method in METHODS:
         header += [f"{method}: coverage", "truth below", "truth above"]
@@ -314,19 +315,19 @@ def table(points: Sequence[Point]) -> str:
         for method in METHODS:
             place = [what, *design, method]
             own = [p for p in points if [p.what, p.num_prompts, p.num_episodes, p.method] == place]
-            held = [p.coverage for p in own]
-            row.append(f"{min(held):.1%} to {max(held):.1%}")
+            coverage = [p.coverage for p in own]
+            row.append(f"{min(coverage):.1%} to {max(coverage):.1%}")
             row += [f"{max(p.below for p in own):.1%}", f"{max(p.above for p in own):.1%}"]
         rows.append(row)
     return markdown_table(header, rows)
 
 
 def main() -> None:
-    """Measure, and print the tables."""
-    options = options_of(
+    """Measure, print the tables and write all points."""
+    options = build_parser(
         __doc__,
-        repetitions={"type": int, "default": 2000, "help": "evaluations a point"},
-        largest={"type": int, "default": 300, "help": "most prompts of the grid"},
+        repetitions={"type": int, "default": 2000, "help": "evaluations per point"},
+        largest={"type": int, "default": 300, "help": "maximum number of prompts"},
         only={"choices": ("complete", "missing"), "default": None, "help": "measure one part"},
         seed=0,
     ).parse_args()
@@ -334,20 +335,20 @@ def main() -> None:
     designs = [design for design in DESIGNS if design[0] <= options.largest]
     points: list[Point] = []
     for what in (RATE, RATES_APART, SCORES) if options.only != "missing" else ():
-        found = measure(what, designs, options.repetitions, options.seed)
-        print(table(found), flush=True)
-        points += found
+        measured = measure(what, designs, options.repetitions, options.seed)
+        print(table(measured), flush=True)
+        points += measured
     if options.only != "complete":
         own = [design for design in MISSING_DESIGNS if design[0] <= options.largest]
-        found = list(missing_points(own, options.repetitions, options.seed))
-        if found:
-            print(missing_table(found), flush=True)
-        points += found
+        measured = list(missing_points(own, options.repetitions, options.seed))
+        if measured:
+            print(missing_table(measured), flush=True)
+        points += measured
     shown = (
-        f"95 % intervals, {options.repetitions} evaluations a point, {len(points)} intervals; "
+        f"95 % intervals, {options.repetitions} evaluations per point, {len(points)} points; "
         f"{time.perf_counter() - started:.0f} s"
     )
-    tell([asdict(point) for point in points], options.out, shown=shown)
+    report_figures([asdict(point) for point in points], options.out, shown=shown)
 
 
 if __name__ == "__main__":

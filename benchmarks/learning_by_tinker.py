@@ -1,4 +1,4 @@
-"""Held-out accuracy before and after `remote_api_grpo` learns through a local Tinker server.
+"""Held-out accuracy before and after training `remote_api_grpo` through a local Tinker server.
 
 python benchmarks/learning_by_tinker.py --seeds 0 1 2
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from measuring import options_of, seconds_of
+from measuring import build_parser, seconds_of
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
@@ -19,16 +19,16 @@ LORA = "task.policy.language_model.lora"
 
 
 def main() -> None:
-    """Train with each seed, and print a row of JSON for it."""
-    given = options_of(__doc__, seeds=[0, 1, 2], steps=60).parse_args()
+    """Train with each seed, and print a JSON row per seed."""
+    options = build_parser(__doc__, seeds=[0, 1, 2], steps=60).parse_args()
     models = {"policy": "scenario://arithmetic/models/policy"}
     with start_service(models, protocols=["tinker"], num_threads=1) as service:
-        for seed in given.seeds:
+        for seed in options.seeds:
             resolved = resolve_experiment(
                 trainer="remote_api_grpo",
                 overrides=[
                     f"seed={seed}",
-                    f"training.num_iterations={given.steps}",
+                    f"training.num_iterations={options.steps}",
                     "training.lr=2e-3",
                     f"{SERVICE}.backend=tinker",
                     f"{SERVICE}.base_url={service.base_url}",

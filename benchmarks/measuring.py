@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: options, clocks, turns, peak memory, tables in Markdown."""
+"""Shared benchmark tools: options, timers, interleaved rounds, peak memory, Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from nip_astra.utils.processor import peak_memory_bytes
 
 Result = TypeVar("Result")
 
-# ---- options, and what is told
+# ---- options and output
 
 
-def options_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
-    """A parser of a benchmark's options.
+def build_parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Build the parser of a benchmark's options.
 
     Parameters
     ----------
     text : str
         The benchmark's docstring.
     options
-        By name: the default, of whose type the option is; a list takes several words; True or False
-        a switch; a type, such as `Path`, has no default; a dict is what `add_argument` takes.
+        By name: the default, which sets the option's type. A list accepts several values, a bool is
+        a switch, a type such as `Path` has no default, and a dict is passed to `add_argument`.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, given in (
+    for name, option in (
         {"out": {"type": Path, "help": "JSON file for the figures"}} | options
     ).items():
-        keywords: dict[str, Any] = {"type": type(given), "default": given}
-        if isinstance(given, dict):
-            keywords = given
-        elif isinstance(given, bool):
+        keywords: dict[str, Any] = {"type": type(option), "default": option}
+        if isinstance(option, dict):
+            keywords = option
+        elif isinstance(option, bool):
             keywords = {"action": "store_true"}
-        elif isinstance(given, list):
-            keywords = {"nargs": "+", "type": type(given[0]), "default": given}
-        elif isinstance(given, type):
-            keywords = {"type": given}
+        elif isinstance(option, list):
+            keywords = {"nargs": "+", "type": type(option[0]), "default": option}
+        elif isinstance(option, type):
+            keywords = {"type": option}
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     return parser
 
 
-def tell(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
-    """Print figures, a line each or as they are `shown`, and write them where `out` says."""
+def report_figures(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
+    """Print figures, one per line or as the text `shown`, and write them to `out` as JSON."""
     if shown is None:
         lines = [f"{name.replace('_', ' '):>28}  {_cell(value)}" for name, value in figures.items()]
         shown = "\n".join(lines)
@@ -65,33 +65,35 @@ def tell(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
 # ---- time
 
 
-class Spent(NamedTuple):
-    """The time and the work of a part.
+class Cost(NamedTuple):
+    """Time and forwarded positions of one part.
 
     Attributes
     ----------
+    seconds : float
+        Wall time.
     forwarded, unique : float
-        Positions that models have read, and those that they had to read at least once.
+        Positions forwarded through models, and the distinct positions among them.
     """
 
     seconds: float
     forwarded: float = 0.0
     unique: float = 0.0
 
-    def scaled(self, share: float) -> Spent:
-        """What so many times as much would have taken."""
-        return Spent(*(share * value for value in self))
+    def scaled(self, factor: float) -> Cost:
+        """The cost of `factor` times the work."""
+        return Cost(*(factor * value for value in self))
 
 
 class Stopwatch:
-    """Adds up seconds by phase, in the order of their first use."""
+    """Accumulates seconds by phase, in order of first use."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block, or each call of the function decorated with it, takes."""
+        """Add the time of the block, or of each call of a decorated function."""
         started = time.perf_counter()
         try:
             yield
@@ -100,7 +102,7 @@ class Stopwatch:
 
 
 def wait_for_gpu() -> None:
-    """Wait until a GPU that torch uses has done its work, without which times mean nothing."""
+    """Wait for queued GPU work, without which wall times mean nothing."""
     if torch := _torch_with_gpu():
         torch.cuda.synchronize()
 
@@ -111,7 +113,7 @@ def _torch_with_gpu() -> Any:
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
-    """How long a call takes, with the work that it gives to a GPU."""
+    """Wall time of a call, including the GPU work that it queues."""
     wait_for_gpu()
     started = time.perf_counter()
     function()
@@ -119,26 +121,28 @@ def seconds_of(function: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def in_turns(ways: Mapping[str, Callable[[], Result]], num_rounds: int) -> dict[str, list[Result]]:
-    """What each way gives in each round; the ways take turns, and each is first as often.
+def interleaved(
+    variants: Mapping[str, Callable[[], Result]], num_rounds: int
+) -> dict[str, list[Result]]:
+    """Run all variants in each round, in alternating order, and collect their results.
 
-    What else runs on a machine weighs on all of a round, so that ratios of a round mean more than
-    those of medians; see `ratio`.
+    Other load on the machine affects a whole round, so ratios within rounds are more reliable than
+    ratios of medians; see `ratio`.
     """
-    found: dict[str, list[Result]] = {name: [] for name in ways}
+    results: dict[str, list[Result]] = {name: [] for name in variants}
     for number in range(num_rounds):
-        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-            found[name].append(ways[name]())
-    return found
+        for name in list(variants)[:: 1 if number % 2 == 0 else -1]:
+            results[name].append(variants[name]())
+    return results
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one way's figure by another's of the same round."""
-    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median over rounds of the ratio of two variants' figures."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each name; a name that is missing somewhere counts as 0 there."""
+    """Median of each name over the measurements; a missing name counts as 0."""
     names = dict.fromkeys(name for values in measured for name in values)
     return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
 
@@ -146,8 +150,8 @@ def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 # ---- memory
 
 
-def held_memory_bytes() -> int | None:
-    """The memory that this process holds now; None where the system does not say."""
+def resident_memory_bytes() -> int | None:
+    """Resident memory of this process; None where the system does not report it."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -155,8 +159,8 @@ def held_memory_bytes() -> int | None:
     return None
 
 
-def forget_peak_memory() -> None:
-    """Free what is not held, and start a new peak; where the system refuses, the peak stays."""
+def reset_peak_memory() -> None:
+    """Free unused memory and reset the peak; where the system refuses, the old peak stays."""
     gc.collect()
     if torch := _torch_with_gpu():
         torch.cuda.empty_cache()
@@ -166,18 +170,18 @@ def forget_peak_memory() -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory since the last peak was forgotten: of the GPU if one is used, or resident."""
+    """Peak memory since the last reset: of the GPU if torch uses one, otherwise resident."""
     torch = _torch_with_gpu()
     return int(torch.cuda.max_memory_allocated()) if torch else peak_memory_bytes()
 
 
-# ---- rows that are written as soon as they are measured
+# ---- rows, written as soon as they are measured
 
 
 class Row(NamedTuple):
-    """Something to measure, in a part of a benchmark; `run` gives figures by name.
+    """A measurement in a part of a benchmark; `run` returns figures by name.
 
-    `needs` are packages; a row without one of them, or without a GPU that it needs, is skipped.
+    A row is skipped if a package of `needs` is missing, or the GPU that it needs.
     """
 
     part: str
@@ -188,30 +192,30 @@ class Row(NamedTuple):
     in_small: bool = True
 
     def record(self, setting: Any, *, has_gpu: bool) -> dict[str, Any]:
-        """Run it: status, figures or reason, seconds, peak memory, device and versions.
+        """Run the row: status, figures or reason, seconds and peak memory.
 
-        Figures with a `difference` also have the `tolerance` within which it `agrees`.
+        A row with a `difference` `agrees` if that is within its `tolerance`.
         """
-        found: dict[str, Any] = {"part": self.part, "row": self.name}
-        missing = [one for one in self.needs if not (version_of(one) or one in sys.modules)]
+        record: dict[str, Any] = {"part": self.part, "row": self.name}
+        missing = [name for name in self.needs if not (version_of(name) or name in sys.modules)]
         if missing or (self.needs_gpu and not has_gpu):
             reason = f"package {', '.join(missing)} is missing" if missing else "needs a GPU"
-            return found | {"status": "skipped", "reason": reason}
-        forget_peak_memory()
+            return record | {"status": "skipped", "reason": reason}
+        reset_peak_memory()
         try:
             started = time.perf_counter()
             figures = self.run(setting)
             wait_for_gpu()
-            found |= {"status": "measured", "seconds": time.perf_counter() - started}
-            found["figures"] = figures
+            record |= {"status": "measured", "seconds": time.perf_counter() - started}
+            record["figures"] = figures
             if "difference" in figures:
-                found["agrees"] = bool(figures["difference"] <= figures["tolerance"])
-        # Benchmarks whose ways differ exit.
+                record["agrees"] = bool(figures["difference"] <= figures["tolerance"])
+        # A benchmark exits where its variants disagree.
         except (Exception, SystemExit) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {str(error)[:800]}"
-            found |= {"status": "failed", "error": f"{said} ({place.filename}:{place.lineno})"}
-        return found | {"peak_bytes": peak_bytes()}
+            message = f"{type(error).__name__}: {str(error)[:800]}"
+            record |= {"status": "failed", "error": f"{message} ({place.filename}:{place.lineno})"}
+        return record | {"peak_bytes": peak_bytes()}
 
 
 def version_of(package: str) -> str | None:
@@ -224,7 +228,7 @@ def version_of(package: str) -> str | None:
 def measure_rows(
     rows: Sequence[Row], setting: Any, out: Path, *, has_gpu: bool, about: Mapping[str, Any]
 ) -> bool:
-    """Append a record of each row, and `about`, to a JSONL file; whether none failed or differs."""
+    """Append a record of each row and `about` to a JSONL file; True if none failed or differed."""
     is_fine = True
     with out.open("a", encoding="utf-8") as file:
         for row in rows:
@@ -241,7 +245,7 @@ def measure_rows(
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; numbers are short and stand on the right."""
+    """A Markdown table; numbers are rounded and right-aligned."""
     cells = [[_cell(value) for value in row] for row in rows]
     is_number = [
         bool(rows) and all(isinstance(row[i], int | float | None) for row in rows)

@@ -1,4 +1,4 @@
-"""The work that is measured, and its way through `nip_astra`: its registered `ast_dpo` trainer."""
+"""The measured AST workload, and its implementation by the `ast_dpo` trainer of `nip_astra`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from measuring import Spent, wait_for_gpu
+from measuring import Cost, wait_for_gpu
 from plain_ast import Pair, PlainAst
 from tensordict import TensorDict
 from torch import Tensor
@@ -25,26 +25,26 @@ from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.base import AstTrainer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""What the attacker computes in; the target answers in float32 always."""
+"""Dtypes of the attacker; the target is always float32."""
 
 
 def rate(completions: list[str]) -> list[float]:
-    """Scores that cost nothing, and differ from text to text."""
+    """Cheap scores that differ from text to text."""
     return [zlib.crc32(text.encode()) / 2**32 for text in completions]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How much is played and learned, and in which scenario.
+    """The scenario and the amount of work.
 
     Attributes
     ----------
     context : int
-        Tokens of an opening prompt, about.
+        Approximate number of tokens of an opening prompt.
     turn_tokens : int
-        Tokens of every turn, of attacker and target alike.
+        Tokens of every turn of attacker and target.
     pairs : int
-        Pairs in one optimizer step of ours; the plain way takes one.
+        Pairs per optimizer step of ours; the baseline uses one pair per step.
     """
 
     scenario: str = "smollm2_chat"
@@ -59,7 +59,7 @@ class Setting:
     device: str = "cpu"
 
     def resolve(self, precision: str = "fp32", *more: str) -> ResolvedExperiment:
-        """The experiment of both ways; the plain one computes in float32 whatever the precision."""
+        """Resolve the experiment of both implementations; `precision` affects only ours."""
         values: dict[str, object] = {
             "attacker.language_model.dtype": DTYPES[precision],
             "target.language_model.dtype": "float32",
@@ -79,7 +79,7 @@ class Setting:
             f"training.minibatch_size={self.pairs}",
             f"training.num_episodes_per_experience={self.episodes}",
             "training.batch_order=by_episode",
-            # Each group of siblings gives a pair.
+            # Every group of siblings yields a pair.
             "ast_dpo.min_reward_difference=0",
             "ast_dpo.min_chosen_score=null",
             *more,
@@ -89,7 +89,7 @@ class Setting:
         )
 
     def openings(self, resolved: ResolvedExperiment) -> list[str]:
-        """Prompts of the scenario one after the other, cut into openings of equal length."""
+        """The scenario's prompts, concatenated and cut into openings of equal length."""
         section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
         model = resolve_model(section.attacker.language_model.model, scenario_dir)
         tokenizer = load_tokenizer(*model)
@@ -104,15 +104,15 @@ class Setting:
         return openings
 
 
-class Played(NamedTuple):
-    """The episodes of an iteration, and what they teach."""
+class Rollout(NamedTuple):
+    """The episodes of an iteration and their training samples."""
 
     tree: RolloutTree
     samples: list[Sample]
 
 
 class OurAst:
-    """A trainer ready to play and learn."""
+    """Rollouts and updates of the `ast_dpo` trainer."""
 
     def __init__(
         self, resolved: ResolvedExperiment, prompts: Sequence[str], device: str = "cpu"
@@ -124,20 +124,20 @@ class OurAst:
         trainer.rollouts.prompts = prompts
 
     @torch.no_grad()
-    def play(self, iteration: int) -> Played:
+    def play(self, iteration: int) -> Rollout:
         """Play the episodes of one iteration."""
         tree = self.trainer.rollouts.play(iteration)
-        return Played(tree, self.trainer.digest(tree).samples)
+        return Rollout(tree, self.trainer.digest(tree).samples)
 
     def learn(self, samples: Sequence[Sample], iteration: int = 0) -> None:
         """Take the optimizer steps of one iteration."""
         self.step_through(self.trainer.batches(samples, iteration=iteration, epoch=0))
 
-    def step_through(self, batches: Iterable[TensorDict]) -> Spent:
-        """Take one optimizer step a batch, and say what that took.
+    def step_through(self, batches: Iterable[TensorDict]) -> Cost:
+        """Take one optimizer step per batch, and return the cost.
 
-        What the trainer's own loop sets up in the process, such as the keeping of freed memory,
-        stays set afterwards: the plain way gains by it too.
+        Process-wide settings of the trainer's loop, such as keeping freed memory, stay in effect
+        afterwards, so that the baseline also benefits.
         """
         policy = self.trainer.policy
         with ExitStack() as stack:
@@ -148,13 +148,13 @@ class OurAst:
                     self.trainer._optimizer_step([batch])
             wait_for_gpu()
             seconds = time.perf_counter() - started
-        return Spent(seconds, count.forwarded, count.scored)
+        return Cost(seconds, count.forwarded, count.scored)
 
-    def iterate(self, number: int, *, learns: bool) -> dict[str, Spent]:
-        """What an iteration takes, or its rollout alone.
+    def iterate(self, number: int, *, learns: bool) -> dict[str, Cost]:
+        """Cost of the rollout of an iteration, and of the iteration if it `learns`.
 
-        The plain way runs the reference in its updates, so what it takes here is no part of the
-        rollout.
+        The baseline runs the reference in its updates, so the reference's time is excluded from the
+        rollout here.
         """
         models = [self.trainer.attacker.language_model, self.trainer.sampler.target.language_model]
         started = time.perf_counter()
@@ -163,20 +163,20 @@ class OurAst:
         seconds = time.perf_counter() - started
         unique = tree.num_unique_tokens["attacker"] + tree.num_unique_tokens["target"]
         forwarded = attacker.forwarded + target.forwarded
-        spent = {"rollout": Spent(seconds - tree.seconds["reference"], forwarded, unique)}
+        cost = {"rollout": Cost(seconds - tree.seconds["reference"], forwarded, unique)}
         if learns:
             self.learn(samples, number)
-            spent["iteration"] = Spent(time.perf_counter() - started)
-        return spent
+            cost["iteration"] = Cost(time.perf_counter() - started)
+        return cost
 
 
 def pairs_of_few_trees(samples: Sequence[Sample], num_pairs: int) -> list[Sample]:
-    """Training samples, those of one tree before those of the next, the first levels first."""
+    """The first samples in order of their trees, and within a tree by level."""
     return sorted(samples, key=lambda sample: int(sample["episode"]))[:num_pairs]
 
 
 def as_pairs(samples: Sequence[Sample]) -> list[Pair]:
-    """Samples of the trainer as pairs of the plain way."""
+    """Convert the trainer's samples to pairs of the baseline."""
     names = ("context", "chosen", "rejected")
     return [Pair(*(sample[name].tolist() for name in names)) for sample in samples]
 
@@ -185,16 +185,17 @@ def as_pairs(samples: Sequence[Sample]) -> list[Pair]:
 
 
 class Deviation(NamedTuple):
-    """How far the two ways differ on the same pairs.
+    """Deviation between the two implementations on the same pairs.
 
     Attributes
     ----------
     loss : float
         Absolute difference of the mean loss.
     gradient : float
-        Largest difference of an element of the gradient, relative to its largest element.
+        Maximum difference of a gradient element, relative to the largest element of all gradients.
     gradient_of_worst_parameter : float
-        The same within the parameter where it is largest.
+        The same relative to the largest element of the parameter's own gradient, maximum over
+        parameters.
     """
 
     loss: float
@@ -202,17 +203,17 @@ class Deviation(NamedTuple):
     gradient_of_worst_parameter: float
 
 
-# Of one parameter's gradient the plain way itself is 2e-4 off in float32, by a comparison with
-# float64 (SmolLM2, adapter): there is cancellation in it.
+# Cancellation: in float32, the baseline's own gradient of one parameter differs by 2e-4 from its
+# float64 value (SmolLM2, adapter).
 LARGEST_DEVIATION = Deviation(loss=1e-5, gradient=1e-4, gradient_of_worst_parameter=1e-3)
-"""In float32; more is a fault of one of the two ways."""
+"""Tolerances in float32; a larger deviation is a bug in one implementation."""
 
 
 def update_deviation(ours: OurAst, plain: PlainAst, samples: Sequence[Sample]) -> Deviation:
-    """Compare loss and gradients on the same pairs and weights, which are as before afterwards."""
+    """Compare loss and gradients on the same pairs and weights; weights are restored."""
     mine, theirs = list(ours.trainer.policy.parameters()), plain.parameters()
     before = [parameter.detach().clone() for parameter in mine]
-    _step_aside(mine, theirs)
+    _perturb(mine, theirs)
     loss_ours = ours.trainer.loss(ours.trainer.collate_fn(samples)).loss
     torch.autograd.backward(loss_ours)
     loss_plain = 0.0
@@ -222,9 +223,9 @@ def update_deviation(ours: OurAst, plain: PlainAst, samples: Sequence[Sample]) -
         loss_plain += float(loss.detach())
     differences, sizes = _compare_gradients(mine, theirs)
     with torch.no_grad():
-        for parameter, other, value in zip(mine, theirs, before, strict=True):
+        for parameter, baseline, value in zip(mine, theirs, before, strict=True):
             parameter.copy_(value)
-            other.copy_(value)
+            baseline.copy_(value)
     ours.trainer.optimizer.zero_grad(set_to_none=True)
     plain.optimizer.zero_grad(set_to_none=True)
     return Deviation(
@@ -235,22 +236,22 @@ def update_deviation(ours: OurAst, plain: PlainAst, samples: Sequence[Sample]) -
 
 
 @torch.no_grad()
-def _step_aside(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Move both policies to one place off the reference: a fresh adapter has no gradient."""
+def _perturb(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Move both policies equally off the reference: a fresh adapter has zero gradient."""
     generator = torch.Generator().manual_seed(0)
-    for parameter, other in zip(mine, theirs, strict=True):
+    for parameter, baseline in zip(mine, theirs, strict=True):
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.add_(0.01 * noise.to(parameter))
-        other.copy_(parameter)
+        baseline.copy_(parameter)
 
 
 def _compare_gradients(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each parameter's largest difference, and its largest element in the plain way."""
+    """Maximum gradient difference of each parameter, and its maximum in the baseline."""
     differences, sizes = [], []
-    for parameter, other in zip(mine, theirs, strict=True):
+    for parameter, baseline in zip(mine, theirs, strict=True):
         assert parameter.grad is not None
-        assert other.grad is not None
-        differences.append((parameter.grad - other.grad).abs().max())
-        sizes.append(other.grad.abs().max())
+        assert baseline.grad is not None
+        differences.append((parameter.grad - baseline.grad).abs().max())
+        sizes.append(baseline.grad.abs().max())
     smallest = torch.finfo(torch.float32).tiny
     return torch.stack(differences), torch.stack(sizes).clamp(min=smallest)

@@ -1,4 +1,4 @@
-"""One iteration of our trainer at a time, with a clock on its parts."""
+"""Timed iterations of our trainer of interactive proofs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from nip_astra.run import prepare_experiment
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 
 PARTS = WHOLE, COLLECT, GAE, UPDATE = "iteration", "collect", "GAE", "update"
-"""What is timed."""
+"""Timed parts."""
 NUM_ITERATIONS = 1_000_000
-"""More than are run: none is the last."""
+"""More than are run, so that no iteration is the last."""
 
 
 def graph_trainer(
     num_frames: int, minibatch_size: int, num_epochs: int, num_threads: int, device: str = "cpu"
 ) -> TensorDictRlTrainer:
-    """Build a trainer on graph isomorphism at the published shapes, but for the sizes given.
+    """Build a trainer on graph isomorphism with the published shapes and the given sizes.
 
-    Its weights are moved a little from their first values, for which two graphs may look the same
-    in a way that the next step ends: the difference between them has no one derivative there.
+    Noise is added to the initial weights: with these, two graphs may have equal embeddings, where
+    the absolute difference between them is not differentiable.
     """
     values = {
         "rl.frames_per_batch": num_frames,
@@ -56,7 +56,7 @@ def graph_trainer(
 
 
 def iterate(trainer: TensorDictRlTrainer) -> dict[str, float]:
-    """Play and learn once as a run does, and give the seconds of each part."""
+    """Run one iteration as in a run, and return the seconds of each part."""
     watch = Stopwatch()
     parts = {
         COLLECT: (trainer.sampler, "collect"),

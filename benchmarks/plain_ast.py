@@ -1,15 +1,15 @@
-"""Adaptive stress testing in the plain way, to measure against.
+"""Baseline implementation of adaptive stress testing.
 
-It does what ASTRA-RL (https://github.com/sisl/astra-rl) does, written anew: three separate models
-in float32; each tree depth first, one group of siblings at a time; `generate` for the attacker,
-`generate` for the target, and one more pass of the target over conversation and probe for the
-probe's log-probabilities, with the distribution over the vocabulary at every position; two calls of
-the scorer a group; then one optimizer step a preference pair, for which chosen and rejected go
-through the policy and the reference one after the other.
+A reimplementation of the algorithm of ASTRA-RL (https://github.com/sisl/astra-rl): three separate
+models in float32; depth-first trees, one group of siblings at a time; `generate` for the attacker,
+`generate` for the target, and another pass of the target over conversation and probe for the
+probe's log-probabilities, with the full vocabulary distribution at every position; two scorer calls
+per group; then one optimizer step per preference pair, in which chosen and rejected go through the
+policy and the reference sequentially.
 
-Where two ways are open, the faster is taken, so that nothing is gained by a weak opponent: what was
-said is kept as tokens and not tokenised again, and no gradients are kept for models that do not
-learn (the original keeps them).
+It takes the faster alternative where there is a choice, so that the baseline is not weak: turns are
+kept as tokens and not tokenised again, and frozen models have no gradients (they do in the
+original).
 
 Shape suffixes: `B` row, `C` context position, `L` position of context and continuation.
 """
@@ -38,16 +38,16 @@ from nip_astra.scorers.base import Scorer, build_scorer
 
 @dataclass
 class PlainModel:
-    """A language model with its tokenizer, used through `generate` and `forward` alone.
+    """A language model with its tokenizer, used only through `generate` and `forward`.
 
-    Turns are all of one length, so that work does not depend on luck.
+    All turns have the same length, so that the amount of work is deterministic.
 
     Attributes
     ----------
     suppressed_ids : tuple[int, ...]
-        Tokens never said.
+        Tokens that are never generated.
     num_forwarded : int
-        Positions that the model has read; padding counts.
+        Positions that the model has read, padding included.
     """
 
     agent: ConversationAgentParameters
@@ -75,30 +75,30 @@ class PlainModel:
         ids_BC = torch.tensor([[self.pad_id] * (width - len(c)) + list(c) for c in contexts])
         mask_BC = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
         agent = self.agent
-        drawing = {name: getattr(agent, name) for name in ("temperature", "top_k", "top_p")}
+        sampling = {name: getattr(agent, name) for name in ("temperature", "top_k", "top_p")}
         if agent.temperature == 0:
-            drawing = {}
-        said_BL = self.module.generate(
+            sampling = {}
+        generated_BL = self.module.generate(
             input_ids=ids_BC.to(self.device),
             attention_mask=mask_BC.to(self.device),
             min_new_tokens=agent.min_new_tokens,
             max_new_tokens=agent.max_new_tokens,
-            do_sample=bool(drawing),
+            do_sample=bool(sampling),
             pad_token_id=self.pad_id,
             suppress_tokens=list(self.suppressed_ids) or None,
-            **drawing,
+            **sampling,
         )
-        said: list[list[int]] = said_BL[:, width:].tolist()
-        return said
+        turns: list[list[int]] = generated_BL[:, width:].tolist()
+        return turns
 
     def logprobs(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Log-probabilities of continuation tokens, float32 `[B, L - 1]` nats, 0 elsewhere."""
-        both = [[*c, *said] for c, said in zip(contexts, continuations, strict=True)]
-        width = max(len(row) for row in both)
-        ids_BL = torch.tensor([row + [self.pad_id] * (width - len(row)) for row in both])
-        mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in both])
+        """Log-probabilities of continuation tokens, float32 `[B, L - 1]`, nats; 0 elsewhere."""
+        rows = [[*c, *turn] for c, turn in zip(contexts, continuations, strict=True)]
+        width = max(len(row) for row in rows)
+        ids_BL = torch.tensor([row + [self.pad_id] * (width - len(row)) for row in rows])
+        mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
         start_B1 = torch.tensor([[len(context)] for context in contexts])
         scored_BL = (torch.arange(width) >= start_B1) & mask_BL.bool()
         ids_BL, mask_BL, scored_BL = (x.to(self.device) for x in (ids_BL, mask_BL, scored_BL))
@@ -116,12 +116,12 @@ class PlainModel:
 
 @dataclass
 class PlainNode:
-    """One probe with the response to it, and what followed.
+    """A probe with its response, and the subtree below it.
 
     Attributes
     ----------
     context : list[int]
-        What the attacker read.
+        Tokens that the attacker read.
     nll : float
         Mean negative log-likelihood of the probe's tokens under the target, nats.
     """
@@ -136,7 +136,7 @@ class PlainNode:
 
 
 class Pair(NamedTuple):
-    """Two probes after one context; tokens."""
+    """Tokens of two probes with the same context."""
 
     context: list[int]
     chosen: list[int]
@@ -144,14 +144,14 @@ class Pair(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """The turns so far, as each model reads them."""
+    """The turns so far, as read by each model."""
 
     attacker: list[Turn]
     target: list[Turn]
 
 
 class PlainAst:
-    """Plays and learns in the plain way, with three models and a scorer of its own."""
+    """Baseline rollouts and updates, with three models and a scorer of its own."""
 
     def __init__(self, resolved: ResolvedExperiment, device: str = "cpu") -> None:
         section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
@@ -170,13 +170,13 @@ class PlainAst:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=resolved.hyper_params.training.lr)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the attacker learns."""
+        """The attacker's trainable parameters."""
         return [p for p in self.attacker.module.parameters() if p.requires_grad]
 
-    # ---- playing
+    # ---- rollouts
 
     def play(self, prompts: Sequence[str], *, width: int, depth: int) -> list[list[PlainNode]]:
-        """Grow one tree after the other, and give the first nodes of each."""
+        """Grow the trees sequentially, and return the first nodes of each."""
         trees = []
         for prompt in prompts:
             start = _Conversation(
@@ -191,17 +191,17 @@ class PlainAst:
             return []
         context = self.attacker.chat.context(conversation.attacker)
         probes = self.attacker.generate([context] * width)
-        asked = [[*conversation.target, Turn(False, tuple(probe))] for probe in probes]
-        read = [self.target.chat.context(turns) for turns in asked]
-        responses = self.target.generate(read)
+        turns_B = [[*conversation.target, Turn(False, tuple(probe))] for probe in probes]
+        contexts_B = [self.target.chat.context(turns) for turns in turns_B]
+        responses = self.target.generate(contexts_B)
         probe_texts, response_texts = self.attacker.decode(probes), self.target.decode(responses)
-        nll_B = self._probe_nll(asked, read, probes)
+        nll_B = self._probe_nll(turns_B, contexts_B, probes)
         reward_B = self._reward(probe_texts, response_texts, nll_B)
         nodes = []
         for branch, (probe, response) in enumerate(zip(probes, responses, strict=True)):
             after = _Conversation(
                 [*conversation.attacker, Turn(True, tuple(probe)), Turn(False, tuple(response))],
-                [*asked[branch], Turn(True, tuple(response))],
+                [*turns_B[branch], Turn(True, tuple(response))],
             )
             nodes.append(
                 PlainNode(
@@ -218,15 +218,15 @@ class PlainAst:
 
     def _probe_nll(
         self,
-        asked: Sequence[Sequence[Turn]],
-        read: Sequence[Sequence[int]],
+        turns_B: Sequence[Sequence[Turn]],
+        contexts_B: Sequence[Sequence[int]],
         probes: Sequence[Sequence[int]],
     ) -> Tensor:
-        """The probes' mean negative log-likelihood under the target, nats a token."""
-        # What follows the probe in the target's context is no part of the condition.
+        """Mean negative log-likelihood of the probes under the target, nats per token."""
+        # Exclude the probe and the tokens after it in the target's context.
         before = [
             context[: self.target.chat.last_turn_span(turns, context)[0]]
-            for turns, context in zip(asked, read, strict=True)
+            for turns, context in zip(turns_B, contexts_B, strict=True)
         ]
         lengths_B = torch.tensor([len(probe) for probe in probes])
         with torch.no_grad():
@@ -249,27 +249,27 @@ class PlainAst:
             w_likelihood=self.reward.w_likelihood,
         )
 
-    # ---- learning
+    # ---- updates
 
     def pairs(self, trees: Sequence[Sequence[PlainNode]]) -> list[Pair]:
-        """Pair the best with the worst of each group of siblings."""
-        found = []
+        """Pair the best with the worst node of each group of siblings."""
+        pairs = []
         groups = list(trees)
         while groups:
             group = groups.pop(0)
             ranked = sorted(group, key=lambda node: -node.reward)
             if len(ranked) > 1:
-                found.append(Pair(ranked[0].context, ranked[0].probe, ranked[-1].probe))
+                pairs.append(Pair(ranked[0].context, ranked[0].probe, ranked[-1].probe))
             groups += [node.children for node in group if node.children]
-        return found
+        return pairs
 
     def learn(self, pairs: Sequence[Pair]) -> None:
-        """Take one optimizer step a pair."""
+        """Take one optimizer step per pair."""
         for pair in pairs:
             self.step(pair)
 
     def step(self, pair: Pair) -> float:
-        """Take one optimizer step on one pair and give its loss."""
+        """Take one optimizer step on a pair, and return its loss."""
         loss = self.loss(pair)
         torch.autograd.backward(loss)
         self.optimizer.step()
@@ -285,5 +285,5 @@ class PlainAst:
             reference_chosen = self.reference.logprobs(context, [pair.chosen]).sum()
             reference_rejected = self.reference.logprobs(context, [pair.rejected]).sum()
         margin = (chosen - rejected) - (reference_chosen - reference_rejected)
-        # Falls as the chosen probe gains on the rejected one beyond what the reference gives it.
+        # Decreases as the policy's margin of chosen over rejected exceeds the reference's.
         return -F.logsigmoid(self.beta * margin)

@@ -1,11 +1,11 @@
-"""Agents of graph isomorphism as one writes them for TorchRL: one actor and one critic over all.
+"""Baseline agents of graph isomorphism for TorchRL: one actor and one critic over all agents.
 
-Bodies are written as one writes them first: messages are passed by a product over all pairs of
-nodes, and a transformer reads all tokens with a mask a frame. All networks run on every frame;
-moves out of turn are made certain afterwards.
+A straightforward implementation: message passing is a product over all pairs of nodes, and a
+transformer reads all tokens with a mask per frame. All networks run on every frame; the moves of
+inactive agents are then made deterministic.
 
 Shapes: B frames, A agents, n nodes of a graph, S = 2 n symbols, K = 2 + S tokens, D width,
-F places.
+F message features.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FRAME_KEYS = (
     *("round", "message_history", "message", "adjacency", "node_mask"),
     *("active_mask", "can_decide", "question_round"),
 )
-"""What agents read of a frame."""
+"""Keys of a frame that agents read."""
 
 
 class PlainBody(nn.Module):
-    """What a `GraphBody` computes, by a product over pairs of nodes and a masked transformer."""
+    """Equivalent of a `GraphBody` by a product over pairs of nodes and a masked transformer."""
 
     def __init__(self, body: GraphBody) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class PlainBody(nn.Module):
         self.output = copy.deepcopy(body.output)
 
     def forward(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        said_BPS = frame["message_history"][:, :, self.visible].flatten(1, 3)
-        num_frames, _, num_symbols = said_BPS.shape
-        ones_BS1 = said_BPS.new_ones(num_frames, num_symbols, 1)
-        nodes = self.node_input(torch.cat([said_BPS.transpose(1, 2), ones_BS1], dim=-1))
+        history_BPS = frame["message_history"][:, :, self.visible].flatten(1, 3)
+        num_frames, _, num_symbols = history_BPS.shape
+        ones_BS1 = history_BPS.new_ones(num_frames, num_symbols, 1)
+        nodes = self.node_input(torch.cat([history_BPS.transpose(1, 2), ones_BS1], dim=-1))
         nodes_B2nD = nodes.unflatten(1, (2, -1))
         adjacency_B2nn1 = frame["adjacency"].unsqueeze(-1)
         for layer in self.gnn_layers:
@@ -76,17 +76,19 @@ class PlainBody(nn.Module):
             sums_B2D = torch.stack([(first + second) / 2, (first - second).abs()], dim=1)
         tokens_BKD = self._tokens(torch.cat([sums_B2D, nodes_B2nD.flatten(1, 2)], dim=1), frame)
         mask_BKK = _attention_mask(frame["node_mask"])
-        read_BKD = self.encoder(tokens_BKD, mask=mask_BKK.repeat_interleave(self.num_heads, dim=0))
-        found_BKD = self.output(read_BKD)
-        return {GRAPHS: found_BKD[:, :2], NODES: found_BKD[:, 2:]}
+        encoded_BKD = self.encoder(
+            tokens_BKD, mask=mask_BKK.repeat_interleave(self.num_heads, dim=0)
+        )
+        output_BKD = self.output(encoded_BKD)
+        return {GRAPHS: output_BKD[:, :2], NODES: output_BKD[:, 2:]}
 
     def _tokens(self, gnn_BKD: Tensor, frame: Mapping[str, Tensor]) -> Tensor:
         num_frames, num_tokens, _ = gnn_BKD.shape
         flags_K2 = torch.eye(num_tokens, 2)
-        said_BSF = frame["message"][:, self.visible].flatten(1, 2).transpose(1, 2)
-        said_BKF = torch.cat([torch.zeros_like(said_BSF[:, :2]), said_BSF], dim=1)
+        message_BSF = frame["message"][:, self.visible].flatten(1, 2).transpose(1, 2)
+        message_BKF = torch.cat([torch.zeros_like(message_BSF[:, :2]), message_BSF], dim=1)
         flags_BK2 = flags_K2.expand(num_frames, -1, -1)
-        tokens: Tensor = self.token_input(torch.cat([gnn_BKD, flags_BK2, said_BKF], dim=-1))
+        tokens: Tensor = self.token_input(torch.cat([gnn_BKD, flags_BK2, message_BKF], dim=-1))
         return tokens
 
 
@@ -96,8 +98,8 @@ def _copy_attention(target: nn.TransformerEncoderLayer, source: AttentionLayer) 
         attention.in_proj_weight.copy_(
             torch.cat([source.query.weight, source.key.weight, source.value.weight])
         )
-        nothing = torch.zeros_like(source.query.bias)
-        attention.in_proj_bias.copy_(torch.cat([source.query.bias, nothing, nothing]))
+        zeros = torch.zeros_like(source.query.bias)
+        attention.in_proj_bias.copy_(torch.cat([source.query.bias, zeros, zeros]))
     pairs = (
         (attention.out_proj, source.output),
         (target.norm1, source.attention_norm),
@@ -105,12 +107,12 @@ def _copy_attention(target: nn.TransformerEncoderLayer, source: AttentionLayer) 
         (target.linear2, source.outer),
         (target.norm2, source.norm),
     )
-    for to, of in pairs:
-        to.load_state_dict(of.state_dict())
+    for copied, original in pairs:
+        copied.load_state_dict(original.state_dict())
 
 
 def _attention_mask(node_mask_B2n: Tensor) -> Tensor:
-    """What may not be attended to, [B, K, K]: padding, and nodes of the same graph."""
+    """True where attention is forbidden, [B, K, K]: padding, and nodes of the same graph."""
     num_frames, _, n = node_mask_B2n.shape
     graph_K = torch.cat([torch.tensor([-1, -2]), torch.arange(2).repeat_interleave(n)])
     is_same_KK = (graph_K[:, None] == graph_K) & (graph_K >= 0)
@@ -124,11 +126,11 @@ def _attention_mask(node_mask_B2n: Tensor) -> Tensor:
 
 
 class PlainNetworks(nn.Module):
-    """A body and a head of each agent."""
+    """A body and a head for each agent."""
 
     def __init__(self, agents: Sequence[Agent], kind: str) -> None:
         super().__init__()
-        self.bodies = nn.ModuleList(_plain(getattr(agent, f"{kind}_body")) for agent in agents)
+        self.bodies = nn.ModuleList(_plain_body(getattr(agent, f"{kind}_body")) for agent in agents)
         self.heads = nn.ModuleList(
             copy.deepcopy(getattr(agent, f"{kind}_head")) for agent in agents
         )
@@ -147,11 +149,13 @@ class PlainPolicies(PlainNetworks):
             decision = output.decision_logits_B3
             decisions.append(logits.new_zeros(len(logits), 3) if decision is None else decision)
         message_BACPS, decision_BA3 = torch.stack(messages, dim=1), torch.stack(decisions, dim=1)
-        # Out of turn one move is certain, so that it has log-probability and entropy 0.
-        silence_S = _certain(message_BACPS.shape[-1], 0)
+        # An inactive agent's move is deterministic: its log-probability and entropy are 0.
+        silence_S = _deterministic_logits(message_BACPS.shape[-1], 0)
         is_active = frame["active_mask"][..., None, None]
         message_BACPS = torch.where(is_active, message_BACPS, silence_S)
-        decision_BA3 = torch.where(frame["can_decide"][..., None], decision_BA3, _certain(3, 2))
+        decision_BA3 = torch.where(
+            frame["can_decide"][..., None], decision_BA3, _deterministic_logits(3, 2)
+        )
         return message_BACPS.unflatten(0, batch_shape), decision_BA3.unflatten(0, batch_shape)
 
 
@@ -165,27 +169,27 @@ class PlainValues(PlainNetworks):
         return values_BA.unsqueeze(-1).unflatten(0, batch_shape)
 
 
-def _plain(body: AgentBody | None) -> PlainBody:
+def _plain_body(body: AgentBody | None) -> PlainBody:
     assert isinstance(body, GraphBody)
     return PlainBody(body)
 
 
 def _frame_of(tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.Size]:
-    """The frames with one leading dimension, and the leading dimensions that they had."""
+    """The frames with flattened batch dimensions, and their original batch shape."""
     batch_shape = tensors[0].shape
     last = len(batch_shape) - 1
     frame = {key: tensor.flatten(0, last) for key, tensor in zip(FRAME_KEYS, tensors, strict=True)}
     return frame, batch_shape
 
 
-def _certain(num_symbols: int, symbol: int) -> Tensor:
+def _deterministic_logits(num_symbols: int, symbol: int) -> Tensor:
     logits = torch.full((num_symbols,), MASKED)
     logits[symbol] = 0.0
     return logits
 
 
 def _messages(logits: Tensor) -> Independent:
-    """The distribution of the symbols of all channels and positions together."""
+    """Joint distribution of the symbols of all channels and positions."""
     return Independent(Categorical(logits=logits), 2)
 
 

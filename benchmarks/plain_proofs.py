@@ -1,12 +1,12 @@
-"""The usual way to train agents of a protocol with TorchRL, on our environment.
+"""Baseline training of protocol agents with TorchRL, on our environment.
 
-TorchRL's collector, GAE, clipped loss and buffer around the agents of `plain_proof_agents.py`, with
-policies and values apart, one optimizer and one norm. Where two ways were open it has the faster
-one: weights stay in the modules, and values are computed without vmap.
+TorchRL's collector, GAE, clipped loss and buffer with the agents of `plain_proof_agents.py`:
+separate policies and values, one optimizer and one gradient norm. It takes the faster alternative
+where there is a choice: weights stay in the modules, and values are computed without vmap.
 
-The weights are ours, and so are log-probabilities, values and the loss of a frame; `compare`
-checks it. Means differ: TorchRL's are over all frames of all agents, ours over the frames in which
-an agent acts, summed over agents; and so do the frames over which advantages are normalised.
+Weights, log-probabilities, values and the loss of a frame equal ours, which `compare` checks. Two
+things differ: TorchRL takes means over all frames of all agents, ours over the frames in which an
+agent acts, summed over agents; and advantages are normalised over different frames.
 
 Shapes: B frames, A agents.
 """
@@ -32,16 +32,16 @@ from nip_astra.trainers.protocol.optimizers import ADAM_EPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 
 
-class PlainWay:
-    """Collects and learns with TorchRL what a trainer of ours does, from the same weights.
+class TorchRlBaseline:
+    """Collects and learns with TorchRL, from the weights and parameters of our trainer.
 
-    One epoch is run of those that a trainer has; the others are taken to last as long.
+    Only one epoch of an update runs; its time is multiplied by the number of epochs.
     """
 
     def __init__(self, trainer: TensorDictRlTrainer) -> None:
         self.rl, self.ppo = trainer.rl, trainer.hyper_params.ppo
         self.num_frames = self.rl.frames_per_batch
-        # One log-probability a head: their sum over agents would be of no agent.
+        # Keep one log-probability per head: the sum would mix agents.
         set_composite_lp_aggregate(False).set()
         combined = trainer.agents
         agents = [combined[name] for name in combined.names]
@@ -81,7 +81,7 @@ class PlainWay:
         )
 
     def iterate(self) -> dict[str, float]:
-        """Play and learn once, and give the seconds of each part."""
+        """Run one iteration, and return the seconds of each part."""
         watch = Stopwatch()
         with watch.phase(COLLECT):
             batch = next(self._batches)
@@ -94,14 +94,14 @@ class PlainWay:
         return {WHOLE: sum(watch.seconds.values()), **watch.seconds}
 
     def estimate(self, batch: TensorDictBase) -> None:
-        """Write values, advantages and targets; ends are given to each agent first."""
+        """Write values, advantages and targets, after broadcasting the end flags to agents."""
         shape = batch["next", "agents", "reward"].shape
         for key in ("done", "terminated"):
             batch["next", "agents", key] = batch["next", key].unsqueeze(-1).expand(shape)
         self.gae(batch)
 
     def learn(self) -> None:
-        """Take the steps of an epoch."""
+        """Take the optimizer steps of one epoch."""
         for _ in range(self.num_frames // self.rl.minibatch_size):
             losses = self.loss_module(self.buffer.sample())
             loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
@@ -113,7 +113,7 @@ class PlainWay:
             self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Let go of the environment."""
+        """Release the environment."""
         self.collector.shutdown()
 
 
@@ -123,7 +123,7 @@ def build_loss(
     ppo: CommonPpoParameters,
     rl: RlTrainerParameters,
 ) -> ClipPPOLoss:
-    """TorchRL's clipped loss with the parameters of ours."""
+    """TorchRL's clipped loss with our parameters."""
     loss_module = ClipPPOLoss(
         actor,
         critic,
@@ -146,15 +146,15 @@ def build_loss(
     return loss_module
 
 
-# ---- the same loss
+# ---- comparison of losses
 
 
-def compare(trainer: TensorDictRlTrainer, plain: PlainWay) -> dict[str, float]:
-    """The largest differences of losses and gradients, as shares of the largest value.
+def compare(trainer: TensorDictRlTrainer, plain: TorchRlBaseline) -> dict[str, float]:
+    """Maximum differences of losses and gradients, relative to the largest value.
 
-    Weights and frames are the same. Advantages are 0 out of turn and not normalised, and our means
-    are weighted by the share of the frames in which the agent acts: the rest is equal. Sampled
-    log-probabilities are moved, so that ratios are not 1.
+    Both use the same weights and frames. To make the losses comparable, advantages are 0 for
+    inactive agents and not normalised, and our means are weighted by the share of frames in which
+    the agent acts. Noise on the sampled log-probabilities makes the ratios differ from 1.
     """
     frames, shares = _frames_to_compare(trainer)
     num_agents = len(trainer.agents.names)
@@ -192,18 +192,18 @@ def _frames_to_compare(trainer: TensorDictRlTrainer) -> tuple[TensorDict, dict[s
 
 
 def _same_weights(
-    trainer: TensorDictRlTrainer, plain: PlainWay
+    trainer: TensorDictRlTrainer, plain: TorchRlBaseline
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Weights near the inputs, ours and the plain way's."""
+    """Pairs of input-layer weights, ours and the baseline's."""
     pairs = []
     for number, name in enumerate(trainer.agents.names):
         agent = trainer.agents[name]
         bodies = (agent.policy_body, plain.actor), (agent.value_body, plain.critic)
         for body, module in bodies:
-            others = dict(module.named_parameters())
+            parameters = dict(module.named_parameters())
             (weight,) = (
                 value
-                for key, value in others.items()
+                for key, value in parameters.items()
                 if key.endswith(f"{number}.node_input.weight")
             )
             pairs.append((body.node_input.weight, weight))
@@ -214,5 +214,5 @@ def _sum(values: list[Tensor]) -> Tensor:
     return torch.stack(values).sum()
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
+def _difference(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).abs().max() / expected.abs().max().clamp(min=1e-12))

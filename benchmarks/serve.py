@@ -1,17 +1,16 @@
-"""Load on the text service: many clients at once against one, and against one after another.
+"""Load test of the text service: concurrent clients against one client and sequential requests.
 
-Measures one client, `--clients` at once, and the same on a service that answers one request after
-the other (`max_rows` 1), by turns: `--repeats` rounds of all three, of which medians are told, and
-of ratios the median of each round's, since what else runs on a machine slows all of a round. Every
-answer is compared with that of the lone client with the same seed; one may differ where two tokens
-are as likely as each other up to rounding.
+Measures one client, `--clients` concurrent clients, and the same clients on a sequential service
+(`max_rows` 1), in `--repeats` interleaved rounds. Reports medians and median ratios over rounds.
+Every answer is compared with the single client's answer for the same seed; a rare difference is
+possible where two tokens are equally likely up to rounding.
 
     python benchmarks/serve.py --model scenario://pocket_chat/models/target --max-tokens 18
 
-`--against-generate 1 8 32` measures instead, for each number of clients, the CPU time of the
-service, of its empty route (GET /health) and of `generate` of transformers with a static batch of
-that size; clients are not counted. `--with-tools 8` compares requests with two tools to those
-without, on a copy of the model with a chat template that shows them.
+`--against-generate 1 8 32` instead measures the CPU time, for each number of clients, of the
+service, of its empty route (GET /health), and of transformers' `generate` with static batches of
+that size; the clients' own CPU time is excluded. `--with-tools 8` compares requests with and
+without two tools, on a copy of the model whose chat template renders them.
 
     python benchmarks/serve.py --against-generate 1 8 32 --requests 64 --repeats 7 --temperature 0
 """
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
-from measuring import in_turns, markdown_table, options_of, ratio, tell
+from measuring import build_parser, interleaved, markdown_table, ratio, report_figures
 
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
@@ -65,7 +64,7 @@ TEMPLATE_WITH_TOOLS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What each request asks for."""
+    """Model, number and content of the requests."""
 
     model: str
     max_tokens: int
@@ -74,14 +73,14 @@ class Load:
     is_distinct: bool = False
 
     def question(self, number: int) -> str:
-        """The message of a request: one of five, or words of its own."""
+        """The message of a request: one of five, or distinct random words."""
         if not self.is_distinct:
             return QUESTIONS[number % len(QUESTIONS)]
         draw = random.Random(number)
         return " ".join(draw.choices(" ".join(QUESTIONS).split(), k=draw.randint(4, 12)))
 
     def body(self, number: int, *, stream: bool = False, tools: bool = False) -> bytes:
-        """The request of a number; odd ones are greedy where no temperature is set."""
+        """The body of a request; odd numbers are greedy if no temperature is set."""
         temperature = self.temperature
         if temperature is None:
             temperature = float(number % 2 == 0)
@@ -99,7 +98,7 @@ class Load:
 
 
 class Client:
-    """One connection that is kept open; clients of a library would be measured themselves."""
+    """A minimal client with a persistent connection; a library's overhead would be measured too."""
 
     def __init__(self, base_url: str) -> None:
         self.host, self.port = urlsplit(base_url).hostname, urlsplit(base_url).port
@@ -121,8 +120,8 @@ class Client:
         self.writer.write(head.encode() + body)
         await self.writer.drain()
 
-    async def ask(self, body: bytes) -> dict[str, Any]:
-        """The whole answer."""
+    async def complete(self, body: bytes) -> dict[str, Any]:
+        """Send a request, and return the complete answer."""
         await self.send(body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
@@ -132,7 +131,7 @@ class Client:
         return answer
 
     async def seconds_to_first_token(self, body: bytes) -> float:
-        """How long a streamed answer takes to begin; read to its end."""
+        """Time to the first token of a streamed answer, which is read to its end."""
         started = time.perf_counter()
         await self.send(body)
         first = None
@@ -145,18 +144,18 @@ class Client:
         return (first or time.perf_counter()) - started
 
 
-async def ask_all(
+async def send_all(
     base_url: str, bodies: Sequence[bytes], num_clients: int
 ) -> tuple[float, dict[int, dict[str, Any]]]:
-    """Seconds for all requests by so many clients at once, and the answers by number."""
-    waiting = list(range(len(bodies)))[::-1]
+    """Send all requests with concurrent clients; return the seconds and the answers by number."""
+    pending = list(range(len(bodies)))[::-1]
     answers: dict[int, dict[str, Any]] = {}
 
     async def work() -> None:
         async with Client(base_url) as client:
-            while waiting:
-                number = waiting.pop()
-                answers[number] = await client.ask(bodies[number])
+            while pending:
+                number = pending.pop()
+                answers[number] = await client.complete(bodies[number])
 
     started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(num_clients)))
@@ -169,37 +168,37 @@ def text_of(answer: dict[str, Any]) -> str:
 
 
 async def first_tokens(base_url: str, load: Load, num_clients: int) -> list[float]:
-    """Seconds to the first token of as many streams at once as there are clients."""
+    """Seconds to the first token of one concurrent stream per client."""
 
-    async def one(number: int) -> float:
+    async def stream(number: int) -> float:
         async with Client(base_url) as client:
             return await client.seconds_to_first_token(load.body(number, stream=True))
 
-    return list(await asyncio.gather(*(one(number) for number in range(num_clients))))
+    return list(await asyncio.gather(*(stream(number) for number in range(num_clients))))
 
 
 def peak_mib(pid: int) -> float:
-    """Most memory that a process has held."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found else float("nan")
+    """Peak resident memory of a process."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(match[1]) / 1024 if match else float("nan")
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has computed for so far, all its threads together."""
-    # Linux's number of the CPU clock of another process, which counts in nanoseconds.
+    """CPU time of a process so far, over all its threads."""
+    # Linux's id of another process's CPU clock, which has nanosecond resolution.
     return time.clock_gettime(~pid << 3 | 2)
 
 
 @dataclass
-class Way:
-    """One way to be asked, round by round.
+class LoadTest:
+    """Measurements of a service with a number of concurrent clients.
 
     Attributes
     ----------
     rates : list of float
-        Answers a second of each round.
+        Answers per second, by round.
     cpu_ms : list of float
-        Milliseconds that the service computed for an answer, of each round.
+        CPU milliseconds of the service per answer, by round.
     first_tokens : list of float
         Seconds to the first token of every stream.
     """
@@ -211,27 +210,27 @@ class Way:
     first_tokens: list[float] = field(default_factory=list)
     answers: list[dict[int, str]] = field(default_factory=list)
 
-    def play(self, load: Load) -> None:
-        """Ask for everything once."""
+    def measure_round(self, load: Load) -> None:
+        """Send all requests once."""
         before = cpu_seconds(self.service.pid)
         bodies = [load.body(number) for number in range(load.num_requests)]
-        seconds, answers = asyncio.run(ask_all(self.service.base_url, bodies, self.num_clients))
-        computed = cpu_seconds(self.service.pid) - before
+        seconds, answers = asyncio.run(send_all(self.service.base_url, bodies, self.num_clients))
+        cpu = cpu_seconds(self.service.pid) - before
         self.rates.append(load.num_requests / seconds)
-        self.cpu_ms.append(1000 * computed / load.num_requests)
-        self.answers.append({number: text_of(one) for number, one in answers.items()})
+        self.cpu_ms.append(1000 * cpu / load.num_requests)
+        self.answers.append({number: text_of(answer) for number, answer in answers.items()})
         self.first_tokens += asyncio.run(
             first_tokens(self.service.base_url, load, self.num_clients)
         )
 
-    def forget(self) -> None:
-        """Drop all figures."""
+    def clear(self) -> None:
+        """Drop all measurements."""
         for figures in (self.rates, self.cpu_ms, self.first_tokens, self.answers):
             figures.clear()
 
     @property
     def figures(self) -> dict[str, float]:
-        """Medians of the rounds."""
+        """Medians over rounds."""
         return {
             "answers_per_second": statistics.median(self.rates),
             "cpu_ms_per_answer": statistics.median(self.cpu_ms),
@@ -241,57 +240,57 @@ class Way:
 
 
 def start(args: Any, max_rows: int) -> LocalService:
-    """A service of the model with at most so many answers at once."""
+    """Start a service of the model with at most `max_rows` concurrent answers."""
     settings = ServiceSettings(port=0, max_rows=max_rows)
     return start_service({"model": args.model}, settings, num_threads=args.threads)
 
 
 def measure(args: Any, load: Load) -> dict[str, Any]:
-    """Figures of each way to be asked, and what they are to each other, round by round."""
-    with start(args, max(256, args.clients)) as service, start(args, 1) as in_turn:
-        lone = Way(service, 1)
-        many = Way(service, args.clients)
-        queue = Way(in_turn, args.clients)
-        for way in (many, queue):  # warms up
-            way.play(load)
-            way.forget()
+    """Figures of one client, concurrent clients and sequential requests, and their ratios."""
+    with start(args, max(256, args.clients)) as service, start(args, 1) as one_row_service:
+        single = LoadTest(service, 1)
+        concurrent = LoadTest(service, args.clients)
+        sequential = LoadTest(one_row_service, args.clients)
+        for test in (concurrent, sequential):  # warm-up
+            test.measure_round(load)
+            test.clear()
         for _ in range(args.repeats):
-            for way in (lone, many, queue):
-                way.play(load)
+            for test in (single, concurrent, sequential):
+                test.measure_round(load)
         peak = peak_mib(service.pid)
-    others = [*lone.answers[1:], *many.answers, *queue.answers]
-    pairs = [(lone.answers[0][number], one[number]) for one in others for number in one]
+    rounds = [*single.answers[1:], *concurrent.answers, *sequential.answers]
+    pairs = [(single.answers[0][n], answers[n]) for answers in rounds for n in answers]
     return {
-        "one_client": lone.figures,
-        "many_clients": many.figures,
-        "one_after_the_other": queue.figures,
+        "one_client": single.figures,
+        "many_clients": concurrent.figures,
+        "one_after_the_other": sequential.figures,
         "peak_mib": peak,
         "num_compared": len(pairs),
-        "num_same": sum(one == other for one, other in pairs),
+        "num_same": sum(expected == actual for expected, actual in pairs),
         "ratios": {
-            "to_one_client": ratio(many.rates, lone.rates),
-            "to_one_after_the_other": ratio(many.rates, queue.rates),
-            "cpu_of_one_after_the_other": ratio(queue.cpu_ms, many.cpu_ms),
+            "to_one_client": ratio(concurrent.rates, single.rates),
+            "to_one_after_the_other": ratio(concurrent.rates, sequential.rates),
+            "cpu_of_one_after_the_other": ratio(sequential.cpu_ms, concurrent.cpu_ms),
         },
     }
 
 
-# ---- beside generate
+# ---- comparison with generate
 
 
-class Answered(NamedTuple):
-    """A round of all requests."""
+class RoundResult(NamedTuple):
+    """CPU time and answers of one round of all requests."""
 
     cpu_seconds: float
     texts: list[str]
     num_tokens: int = 0
-    """Tokens of all answers, of the service alone."""
+    """Tokens of all answers; only for the service."""
 
 
 def plain_generate(
     model: str, load: Load, batch_size: int, num_threads: int
-) -> Callable[[], Answered]:
-    """A function that answers all requests in static batches."""
+) -> Callable[[], RoundResult]:
+    """A function that answers all requests with `generate` in static batches."""
     torch.set_num_threads(num_threads)
     path = find_model(model)
     module, tokenizer = load_causal_lm(path, None).eval(), load_tokenizer(path)
@@ -304,12 +303,12 @@ def plain_generate(
     ]
     options: dict[str, Any] = {"max_new_tokens": load.max_tokens, "do_sample": False}
     if load.temperature:
-        # Without the checkpoint's own cuts, which the service does not make either.
+        # The service does not apply the checkpoint's top_k and top_p either.
         cuts = {"top_k": 0, "top_p": 1.0}
         options |= {"do_sample": True, "temperature": load.temperature, **cuts}
 
     @torch.inference_mode()
-    def run() -> Answered:
+    def run() -> RoundResult:
         started, texts = time.process_time(), []
         for first in range(0, len(prompts), batch_size):
             batch = tokenizer(
@@ -320,31 +319,31 @@ def plain_generate(
             )
             ids = module.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return Answered(time.process_time() - started, texts)
+        return RoundResult(time.process_time() - started, texts)
 
     return run
 
 
-def served(
+def service_rounds(
     service: LocalService, bodies: Sequence[bytes], num_clients: int
-) -> Callable[[], Answered]:
+) -> Callable[[], RoundResult]:
     """A function that sends all requests to a service."""
 
-    def run() -> Answered:
+    def run() -> RoundResult:
         before = cpu_seconds(service.pid)
-        _, answers = asyncio.run(ask_all(service.base_url, bodies, num_clients))
-        spent = cpu_seconds(service.pid) - before
+        _, answers = asyncio.run(send_all(service.base_url, bodies, num_clients))
+        cpu = cpu_seconds(service.pid) - before
         if not bodies[0]:
-            return Answered(spent, [])
+            return RoundResult(cpu, [])
         in_order = [answers[number] for number in sorted(answers)]
-        num_tokens = sum(one["usage"]["completion_tokens"] for one in in_order)
-        return Answered(spent, [text_of(one) for one in in_order], num_tokens)
+        num_tokens = sum(answer["usage"]["completion_tokens"] for answer in in_order)
+        return RoundResult(cpu, [text_of(answer) for answer in in_order], num_tokens)
 
     return run
 
 
 def copy_with_tools(model: str, folder: Path) -> str:
-    """A copy of a model whose chat template shows tools."""
+    """Copy a model, with a chat template that renders tools."""
     shutil.copytree(find_model(model), folder, dirs_exist_ok=True)
     tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = TEMPLATE_WITH_TOOLS
@@ -352,106 +351,108 @@ def copy_with_tools(model: str, folder: Path) -> str:
     return str(folder)
 
 
-def measure_beside_generate(args: Any, load: Load) -> list[dict[str, float]]:
-    """Milliseconds of CPU for an answer, and ratios, for each number of clients."""
+def measure_against_generate(args: Any, load: Load) -> list[dict[str, float]]:
+    """CPU milliseconds per answer and ratios, for each number of clients."""
     numbers = range(load.num_requests)
     bodies = [load.body(number) for number in numbers]
     rows: list[dict[str, float]] = []
     with ExitStack() as stack:
         service = stack.enter_context(start(args, 256))
         for count in args.against_generate:
-            ways = {
-                "service": served(service, bodies, count),
-                "empty_route": served(service, [b""] * load.num_requests, count),
+            variants = {
+                "service": service_rounds(service, bodies, count),
+                "empty_route": service_rounds(service, [b""] * load.num_requests, count),
                 "generate": plain_generate(args.model, load, count, args.threads),
             }
-            found = rounds_of(ways, args.repeats)
-            seconds = {name: [one.cpu_seconds for one in found[name]] for name in found}
-            pairs = zip(found["service"][0].texts, found["generate"][0].texts, strict=True)
+            results = interleaved_rounds(variants, args.repeats)
+            seconds = {name: [r.cpu_seconds for r in results[name]] for name in results}
+            pairs = zip(results["service"][0].texts, results["generate"][0].texts, strict=True)
             row: dict[str, float] = {"clients": count}
-            for name in ways:
+            for name in variants:
                 row[f"{name}_ms"] = 1000 * statistics.median(seconds[name]) / load.num_requests
             row["generate_to_service"] = ratio(seconds["generate"], seconds["service"])
-            row["num_same"] = sum(one == other for one, other in pairs)
+            row["num_same"] = sum(ours == theirs for ours, theirs in pairs)
             rows.append(row)
     return rows
 
 
 def measure_with_tools(args: Any, load: Load) -> list[dict[str, float]]:
-    """Microseconds of CPU for a token of an answer without tools and with them, and the ratio."""
+    """CPU microseconds per generated token without and with tools, and their ratio."""
     rows: list[dict[str, float]] = []
     with TemporaryDirectory() as folder:
         args.model = copy_with_tools(args.model, Path(folder))
         with start(args, 256) as service:
             for count in args.with_tools:
-                ways = {}
+                variants = {}
                 for name in ("without", "with"):
                     bodies = [
                         load.body(number, tools=name == "with")
                         for number in range(load.num_requests)
                     ]
-                    ways[name] = served(service, bodies, count)
-                found = rounds_of(ways, args.repeats)
-                each = {
-                    name: [1e6 * one.cpu_seconds / one.num_tokens for one in found[name]]
-                    for name in ways
+                    variants[name] = service_rounds(service, bodies, count)
+                results = interleaved_rounds(variants, args.repeats)
+                per_token = {
+                    name: [1e6 * r.cpu_seconds / r.num_tokens for r in results[name]]
+                    for name in variants
                 }
                 rows.append(
                     {"clients": count}
-                    | {f"{name}_tools_us": statistics.median(each[name]) for name in ways}
-                    | {"ratio": ratio(each["with"], each["without"])}
+                    | {f"{name}_tools_us": statistics.median(per_token[name]) for name in variants}
+                    | {"ratio": ratio(per_token["with"], per_token["without"])}
                 )
     return rows
 
 
-def rounds_of(
-    ways: Mapping[str, Callable[[], Answered]], num_rounds: int
-) -> dict[str, list[Answered]]:
-    """The rounds of each way, interleaved, after one that warms up."""
-    for run in ways.values():
+def interleaved_rounds(
+    variants: Mapping[str, Callable[[], RoundResult]], num_rounds: int
+) -> dict[str, list[RoundResult]]:
+    """Interleaved rounds of each variant, after a warm-up round."""
+    for run in variants.values():
         run()
-    return in_turns(ways, num_rounds)
+    return interleaved(variants, num_rounds)
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
-    args = options_of(
+    """Measure, print a table and write JSON."""
+    args = build_parser(
         __doc__,
         model="scenario://pocket_chat/models/target",
         clients=64,
         requests=128,
         max_tokens=18,
-        temperature={"type": float, "help": "without it, half are greedy"},
+        temperature={"type": float, "help": "default: half of the requests greedy, half at 1"},
         repeats=3,
         threads=1,
-        distinct={"action": "store_true", "help": "no two requests with one prompt"},
+        distinct={"action": "store_true", "help": "give each request a prompt of its own"},
         against_generate={"type": int, "nargs": "+", "help": "numbers of clients"},
         with_tools={"type": int, "nargs": "+", "help": "numbers of clients"},
     ).parse_args()
     load = Load("model", args.max_tokens, args.requests, args.temperature, args.distinct)
     if args.against_generate or args.with_tools:
-        rows = (measure_with_tools if args.with_tools else measure_beside_generate)(args, load)
-        tell(rows, args.out, shown=markdown_table([*rows[0]], [[*one.values()] for one in rows]))
+        rows = (measure_with_tools if args.with_tools else measure_against_generate)(args, load)
+        report_figures(
+            rows, args.out, shown=markdown_table([*rows[0]], [[*row.values()] for row in rows])
+        )
         return
-    found = measure(args, load)
+    figures = measure(args, load)
     names = {
         "one_client": "1 client",
         "many_clients": f"{args.clients} clients",
-        "one_after_the_other": f"{args.clients} clients, one request after the other",
+        "one_after_the_other": f"{args.clients} clients, sequential",
     }
-    header = ["", "answers/s", "service's CPU, ms an answer", "first token, ms: median", "worst"]
-    rows = [[name, *found[key].values()] for key, name in names.items()]
-    ratios = found["ratios"]
+    header = ["", "answers/s", "service's CPU, ms per answer", "first token, ms: median", "worst"]
+    rows = [[name, *figures[key].values()] for key, name in names.items()]
+    ratios = figures["ratios"]
     shown = (
         f"{args.model}, {args.requests} requests of up to {args.max_tokens} tokens\n\n"
         f"{markdown_table(header, rows)}\n"
-        f"{ratios['to_one_client']:.1f} times one client's throughput, "
-        f"{ratios['to_one_after_the_other']:.1f} times that of one request after the other, which "
-        f"computes for {ratios['cpu_of_one_after_the_other']:.1f} times as long; "
-        f"peak memory {found['peak_mib']:.0f} MiB; "
-        f"{found['num_same']} of {found['num_compared']} answers are the lone client's"
+        f"throughput: {ratios['to_one_client']:.1f} times one client's, "
+        f"{ratios['to_one_after_the_other']:.1f} times the sequential service's, which uses "
+        f"{ratios['cpu_of_one_after_the_other']:.1f} times the CPU time; "
+        f"peak memory {figures['peak_mib']:.0f} MiB; "
+        f"{figures['num_same']} of {figures['num_compared']} answers equal the single client's"
     )
-    tell(found, args.out, shown=shown)
+    report_figures(figures, args.out, shown=shown)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Simulate a run on many devices with stragglers and failures, beside the model of a plan.
+"""Simulate runs on many devices with stragglers and failures, and compare with the plan's estimate.
 
     python benchmarks/simulated_devices.py
 
-Every device takes a lognormal time for its share; all wait for the slowest, twice an iteration.
-Devices fail at random, independently; then the work since the last checkpoint is done again after a
-restart. The run that is simulated is large: a rollout of 4,096 episodes and 4 steps of 4,096 rows.
+Every device needs a lognormal time for its share, and all wait for the slowest twice per iteration.
+Devices fail independently at random; after a restart, the work since the last checkpoint is
+repeated. The simulated run has rollouts of 4,096 episodes and 4 steps of 4,096 rows per iteration.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 
-from measuring import markdown_table, options_of, tell
+from measuring import build_parser, markdown_table, report_figures
 
 from nip_astra.distributed.placement import (
     NUM_DEVICES,
@@ -34,11 +34,11 @@ RUN = Work(
     memory={},
     divided_memory={},
 )
-"""8 M tokens a rollout of a model of 1 G weights, whose gradients are added up in bfloat16."""
+"""34 M tokens per rollout and a model of 1 billion weights with bfloat16 gradients."""
 
 
 def simulated_hours(work: Work, count: int, cluster: Cluster, generator: random.Random) -> float:
-    """How long one run takes."""
+    """Hours of one simulated run."""
     clock, done, saved = 0.0, 0, 0
     mean_between = cluster.hours_between_failures * 3600 / count
     fails_at = generator.expovariate(1 / mean_between)
@@ -68,8 +68,8 @@ def simulated_hours(work: Work, count: int, cluster: Cluster, generator: random.
 
 
 def main() -> None:
-    """Simulate, and print."""
-    options = options_of(__doc__, runs=5, seed=0).parse_args()
+    """Simulate, print and write the table."""
+    options = build_parser(__doc__, runs=5, seed=0).parse_args()
     cluster = Cluster(spread=0.1, hours_between_failures=10_000.0)
     rows = []
     for count in NUM_DEVICES:
@@ -78,12 +78,17 @@ def main() -> None:
             simulated_hours(RUN, count, cluster, random.Random(f"{options.seed} {count} {run}"))
             for run in range(options.runs)
         ]
-        middle, found = statistics.median(hours), computed.hours
+        median, estimate = statistics.median(hours), computed.hours
         rows.append(
-            [count, found, middle, min(hours), max(hours), found / middle, computed.efficiency]
+            [
+                *(count, estimate, median, min(hours), max(hours)),
+                *(estimate / median, computed.efficiency),
+            ]
         )
     header = ["devices", "hours: computed", "simulated", "least", "most", "ratio", "efficiency"]
-    tell({"columns": header, "rows": rows}, options.out, shown=markdown_table(header, rows))
+    report_figures(
+        {"columns": header, "rows": rows}, options.out, shown=markdown_table(header, rows)
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What each AST trainer makes of one scenario, over several seeds.
+"""Compare the AST trainers on one scenario, over several seeds.
 
     python benchmarks/trainers.py --seeds 0 1 2 --out trainers.json
     python benchmarks/trainers.py --arms ast_ppo ast_ppo+failure-rarity
 
-Trains every arm with every seed, each in a process of its own with one thread, and prints a
-Markdown table: held-out failure rate before and after, likelihood and variety of what fails,
-planted failures found in training, and by the trained attacker on held-out prompts, what it cost.
-An arm is a trainer with its preset, or one of `VARIANTS`. Where a trainer runs with and without
-reward terms, a second table gives what the terms change, seed by seed.
+Trains every arm with every seed, each in a separate process with one thread, and prints a Markdown
+table: held-out failure rate before and after, likelihood and diversity of failing probes, planted
+failures found in training and by the trained attacker on held-out prompts, and costs. An arm is a
+trainer with its preset, or one of `VARIANTS`. If a trainer runs with and without reward terms, a
+second table has the paired differences over seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measuring import markdown_table, options_of, tell
+from measuring import build_parser, markdown_table, report_figures
 from scipy.stats import binomtest, ttest_1samp
 
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
@@ -55,18 +55,18 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = (
     | {
         "ast_grpo:gspo": (
             "ast_grpo",
-            # A small model with a large learning rate leaves the range of the paper in one step.
+            # A small model with a large learning rate leaves the paper's clip range in one step.
             ("ast_grpo.variant=gspo", "ast_grpo.clip_low=0.03", "ast_grpo.clip_high=0.04"),
         )
     }
 )
-"""Arms that are a trainer with other parameters than its preset's."""
+"""Arms with a trainer and overrides of its preset."""
 
 Run = dict[str, Any]
 
 
 def train(arm: str, seed: int, scenario: str | None, extra: Sequence[str], folder: Path) -> Run:
-    """Train one arm with one seed, and give its figures."""
+    """Train one arm with one seed, and return its figures."""
     trainer, overrides = VARIANTS.get(arm, (arm, ()))
     run_id = f"{arm.replace('+', '-').replace(':', '-')}-{seed}"
     command = [
@@ -80,11 +80,11 @@ def train(arm: str, seed: int, scenario: str | None, extra: Sequence[str], folde
     started = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     seconds = time.perf_counter() - started
-    return {"arm": arm, "seed": seed, "seconds": seconds, **figures_of(folder / run_id)}
+    return {"arm": arm, "seed": seed, "seconds": seconds, **read_figures(folder / run_id)}
 
 
-def figures_of(run: Path) -> Run:
-    """The figures of a finished run."""
+def read_figures(run: Path) -> Run:
+    """Read the figures of a finished run."""
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
@@ -103,44 +103,44 @@ def figures_of(run: Path) -> Run:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """One Markdown row an arm: means over seeds, failure rates as their range."""
+    """One Markdown row per arm: mean or median over seeds, and the range of failure rates."""
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
-        of_arm = [run for run in runs if run["arm"] == arm]
-        after = sorted(run["after"] for run in of_arm)
+        arm_runs = [run for run in runs if run["arm"] == arm]
+        after = sorted(run["after"] for run in arm_runs)
         rows.append(
             {
                 "trainer": f"`{arm}`",
-                "seeds": str(len(of_arm)),
-                "failures before": f"{mean(run['before'] for run in of_arm):.1%}",
+                "seeds": str(len(arm_runs)),
+                "failures before": f"{mean(run['before'] for run in arm_runs):.1%}",
                 "after": f"{median(after):.1%} ({after[0]:.1%} to {after[-1]:.1%})",
-                "NLL": f"{mean(run['nll'] for run in of_arm):.2f}",
-                "distinct": f"{mean(run['distinct'] or 0.0 for run in of_arm):.0%}",
-                "plants found": ", ".join(str(run["plants"]) for run in of_arm),
-                "held out": ", ".join(str(run["held_out_plants"]) for run in of_arm),
-                "target queries": f"{median(run['target_queries'] for run in of_arm):,.0f}",
-                "tokens": f"{median(run['generated_tokens'] for run in of_arm):,.0f}",
-                "seconds": f"{median(run['seconds'] for run in of_arm):.0f}",
+                "NLL": f"{mean(run['nll'] for run in arm_runs):.2f}",
+                "distinct": f"{mean(run['distinct'] or 0.0 for run in arm_runs):.0%}",
+                "plants found": ", ".join(str(run["plants"]) for run in arm_runs),
+                "held out": ", ".join(str(run["held_out_plants"]) for run in arm_runs),
+                "target queries": f"{median(run['target_queries'] for run in arm_runs):,.0f}",
+                "tokens": f"{median(run['generated_tokens'] for run in arm_runs):,.0f}",
+                "seconds": f"{median(run['seconds'] for run in arm_runs):.0f}",
             }
         )
     return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def paired_table(runs: Sequence[Run]) -> str:
-    """One row an arm with reward terms: what these change against the trainer without.
+    """One row per arm with reward terms: paired differences from the trainer without terms.
 
-    Differences are taken within a seed. A cell holds their mean with its 95 % interval (Student's
-    t over seeds); for plants also how many seeds found more, as many, and fewer, with the two-sided
+    A cell has the mean difference over seeds with its 95 % interval (Student's t); for planted
+    failures also the number of seeds that found more, as many, and fewer, with the two-sided
     p-value of the sign test without ties.
     """
-    known = {(run["arm"], run["seed"]): run for run in runs}
+    by_arm_and_seed = {(run["arm"], run["seed"]): run for run in runs}
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         plain = arm.partition("+")[0]
         pairs = [
-            (known[plain, seed], run)
-            for (name, seed), run in known.items()
-            if name == arm != plain and (plain, seed) in known
+            (by_arm_and_seed[plain, seed], run)
+            for (name, seed), run in by_arm_and_seed.items()
+            if name == arm != plain and (plain, seed) in by_arm_and_seed
         ]
         if len(pairs) < 2:
             continue
@@ -169,19 +169,19 @@ def _changes(pairs: Sequence[tuple[Run, Run]], name: str) -> list[float]:
 def _mean_interval(differences: Sequence[float], pattern: str) -> str:
     centre = pattern.format(mean(differences))
     if len(set(differences)) == 1:
-        # No spread is no certainty: there is no interval to give.
+        # Without spread there is no t interval.
         return f"{centre} (each)"
     low, high = map(pattern.format, ttest_1samp(differences, 0.0).confidence_interval())
     return f"{centre} ({low} to {high})"
 
 
 def main() -> None:
-    """Train all arms and print the table."""
-    options = options_of(
+    """Train all arms, and print the tables."""
+    options = build_parser(
         __doc__,
         arms={"nargs": "+", "default": list(TRAINERS), "help": "trainers or variants"},
         seeds=[0, 1, 2],
-        scenario={"help": "another scenario than the presets'"},
+        scenario={"help": "scenario to use instead of the presets'"},
         set={"action": "append", "default": [], "dest": "overrides", "metavar": "A.B=C"},
         jobs={"type": int, "default": 2, "help": "runs at a time"},
     ).parse_args()
@@ -192,7 +192,7 @@ def main() -> None:
             for seed in options.seeds
         ]
         runs = [job.result() for job in waiting]
-    tell(runs, options.out, shown=f"{table(runs)}\n{paired_table(runs)}")
+    report_figures(runs, options.out, shown=f"{table(runs)}\n{paired_table(runs)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""TRL's OnlineDPO on the work of a tree of depth 1, where TRL is installed."""
+"""TRL's OnlineDPO on the work of a tree of depth 1; needs TRL."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 
 
 def measure(setting: Setting, precision: str, repeats: int) -> dict[str, Any]:
-    """Time a step of TRL and an iteration of ours in turns, in the same precision.
+    """Time interleaved steps of TRL and iterations of ours in the same precision.
 
-    The work: 8 prompts, 2 samples each, all 8 pairs in one step, and a target that says one token.
+    The work is 8 prompts with 2 samples each, all 8 pairs in one step; the target generates one
+    token.
     """
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
@@ -58,14 +59,14 @@ def _trl_seconds(
     repeats: int,
     after_step: Callable[[], None],
 ) -> list[float]:
-    """The seconds of each step but the first, which warms up."""
+    """Seconds of each step after the first, which is a warm-up."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import PrinterCallback, TrainerCallback
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Notes when steps begin and end."""
+        """Times the steps."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []
@@ -81,7 +82,7 @@ def _trl_seconds(
     agent, clock = getattr(parameters, resolved.kind).attacker, Clock()
     source = resolve_model(agent.language_model.model, resolved.scenario_dir)
     tokenizer, lora = load_tokenizer(*source), agent.language_model.lora
-    # What the attacker reads before its probe.
+    # The attacker's context before its probe.
     chat = ChatFormat(tokenizer, system_prompt=agent.system_prompt)
     contexts = [chat.context([Turn(False, chat.encode(prompt))]) for prompt in prompts]
     peft = {"lora_alpha": lora.alpha, "target_modules": lora.target_modules} if lora else {}
@@ -103,7 +104,7 @@ def _trl_seconds(
                 top_k=agent.top_k,
                 top_p=agent.top_p,
                 learning_rate=parameters.training.lr,
-                # Its defaults would compute more: again in the backward pass, in mixed precision.
+                # TRL's defaults do more work: gradient checkpointing and mixed precision.
                 gradient_checkpointing=False,
                 bf16=False,
                 use_cpu=True,

@@ -1,10 +1,10 @@
-"""CPU time of whole runs, by layer, of two checkouts in turns.
+"""CPU time by layer of whole runs of two checkouts, in interleaved rounds.
 
     python benchmarks/whole_runs.py --base ../base --rounds 5
     python benchmarks/whole_runs.py --base ../base --rounds 3 --trainer pure_text_ei
 
-Each run is a process of its own on one thread; user and system time of all its threads count. The
-metrics of each round are compared.
+Each run is a separate process with one thread; the user and system time of all its threads counts.
+The metrics of each round are compared.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from golden import untimed
-from measuring import in_turns, markdown_table, median_by_name, options_of, ratio, tell
+from golden import drop_times
+from measuring import (
+    build_parser,
+    interleaved,
+    markdown_table,
+    median_by_name,
+    ratio,
+    report_figures,
+)
 
 HERE = Path(__file__).resolve()
 TREE = HERE.parents[1]
@@ -36,26 +43,27 @@ LAYERS = {
     "_update": "updates",
     "_play": "rollouts",
     "_keep": "files of rollouts",
+    "keep": "files of rollouts",
     "_stage_await_fine_tune_jobs": "fine-tuning",
 }
-"""Methods of trainers, and the layer of which their calls are."""
+"""Layer of each timed method of trainers and of their files; older checkouts have `_keep`."""
 
 
 def run_and_measure(words: list[str], out: Path) -> None:
-    """Run the program in this process, and write the CPU seconds of each layer."""
+    """Run the program in this process, and write the CPU seconds by layer."""
     spent: dict[str, float] = {}
     last = 0.0
     layer = START
 
     def enter(next_layer: str) -> str:
-        """Count what was spent for the layer so far, which is given."""
+        """Charge the time so far to the current layer, enter the next, and return the previous."""
         nonlocal last, layer
         now = time.process_time()
         spent[layer] = spent.get(layer, 0.0) + now - last
         before, last, layer = layer, now, next_layer
         return before
 
-    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             before = enter(name)
@@ -71,25 +79,26 @@ def run_and_measure(words: list[str], out: Path) -> None:
     train, write_report = runner._train, runner._write_report
 
     def begin(trainer: Any, *args: Any) -> Any:
-        for owner in type(trainer).__mro__:
+        files = getattr(trainer, "files", None)
+        for owner in (*type(trainer).__mro__, *type(files).__mro__):
             for name in LAYERS.keys() & vars(owner).keys():
-                setattr(owner, name, counted(vars(owner)[name], LAYERS[name]))
+                setattr(owner, name, timed(vars(owner)[name], LAYERS[name]))
         enter(REST)
         return train(trainer, *args)
 
-    runner._train, runner._write_report = begin, counted(write_report, "report")
+    runner._train, runner._write_report = begin, timed(write_report, "report")
     sys.argv = ["run.py", *words]
     try:
         runpy.run_path("run.py", run_name="__main__")
-    except SystemExit as ended:
-        if ended.code:
+    except SystemExit as error:
+        if error.code:
             raise
     enter(REST)
     out.write_text(json.dumps(spent))
 
 
-def run_of(checkout: Path, words: list[str]) -> dict[str, Any]:
-    """CPU seconds of a run of a checkout by layer, and its metrics."""
+def measure_run(checkout: Path, words: list[str]) -> dict[str, Any]:
+    """CPU seconds by layer and metrics of a run of a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "spent.json"
         options = ["--num-threads", "1", "--runs-dir", folder, "--run-id", "run"]
@@ -104,20 +113,20 @@ def run_of(checkout: Path, words: list[str]) -> dict[str, Any]:
         )
         spent: dict[str, float] = json.loads(out.read_text())
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    metrics = untimed([json.loads(line) for line in lines])
+    metrics = drop_times([json.loads(line) for line in lines])
     return {"spent": spent | {"whole": sum(spent.values())}, "metrics": metrics}
 
 
 def main() -> int:
     """Measure both checkouts, and compare their metrics."""
-    parser = options_of(
+    parser = build_parser(
         __doc__,
         base=TREE,
         tree=TREE,
         trainer="ast_dpo",
         rounds=5,
-        measure={"type": Path, "help": "used by the program itself: where to write"},
-        words={"nargs": "...", "default": [], "help": "used by the program itself"},
+        measure={"type": Path, "help": "internal: output file"},
+        words={"nargs": "...", "default": [], "help": "internal"},
     )
     options = parser.parse_args()
     if options.measure:
@@ -125,14 +134,14 @@ def main() -> int:
         return 0
     words = ["--trainer", options.trainer]
     checkouts = {"base": options.base, "tree": options.tree}
-    ways = {name: partial(run_of, checkout, words) for name, checkout in checkouts.items()}
-    found = in_turns(ways, options.rounds)
-    spent = {name: [run["spent"] for run in runs] for name, runs in found.items()}
+    variants = {name: partial(measure_run, checkout, words) for name, checkout in checkouts.items()}
+    runs = interleaved(variants, options.rounds)
+    spent = {name: [run["spent"] for run in rounds] for name, rounds in runs.items()}
     medians = {name: median_by_name(rounds) for name, rounds in spent.items()}
     rows = [[layer, medians["base"][layer], medians["tree"][layer]] for layer in medians["tree"]]
-    tell(spent, options.out, shown=markdown_table(["CPU, s", "base", "tree"], rows))
-    whole = [[one["whole"] for one in spent[name]] for name in ("tree", "base")]
-    is_equal = all(a["metrics"] == b["metrics"] for a, b in zip(*found.values(), strict=True))
+    report_figures(spent, options.out, shown=markdown_table(["CPU, s", "base", "tree"], rows))
+    whole = [[layers["whole"] for layers in spent[name]] for name in ("tree", "base")]
+    is_equal = all(a["metrics"] == b["metrics"] for a, b in zip(*runs.values(), strict=True))
     print(f"ratio {ratio(*whole):.3f}; metrics {'equal' if is_equal else 'different'}")
     return 0 if is_equal else 1
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
     from tests.kit.command_line import CommandLine
 
-# Fixtures import what they need: the process that hands tests to workers runs none, and the workers
-# wait until it has read this file.
+# Fixtures import what they need: the process that distributes tests to workers runs none, and the
+# workers wait until it has read this file.
 
-# Bars of weights that are read; the command line turns them off too.
+# Progress bars of loading weights; the command line turns them off too.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Tests start many processes, each of which would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -26,7 +26,7 @@ sys.dont_write_bytecode = False
 
 
 def pytest_collectstart() -> None:
-    # Modules and tests stay: a search for garbage would only find them again.
+    # Modules and tests stay alive: garbage collection would only visit them again.
     gc.disable()
 
 
@@ -59,8 +59,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    # Small operations run many times slower with two threads on busy cores, and a command that was
-    # given a number of threads leaves it.
+    # Small operations run many times slower with two threads on busy cores, and a command with a
+    # given number of threads does not reset it.
     import torch
 
     torch.set_num_threads(1)
@@ -77,14 +77,14 @@ def _models_read_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # The key that runs are signed with is made there, also by processes that tests start; those
-    # have one thread as well.
+    # The key that signs runs is created there, also by processes that tests start; those have a
+    # single thread as well.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("OMP_NUM_THREADS", "1")
-        # No test cuts the power, and a busy disk takes long.
+        # No test cuts the power, and syncing a busy disk takes long.
         patch.setattr(os, "fsync", lambda file: None)
-        # Services that tests start are on this machine.
+        # Services that tests start run on this machine.
         for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
             patch.delenv(name, raising=False)
         yield
@@ -139,7 +139,7 @@ def cli(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[CommandLine]:
-    """The command line in an empty folder; plug-ins that a test loads are forgotten after it."""
+    """The command line in an empty folder; plug-ins loaded by a test are forgotten after it."""
     from tests.kit.command_line import CommandLine, plugins_forgotten_after
 
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def cli(
 
 @pytest.fixture
 def no_plugins_left() -> Iterator[None]:
-    """What a test registers, or loads as a plug-in, is forgotten after it."""
+    """A test's registrations and loaded plug-ins are forgotten after it."""
     from tests.kit.command_line import plugins_forgotten_after
 
     with plugins_forgotten_after():
@@ -158,7 +158,7 @@ def no_plugins_left() -> Iterator[None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The processes that a test forks, of which none may be left after it."""
+    """The processes forked by a test, of which none may remain after it."""
     processes: list[int] = []
     fork = os.fork
 

@@ -1,7 +1,7 @@
 """A hundred bad inputs to tasks, texts, services and sweeps end with a message and exit code 2.
 
 A seeded list: names of parameters and options, each with a value that its type, range or place does
-not allow. What is valid by chance may run; nothing may end in a traceback.
+not allow. An input that is valid by chance may run; none may end in a traceback.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ NUM_OF_EACH = 25
 
 
 def bad_inputs() -> list[tuple[str, tuple[str, ...]]]:
-    """Name and words of each; the same whenever it is called."""
+    """Name and arguments of each input; the same for every call."""
     draw = random.Random(31)
     found = []
     for family, head, names in (

@@ -1,4 +1,4 @@
-"""What must answer at once imports nothing heavy."""
+"""Code that must answer at once imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path)
     ("commands", "forbidden", "seconds"),
     [
         (("list", "report"), {"torch", "transformers", "scipy"}, 1.5),
-        # Quantiles of intervals are scipy's.
+        # Quantiles of intervals come from scipy.
         (("compare",), {"torch", "transformers"}, 2.0),
         (
             ("show --trainer ast_dpo", "schema --trainer ast_dpo"),
@@ -125,7 +125,7 @@ def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
         parameters.nothing  # noqa: B018 - reading it is the test
 
 
-def test_what_a_plugin_or_notebook_needs_comes_from_the_package_alone() -> None:
+def test_the_package_alone_provides_the_needs_of_a_plugin_or_notebook() -> None:
     code = (
         "import sys\n"
         "from nip_astra import Field, HyperParameters, SubParameters, read_results, where\n"

@@ -90,7 +90,7 @@ def test_the_commands_and_code_of_a_page_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
-def test_the_cells_of_a_page_print_what_stands_below_them(
+def test_the_cells_of_a_page_print_the_output_below_them(
     page: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,7 +126,7 @@ def _run_cell(code: str, place: str, names: dict[str, Any]) -> None:
 
 
 def _assert_alike(printed: str, shown: str) -> None:
-    """Equal words, and numbers to 30 %: other processors round otherwise, and draw other tokens."""
+    """Equal words, and numbers to 30 %: other processors round differently, so tokens differ."""
     number, minus = r"[-+]?\d[\d,]*\.?\d*", "\N{MINUS SIGN}"
     texts = (text.replace(minus, "-").splitlines() for text in (printed, shown))
     for mine, other in zip_longest(*texts, fillvalue=""):
@@ -157,7 +157,7 @@ def _service_of(page: Path) -> Iterator[None]:
 
 
 class _Reader:
-    """Follows a page in an empty folder."""
+    """Runs a page in an empty folder."""
 
     def __init__(self, page: Path, type_command: CommandLine) -> None:
         self.page, self.folder, self.type_command = page, type_command.folder, type_command

@@ -1,4 +1,4 @@
-"""One tree of errors: their types, facts, and copies through pickling."""
+"""A single tree of errors: their types, facts, and copies through pickling."""
 
 from __future__ import annotations
 

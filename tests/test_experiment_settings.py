@@ -1,4 +1,4 @@
-"""Settings hold where a run takes place; what lives in the process only is not written."""
+"""Settings apply where a run takes place; settings of the process alone are not written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_defaults_run_on_the_cpu_without_wandb() -> None:
     assert settings.num_threads is None
 
 
-def test_settings_come_back_from_what_is_written_without_their_runtime_fields(
+def test_settings_come_back_from_their_file_without_their_runtime_fields(
     tmp_path: Path,
 ) -> None:
     settings = ExperimentSettings(
@@ -55,7 +55,7 @@ def test_settings_come_back_from_what_is_written_without_their_runtime_fields(
         ({"runs": "x"}, "runs: unknown parameter; given \"x\". Did you mean 'runs_dir'?"),
     ],
 )
-def test_a_wrong_setting_is_told(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_reported(values: dict[str, Any], message: str) -> None:
     for make in (ExperimentSettings.from_dict, lambda given: ExperimentSettings(**given)):
         with pytest.raises(ParameterError) as caught:
             make(values)
@@ -73,7 +73,7 @@ def test_a_wrong_setting_is_told(values: dict[str, Any], message: str) -> None:
         ({"actor_gpus": 1.0}, r"actor_gpus=1\.0"),
     ],
 )
-def test_what_nothing_in_a_run_reads_is_refused_by_name(
+def test_settings_that_a_run_does_not_read_are_refused_by_name(
     toy: Path, tmp_path: Path, given: dict[str, Any], named: str
 ) -> None:
     resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy))
@@ -95,7 +95,7 @@ def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Pa
     assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
 
 
-def test_a_runtime_field_is_what_its_name_says() -> None:
+def test_a_runtime_field_matches_its_name() -> None:
     with pytest.raises(ParameterError, match="run_directory"):
         ExperimentSettings(run_directory="runs")  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="tqdm_func"):

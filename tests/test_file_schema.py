@@ -1,4 +1,4 @@
-"""The JSON Schema of parameter files: what it takes and what it refuses."""
+"""The JSON Schema of parameter files: files that it accepts and refuses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def faults(text: str) -> list[str]:
-    """What an editor marks in a file."""
+    """Errors that an editor marks in a file."""
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    # JSON has no names that are numbers.
+    # JSON has no numeric keys.
     values = json.loads(json.dumps(values))
     return [error.json_path for error in VALIDATOR.iter_errors(values)]
 
 
-def test_the_schema_is_one() -> None:
+def test_the_schema_is_a_valid_schema() -> None:
     Draft7Validator.check_schema(VALIDATOR.schema)
 
 
@@ -45,7 +45,7 @@ def test_a_file_that_ships_passes_and_names_its_schema(file: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
-def test_what_a_run_writes_down_passes(trainer: str) -> None:
+def test_the_parameter_file_of_a_run_is_valid(trainer: str) -> None:
     assert faults(to_yaml(resolve_experiment(trainer=trainer).hyper_params.to_dict())) == []
 
 
@@ -82,11 +82,11 @@ def test_parts_references_and_sections_of_plugins_pass(text: str) -> None:
         ("settings: {run_directory: x}", "$.settings"),
     ],
 )
-def test_what_the_loader_refuses_is_marked(text: str, path: str) -> None:
+def test_values_refused_by_the_loader_are_marked(text: str, path: str) -> None:
     assert any(path.startswith(found) for found in faults(text)), faults(text)
 
 
-def test_every_value_says_what_it_is() -> None:
+def test_every_value_has_a_description() -> None:
     silent = [path for path, schema in _values(VALIDATOR.schema, "") if "description" not in schema]
     assert [path for path in silent if not path.endswith("._type")] == []
 

@@ -1,4 +1,4 @@
-"""Input that is broken, endless or of impossible size ends in a message and not in a traceback."""
+"""Broken, endless or impossibly large input ends in a message and not in a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained policy is published with its card, and with nothing else of the run."""
+"""A trained policy is published with its card, and without anything else of the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A stress test whose parameters and model folder hold paths, a token and others' files."""
+    """A stress test whose parameters and model folder contain paths, a token and others' files."""
     sources = {"trainer": "command line", "training.lr": "command line", "training.data": "--set"}
     parameters = {"data": f"{tmp_path}/secret/data.jsonl", "key": SECRET}
     folder = write_run(tmp_path / "runs/one", parameters=parameters, sources=sources)
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Hub:
-    """Stands in for the hub's client, and keeps what it was given."""
+    """Stands in for the hub's client, and records its input."""
 
     endpoint = "https://hub.test"
     calls: list[tuple[str, Any]]
@@ -91,7 +91,7 @@ def test_a_dry_run_writes_the_folder_alone(run: Path, hub: type[Hub], tmp_path: 
         push_to_hub(run, "me/a", folder=target, dry_run=True)
 
 
-def test_what_cannot_be_published_is_refused(run: Path, hub: type[Hub], tmp_path: Path) -> None:
+def test_unpublishable_runs_are_refused(run: Path, hub: type[Hub], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no/such/name"):
         push_to_hub(run, "no/such/name")
     hub.error = OSError("no route")

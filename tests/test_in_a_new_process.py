@@ -1,4 +1,4 @@
-"""What is told by a process that has done nothing else yet, beside what this one finds."""
+"""Reports of a new process, compared with the state of this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(json.dumps({"schema": shipped, "numbers": numbers, "metrics": metrics}))
 
 
 def numbers_of_a_game(seed: int) -> list[object]:
-    """What provers and verifiers end with."""
+    """Final weights of provers and verifiers."""
     trainer = toy_trainer(seed=seed)
     trainer.train()
     found: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
@@ -39,7 +39,7 @@ def numbers_of_a_game(seed: int) -> list[object]:
 
 
 def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
-    """The metrics of a run of two iterations, as they stand in its file."""
+    """The metrics of a run of two iterations, from its file."""
     short = ("use_random_search=false", "num_episodes=2")
     overrides = ["training.num_iterations=2", *(f"ast_chat.evaluation.{part}" for part in short)]
     resolved = resolve_experiment(trainer="ast_dpo", scenario=scenario, overrides=overrides)
@@ -49,7 +49,7 @@ def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
 
 @pytest.fixture(scope="module")
 def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a new process prints; it has another hash seed than this one."""
+    """Output of a new process; its hash seed differs from this process's."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(tiny_scenario), str(tmp_path_factory.mktemp("a")), "one"],
@@ -64,7 +64,7 @@ def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_the_schema_that_ships_is_that_of_the_classes(told: dict[str, Any]) -> None:
-    """In a process of its own: in this one other tests have registered names."""
+    """In its own process: in this process other tests have registered names."""
     ships = (ROOT / "parameters" / "schema.json").read_text(encoding="utf-8")
     command = "python run.py schema > parameters/schema.json"
     assert told["schema"] == json.loads(ships), f"write it anew: {command}"

@@ -1,4 +1,4 @@
-"""Runs that are killed at their file operations go on as if they had not been."""
+"""Runs that are killed at their file operations resume as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 
 class Killing:
-    """Kills runs in forks of this process, which has imported what they need."""
+    """Kills runs in forks of this process, which has imported their dependencies."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, trainer: str, every: int) -> ResumeCheck:
-        """What became of runs that were killed at every so many-th of their file operations."""
+        """The outcome of runs killed at every n-th of their file operations."""
         folder = self.folder / trainer
         with plugins_forgotten_after(), ExitStack() as stack:
             if trainer == "toy_trainer":
@@ -81,12 +81,12 @@ def test_a_run_is_killed_at_every_file_operation(trainer: str, killed: Killing) 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["pure_text_ei", "pure_text_malt"])
 def test_a_run_of_chat_models_is_killed_all_over(trainer: str, killed: Killing) -> None:
-    """Models and jobs are in its own process; behind a service, see `test_text_kills`."""
+    """Models and jobs are in its own process; for a service, see `test_text_kills`."""
     assert len(killed(trainer, 10).kills) > 20
 
 
 def a_run(folder: Path, changed: str = "") -> Path:
-    """The files of a run that are compared, with another number in the one that is changed."""
+    """The compared files of a run, with another number in the changed file."""
     texts = {
         "results.json": '{"after": {"rate": NUMBER}, "seconds": SECONDS}',
         "metrics.jsonl": '{"step": 1, "loss": NUMBER}\n',
@@ -121,7 +121,7 @@ def a_run(folder: Path, changed: str = "") -> Path:
         ("timings.jsonl", ""),
     ],
 )
-def test_what_a_run_leaves_is_compared_by_file_and_name(
+def test_files_of_a_run_are_compared_by_file_and_name(
     changed: str, told: str, tmp_path: Path
 ) -> None:
     runs = [
@@ -131,7 +131,7 @@ def test_what_a_run_leaves_is_compared_by_file_and_name(
     assert bool(difference_of(*runs)) == bool(told)
 
 
-def test_what_a_resumed_run_left_over_is_named(tmp_path: Path) -> None:
+def test_leftovers_of_a_resumed_run_are_named(tmp_path: Path) -> None:
     run = a_run(tmp_path / RUN)
     (run / "report.html").touch()
     expected = what_was_found(run)
@@ -140,7 +140,7 @@ def test_what_a_resumed_run_left_over_is_named(tmp_path: Path) -> None:
     assert ".unfinished" in fault_of(tmp_path, expected)
 
 
-def test_every_operation_that_changes_files_is_one_to_kill_at(tmp_path: Path) -> None:
+def test_every_operation_that_changes_files_is_a_kill_point(tmp_path: Path) -> None:
     with killed_at(0) as done:
         (tmp_path / "folder").mkdir()
         with (tmp_path / "a").open("w") as file:
@@ -192,8 +192,8 @@ NOISE = 0.0
 """
 
 
-def test_the_command_says_what_a_trainer_forgets(cli: CommandLine) -> None:
-    """Exit codes: 0 where all are equal, 1 where one differs, 2 where nothing could be run."""
+def test_the_command_reports_state_that_a_trainer_forgets(cli: CommandLine) -> None:
+    """Exit codes: 0 if all are equal, 1 if one differs, 2 if nothing could be run."""
     plugin = cli.write("forgetful.py", FORGETFUL)
     noisy = cli.write("noisy.py", FORGETFUL.replace("NOISE = 0.0", "NOISE = 1.0"))
     broken = cli.write("broken.py", FORGETFUL.replace("self.total += 1", "1 / 0"))

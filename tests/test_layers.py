@@ -1,4 +1,4 @@
-"""Imports go down the floors, or stay on one without a cycle; those inside functions as well."""
+"""Imports go down the layers, or stay within a layer without cycles, also within functions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ FLOORS = [
         "protocols scenario_base samplers",
         "factory scenario_instance scenarios",
         "trainers evaluation report",
-        # The last two resolve and build the experiments of runs; what trainers measure by is below.
+        # The last two resolve and build the experiments of runs; measuring code of trainers is
+        # below.
         "run resume_check recipes hub overview installation resolving sweep cli serve astra nip "
         "__main__ evaluation.api evaluation.families",
     )
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-# The package itself offers names of every floor, so only the top may import from it.
+# The package itself exports names of every layer, so only the top may import from it.
 TOP = len(FLOORS) - 1
 FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
@@ -40,7 +41,7 @@ HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 
 @dataclass(frozen=True)
 class Import:
-    """One import: who, what, where, and when it happens."""
+    """An import: importer, imported module, line, and whether it runs at module load."""
 
     importer: str
     imported: str
@@ -127,7 +128,7 @@ def upward_edges(imports: Iterable[Import]) -> list[str]:
 
 
 def find_cycle(imports: Iterable[Import]) -> list[str]:
-    """The modules of one import cycle, or nothing; type checkers' imports make none."""
+    """The modules of an import cycle, or nothing; imports for type checkers do not count."""
     graph: dict[str, set[str]] = {}
     for one in imports:
         if one.imported.partition(".")[0] == PACKAGE and not one.is_for_types:
@@ -164,7 +165,7 @@ def test_no_modules_import_each_other_in_a_circle(imports: list[Import]) -> None
 
 
 def fragments(imports: Iterable[Import], lengths: Mapping[str, int]) -> list[str]:
-    """Short modules that one other module imports; the facade does not count."""
+    """Short modules with a single importer; the facade does not count."""
     importers: dict[str, set[str]] = {}
     for one in imports:
         if one.importer not in (PACKAGE, one.imported):

@@ -1,4 +1,4 @@
-"""The loops of doc/loops give the metrics of the trainers that they show."""
+"""The loops of doc/loops give the metrics of the trainers that they reproduce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHORT = {
 }
 """Trainer of each loop, smaller constants, and overrides of equal sizes and of less evaluation."""
 NUM_ITERATIONS = 2
-# Adam of the trainer is fused, and small differences grow within an iteration.
+# The trainer's Adam is fused, and small differences grow within an iteration.
 RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
 
 

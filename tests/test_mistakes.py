@@ -1,4 +1,4 @@
-"""Mistakes of users end with exit code 2, without a traceback, and with at most two lines."""
+"""User mistakes end with exit code 2, without a traceback, and with at most two lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = {
 }
 SHOW = "show --trainer ast_dpo --set"
 MISTAKES = {
-    # names of everything; each with what the message must contain
+    # names of all kinds; each with the facts required in the message
     "--seed 1": "--trainer",
     "--trainr ast_dpo": "--trainer",
     "--trainer ast_dop": "'ast_dpo'",
@@ -127,7 +127,7 @@ def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -
         with plugins_forgotten_after():
             said = cli(*shlex.split(typed))
         lines = said.err.splitlines()
-        # The list of all names, where a name is unknown, takes the room that it needs.
+        # The list of all names, after an unknown name, may take the lines that it needs.
         own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", said.err)
         is_short = 0 < len(lines) <= MOST_LINES and len(own) <= MOST_CHARACTERS
         is_said = fact in said.err and "error: " in lines[0].lower()
@@ -136,7 +136,7 @@ def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -
     assert wrong == []
 
 
-def test_without_its_packages_the_program_says_what_to_install() -> None:
+def test_without_its_packages_the_program_names_the_packages_to_install() -> None:
     run = Path(__file__).parents[1] / "run.py"
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(run), "--help"], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""What users of nip import is where they look for it, and what their guide names exists."""
+"""nip's public imports resolve here, and the names in its users' guide exist."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NAMED = sorted(set(re.findall(r"\bnip_astra(?:\.\w+)+", GUIDE.read_text(encoding
 
 
 def find(path: str) -> Any:
-    """Import a dotted path: a module, or what a module holds."""
+    """Import a dotted path: a module, or an attribute of a module."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -61,13 +61,13 @@ def find(path: str) -> Any:
 
 
 @pytest.mark.parametrize("module", KEPT)
-def test_what_nip_offers_is_at_the_same_place(module: str) -> None:
+def test_public_names_of_nip_are_at_the_same_place(module: str) -> None:
     for name in KEPT[module].split():
         assert find(f"nip_astra.{module}.{name}".replace("..", ".")) is not None
 
 
 @pytest.mark.parametrize("path", NAMED)
-def test_what_the_guide_names_exists(path: str) -> None:
+def test_names_in_the_guide_exist(path: str) -> None:
     assert find(path) is not None
 
 

@@ -1,4 +1,4 @@
-"""Code that was written for nip runs with its import root renamed, and means what it meant."""
+"""Code written for nip runs with its import root renamed, and keeps its meaning."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _renamed(text: str) -> str:
 
 
 def run_script(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
-    """Run a program that is no grid as a script."""
+    """Run a program without a grid as a script."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [name, *options])
     text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def test_a_program_uses_all_that_nips_file_uses(file: str) -> None:
     assert set(NAMES[file]) - uses(text) == set()
 
 
-def test_every_name_is_found_where_nip_has_it() -> None:
+def test_every_name_is_at_its_place_in_nip() -> None:
     asked = {use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")}
     for path in sorted({name.removeprefix("nip.") for name in asked} | set(FURTHER)):
         assert find(f"nip_astra.nip.{path}") is not None
@@ -194,7 +194,7 @@ def test_the_scripts_for_chat_models_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "runs" / "ei_test_0" / "analyses").exists()
 
 
-def test_the_script_that_asks_hosted_models_runs(
+def test_the_script_with_hosted_models_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -232,7 +232,7 @@ def test_the_script_that_asks_hosted_models_runs(
     assert json.loads((tmp_path / "shares.json").read_text()) == [0.5]
     assert len(asked) == 4
     assert asked[0]["top_logprobs"] == 2
-    # What was not asked for is absent, as in nip: its scripts test for it.
+    # Absent unless requested, as in nip: its scripts test for it.
     for get_log_probs in (False, True):
         (found,) = running._get_openrouter_response(
             *("some/model", [], "secret"), get_log_probs=get_log_probs, get_top_logprobs=2
@@ -241,7 +241,7 @@ def test_the_script_that_asks_hosted_models_runs(
         assert len(found["top_logprobs"]) == 1
 
 
-def test_grids_are_divided_and_skip_as_asked(
+def test_grids_are_divided_and_skip_as_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, dict[str, Any]]] = []
@@ -313,7 +313,7 @@ def test_values_that_nothing_reads_are_left_alone_and_mappings_stay_as_they_are(
         ({"rl": {"learning_rate": 1.0}}, TypeError, "learning_rate"),
     ],
 )
-def test_what_has_no_counterpart_or_is_wrong_is_refused(
+def test_values_that_are_wrong_or_without_counterpart_are_refused(
     change: dict[str, Any], error: type[Exception], fact: str
 ) -> None:
     with pytest.raises(error, match=fact):
@@ -348,7 +348,7 @@ def test_parameter_classes_are_dataclasses_with_test_values() -> None:
         ),
     ],
 )
-def test_a_trainer_of_ones_own_learns_what_the_shipped_one_learns(
+def test_a_custom_trainer_learns_the_same_as_the_built_in_trainer(
     own: str, shipped: str, groups: dict[str, Any]
 ) -> None:
     program("tensor_trainers")
@@ -410,7 +410,7 @@ def _parts(folder: Path, trainer: str, **options: Any) -> TextParts:
 
 
 @pytest.mark.parametrize("method", ["threshold", "weighted_sampling"])
-def test_expert_iteration_of_ones_own_submits_supervised_jobs(method: str, tmp_path: Path) -> None:
+def test_custom_expert_iteration_submits_supervised_jobs(method: str, tmp_path: Path) -> None:
     groups = {
         "pure_text_ei": {"rollout_selection_method": method},
         "text_rl": {"verifier_guess_replacement_proportion": 0.5},
@@ -427,7 +427,7 @@ def test_expert_iteration_of_ones_own_submits_supervised_jobs(method: str, tmp_p
     assert len(jobs["run/verifier/0"]) >= 3
 
 
-def test_trees_of_ones_own_make_pairs_and_tables(tmp_path: Path) -> None:
+def test_custom_trees_make_pairs_and_tables(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "run")
     groups = {
         "nip": {"max_message_rounds": 4},
@@ -445,7 +445,7 @@ def test_trees_of_ones_own_make_pairs_and_tables(tmp_path: Path) -> None:
         raw = kept["agents", "raw_message"][..., trainer.agent_names.index(key.split("/")[1])]
         assert {text for pair in pairs for text in pair[1:]} <= set(raw.ravel()), key
     assert (run.path / "rollouts" / "expected_reward_by_round.jsonl").exists()
-    # Two ways in each of four rounds, fewer where a conversation ended.
+    # Two branches in each of four rounds, fewer where a conversation ended.
     assert 4 < len(kept) <= 4 * 2**4
     assert PureTextRlTrainer._get_log_stats(trainer, as_nip(kept)), "`train` may be left out"
     returns_NA = episode_returns(kept)
@@ -485,7 +485,7 @@ def test_a_state_is_played_as_a_whole_conversation_is(tmp_path: Path) -> None:
     assert whole["message_history"][0, 2, :, 0].tolist() == ["after 2", "after 2", None, None]
 
 
-def test_what_agents_say_may_be_changed_before_a_step(tmp_path: Path) -> None:
+def test_messages_of_agents_may_be_changed_before_a_step(tmp_path: Path) -> None:
     parts = _parts(tmp_path, "own_ei")
     trainer = build_text_trainer(parts)
     trainer._prepare_groups()

@@ -1,4 +1,4 @@
-"""Scripts that were written for nip run here, with the lines changed that the guide lists."""
+"""Scripts written for nip run here, with only the line changes that the guide lists."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def section(heading: str) -> str:
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """The cells of a table's rows, its head left out."""
+    """The cells of a table's rows, without its header."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     for line in lines[2:]:
         yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def lines_of(name: str) -> list[str]:
-    """A script's lines without indentation: a call may stand deeper here."""
+    """A script's lines without indentation: a call may be nested deeper here."""
     text = (SCRIPTS / name).read_text(encoding="utf-8")
     return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
 
@@ -132,7 +132,7 @@ def test_the_script_of_expert_iteration_names_hosted_models_without_the_dummy() 
 
 
 def default_of(path: str) -> Any:
-    """The default of a class by the parameter's path in a file."""
+    """A class's default, by the parameter's path in a file."""
     trainer = path.partition(".")[0] if path.startswith(("spg.", "reinforce.")) else "vanilla_ppo"
     trainer = "solo_agent" if path.startswith("solo_agent.") else trainer
     scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"
@@ -152,7 +152,7 @@ def default_of(path: str) -> Any:
     return value
 
 
-def test_the_defaults_that_the_guide_tells_are_those_of_the_classes() -> None:
+def test_the_defaults_in_the_guide_are_those_of_the_classes() -> None:
     told = list(rows(section("Defaults that differ")))
     assert len(told) > 18
     for path, theirs, here in told:

@@ -1,4 +1,4 @@
-"""`HyperParameters(...)` shows what a run with these values would have."""
+"""`HyperParameters(...)` shows the values that a run would have."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_groups_and_sections_may_be_objects_or_mappings() -> None:
     assert HyperParameters(trainer="ast_dpo", ast_dpo={"beta": 0.2}).get("ast_dpo.beta") == 0.2
 
 
-def test_what_was_given_is_told_from_what_files_gave() -> None:
+def test_given_values_are_distinguished_from_values_of_files() -> None:
     shown = HyperParameters(**PROOF, rl=RlTrainerParameters(num_iterations=7))
     assert shown.given() == PROOF | {"rl": {"num_iterations": 7}}
     sources = resolve_experiment(hyper_params=shown).sources
@@ -118,7 +118,7 @@ def test_a_name_that_nothing_has_is_refused_at_once(wrong: dict[str, Any]) -> No
         ({"solo_agent": {"learning_rate": 0.1}}, "lr"),
     ],
 )
-def test_where_a_parameter_of_another_layout_is_here_is_told(
+def test_the_new_place_of_a_parameter_of_another_layout_is_reported(
     wrong: dict[str, Any], hint: str
 ) -> None:
     with pytest.raises(ParameterError) as caught:

@@ -1,4 +1,4 @@
-"""A real package, installed beside nip_astra, is found through its entry point and runs."""
+"""A real package, installed beside nip_astra, is discovered through its entry point and runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tests" / "plugin_package"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the package was installed, without a network."""
+    """A folder into which the package was installed, without network access."""
     target = tmp_path_factory.mktemp("site")
     if importlib.util.find_spec("hatchling") is None:
         _install_by_hand(target)
@@ -37,7 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _install_by_hand(target: Path) -> None:
-    """Write what an installer writes, as far as importlib.metadata reads it."""
+    """Write an installer's metadata, as far as importlib.metadata reads it."""
     project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
     shutil.copy(PACKAGE / "my_trainer.py", target)
     info = target / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"

@@ -26,7 +26,7 @@ class Gadget:
 
 @pytest.fixture
 def gadgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry[Any]]:
-    """A registry of kind `gadget`, with the built-in `lamp`; all is undone afterwards."""
+    """A registry of kind `gadget`, with the built-in `lamp`; everything is undone afterwards."""
     before = set(sys.modules)
     site = tmp_path / "site"
     write(site / "gadget_house" / "__init__.py", "")
@@ -179,7 +179,7 @@ def test_a_module_that_a_failed_plugin_imported_can_register_again(
     assert gadgets.names() == ["helper", "lamp"]
 
 
-def test_a_plugin_that_a_failed_one_loaded_is_forgotten_with_it(
+def test_a_plugin_loaded_by_a_failed_plugin_is_forgotten_with_it(
     gadgets: Registry[Any], tmp_path: Path
 ) -> None:
     write(tmp_path / "inner.py", REGISTER.format(name="inner"))

@@ -1,4 +1,4 @@
-"""Every preset and every scenario that ships can be run as it stands."""
+"""Every built-in preset and scenario runs unchanged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_value_of_a_preset_is_used(preset: Path) -> None:
     resolved = _resolve(preset)
     given = dict(flatten(read_yaml_layers(preset, source="preset")[-1].values))
     for path, value in given.items():
-        # What a part is of is no parameter of it.
+        # The type of a part is not one of its parameters.
         is_type = path.endswith("._type")
         of = path.removesuffix("._type")
         found = (
@@ -93,14 +93,14 @@ def test_every_value_of_a_preset_is_used(preset: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=_id)
-def test_what_a_preset_resolves_to_is_written_and_read_unchanged(preset: Path) -> None:
+def test_a_resolved_preset_is_written_and_read_unchanged(preset: Path) -> None:
     hyper_params = _resolve(preset).hyper_params
     plain = json.loads(json.dumps(hyper_params.to_dict()))
     assert type(hyper_params).from_dict(plain) == hyper_params
 
 
 @pytest.mark.parametrize("trainer", TRAINERS.names())
-def test_a_trainer_that_ships_has_a_default_which_is_one_of_its_presets(trainer: str) -> None:
+def test_a_built_in_trainer_has_a_default_which_is_one_of_its_presets(trainer: str) -> None:
     path = preset_path(trainer, None)
     assert path is not None
     (extended,) = yaml.safe_load(path.read_text(encoding="utf-8")).items()

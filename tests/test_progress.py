@@ -138,7 +138,7 @@ def test_the_count_is_known_before_the_loop_and_capped_in_a_test_run(
 
 @pytest.mark.parametrize(("reads", "num_run"), [(False, 1), (True, 2)])
 def test_a_test_run_cuts_a_loop_that_counts_by_step(reads: bool, num_run: int) -> None:
-    """One that has read its number, and goes on all the same, is ended one iteration later."""
+    """A loop that has read its number, but continues, is ended one iteration later."""
 
     class Counting(Loops):
         @attach_progress_bar(lambda self: 7)
@@ -229,7 +229,7 @@ def test_a_part_of_a_run_shows_its_progress_beside_the_whole(
     loops.train()
     loops.test()
     heads = [line.split(" loss")[0] for line in stderr.getvalue().splitlines()]
-    # The second loop does not say what it is.
+    # The second loop does not describe itself.
     assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
     assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
 
@@ -366,7 +366,7 @@ def test_bars_of_other_libraries_are_off_while_and_between_ours() -> None:
 
 
 class Notebook:
-    """A stand-in for a notebook: what it was sent, and the outputs that it shows."""
+    """A stand-in for a notebook: its messages, and the outputs that it shows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shown: list[tuple[dict[str, str], str, bool]] = []
@@ -438,7 +438,7 @@ def test_a_forked_process_does_not_write_to_the_display_of_its_parent(
         assert sys.stderr is not terminal
 
 
-def test_requests_and_units_without_one_are_counted_and_repetitions_never() -> None:
+def test_requests_and_units_without_requests_are_counted_and_repetitions_never() -> None:
     count_requests()
     with showing("Judging", 5, counts_requests=True) as bar, showing("Other", 3):
         count_requests()
@@ -495,7 +495,9 @@ def test_a_wait_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch, is_term
         assert during.count("waiting for") == 1
 
 
-def test_a_file_tells_how_far_a_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_holds_the_progress_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "run.progress"
     assert read_progress(file) is None
     clock = [0.0]

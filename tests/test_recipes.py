@@ -75,7 +75,7 @@ def test_one_command_trains_and_its_parameter_file_is_the_run(
     for when in ("before", "after"):
         assert results[when]["num_answers"] == 8
         assert 0 <= results[when]["rewards/right/mean"] <= 1
-    # The printed file is what the run was, but for what came from other options.
+    # The printed file is the run's, except for values of other options.
     resolved = resolve_experiment(hyper_params=yaml.safe_load(shown))
     ran = yaml.safe_load((folder / "runs/r/hyper_parameters.yaml").read_text())
     again = dict(flatten(resolved.hyper_params.to_dict()))
@@ -111,7 +111,7 @@ def test_five_lines_of_python_train_and_resume_finds_the_function(folder: Path) 
     finally:
         for name in ("first", "short"):
             REWARDS.forget(name)
-    # Nine prompts are too few to hold some out.
+    # Nine prompts are too few to hold any out.
     assert result.results["before"] == result.results["after"] == {}
     assert "held out" in result.results["warnings"][0]
     assert result.results["training"]["num_optimizer_steps"] > 0

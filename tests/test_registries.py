@@ -1,4 +1,4 @@
-"""Names, enums and files of what ships agree, in every registry."""
+"""Names, enums and files of built-ins agree, in every registry."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_every_member_resolves_to_a_documented_class_with_its_parameters(
     assert first.endswith("."), "its docstring begins with a sentence, which `list` shows"
     assert registry.origin(name) == "built-in"
     if kind == "training_service":
-        return  # Their parameters are one group, `train_service`.
+        return  # Their parameters are a single group, `train_service`.
     assert issubclass(component.Parameters, SubParameters)
     assert component.Parameters.__doc__
     if issubclass(component.Parameters, PolymorphicParameters):

@@ -1,4 +1,4 @@
-"""Names are found, refused and suggested; nothing is overwritten in silence."""
+"""Names are looked up, refused and suggested; nothing is overwritten silently."""
 
 from __future__ import annotations
 

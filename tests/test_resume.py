@@ -1,4 +1,4 @@
-"""Tests of what is looked at before a run goes on, and of runs that were killed at their edges."""
+"""Tests of the checks before a run resumes, and of runs killed at critical moments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(toy: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def stopped(start: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that was stopped after two of its four iterations."""
+    """A run stopped after two of its four iterations."""
     monkeypatch.setenv("TOY_SIGNAL", "1:SIGTERM")
     with pytest.raises(StopRequested):
         start("one")
@@ -52,7 +52,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
 def refusal_of(
     path: Path, error: type[Exception] = CheckpointError, *, is_trusted: bool = False
 ) -> str:
-    """What resuming says; nothing that was recorded may be changed by it."""
+    """Messages of resuming; it may change no record of the run."""
     before = everything_in(path)
     with pytest.raises(error) as caught:
         resume_experiment(path, progress=False, is_trusted=is_trusted)
@@ -61,7 +61,7 @@ def refusal_of(
 
 
 def sign(checkpoint: Path, **metadata: Any) -> None:
-    """Make the manifest agree with the files, and say other things of the run."""
+    """Make the manifest agree with the files, and change other fields of the run."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").unlink()
     said = manifest["metadata"] | metadata
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(stopped: Path) -> None:
     for part in ("'ast_dpo'", "'toy_trainer'", "toy_trainer"):
         assert part in said
     sign(checkpoint, trainer="toy_trainer")
-    # As versions wrote it that kept only torch's generator.
+    # As in versions that stored only torch's generator.
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     del manifest["metadata"]["parameters"]
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(stopped: Path) -> None:
     assert "environment.json" in refusal_of(stopped)
 
 
-def test_a_checkpoint_that_is_not_what_the_trainer_reads_is_told(stopped: Path) -> None:
+def test_a_checkpoint_that_the_trainer_cannot_read_is_reported(stopped: Path) -> None:
     trainer = TRAINERS.get("toy_trainer")
     save = trainer._save
     try:
@@ -131,7 +131,7 @@ def test_a_run_that_lost_its_checkpoints_neither_starts_over_nor_forgets(
     assert "start a new run" in said
 
 
-def test_a_garbled_pointer_to_the_latest_checkpoint_is_told(stopped: Path) -> None:
+def test_a_garbled_pointer_to_the_latest_checkpoint_is_reported(stopped: Path) -> None:
     for text in (b"../../elsewhere\n", b"\xff\xfe\x00", b""):
         (stopped / "checkpoints" / "latest").write_bytes(text)
         assert "step_00000002" in refusal_of(stopped)
@@ -141,7 +141,7 @@ def test_lost_timings_conversations_and_environment_do_not_stop_a_resumption(
     stopped: Path, start: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = start("whole")
-    # The toy records neither; its checkpoint says that it did.
+    # The toy records neither; its checkpoint claims that it did.
     (stopped / "environment.json").unlink()
     state = stopped / "checkpoints" / "step_00000002" / "state.json"
     plain = json.loads(state.read_text())
@@ -179,7 +179,7 @@ def test_a_run_killed_before_its_report_is_finished(start: Callable[..., Path]) 
     assert "has ended" in refusal_of(path, RunDirectoryError)
 
 
-def test_what_a_killed_process_left_is_removed_when_the_run_goes_on(stopped: Path) -> None:
+def test_remains_of_a_killed_process_are_removed_when_the_run_resumes(stopped: Path) -> None:
     (stopped / "checkpoints" / ".tmp-step_00000009" / "model").mkdir(parents=True)
     (stopped / ".settings.yaml.tmp").write_text("half")
     resume_experiment(stopped, progress=False)
@@ -212,7 +212,7 @@ def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         RunDirectory.create(tmp_path, "one", fail)
     assert list(tmp_path.iterdir()) == []
-    # What a killed process leaves.
+    # Files left by a killed process.
     (tmp_path / ".new-one" / "rollouts").mkdir(parents=True)
     made = RunDirectory.create(tmp_path, "one", lambda new: new.write_json("a.json", {}))
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
@@ -228,7 +228,7 @@ def test_an_unfinished_directory_is_left_to_the_process_that_writes_it(tmp_path:
     assert RunDirectory.create(tmp_path, "one", another).path.is_dir()
 
 
-def test_the_first_signal_says_at_once_what_happens(
+def test_the_first_signal_prints_an_explanation_at_once(
     start: Callable[..., Path],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Tests of running, stopping and resuming, with a trainer that counts."""
+"""Tests of running, stopping and resuming, with a counting trainer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_run_leaves_its_parameters_settings_environment_results_and_log(
     specs = [plugin["spec"] for plugin in directory.read_json("environment.json")["plugins"]]
     assert str(toy / "plugin.py") in specs
     assert directory.read_json("environment.json")["device"] == "cpu"
-    # A trainer that writes no results.json itself gets one.
+    # A trainer that writes no results.json still gets one.
     assert directory.read_json("results.json") == result.results == {"last": 4.5}
     assert counts(directory.path) == [0.5, 1.5, 2.5, 3.5]
     assert (directory.path / "log.txt").is_file()
@@ -119,7 +119,7 @@ def test_an_existing_run_id_is_refused_and_left_alone(run: Any, tmp_path: Path) 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_wrong_settings_are_told_all_at_once_before_a_directory_is_made(
+def test_wrong_settings_are_reported_all_at_once_before_a_directory_is_made(
     run: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ParameterError) as caught:
@@ -129,7 +129,7 @@ def test_wrong_settings_are_told_all_at_once_before_a_directory_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_preparing_an_experiment_writes_nothing_and_tells_its_length(
+def test_preparing_an_experiment_writes_nothing_and_reports_its_length(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -277,7 +277,7 @@ def test_wandb_mirrors_a_run_and_its_resumption(stop: Any, tmp_path: Path) -> No
     logs = [WandbLog(file) for file in (tmp_path / "one" / "wandb").glob("offline-run-*/*.wandb")]
     first, second = sorted(logs, key=lambda log: log.history[0]["iteration"])
     assert [row["train/count"] for row in first.history] == [0.5, 1.5]
-    # The report is a row too.
+    # The report is also a row.
     rows = [row for row in second.history if "train/count" in row]
     assert [row["train/count"] for row in rows] == [2.5, 3.5]
     for log, exit_code in ((first, 1), (second, 0)):
@@ -318,7 +318,7 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
         "mine: {offset: 2.0}\n"
         "training: {num_iterations: 3}\n"
     )
-    # The section of the scenario file is that of the trainer in the plug-in.
+    # The section of the scenario file belongs to the plug-in's trainer.
     scenario = work / "toy" / "scenario.yaml"
     scenario.write_text(scenario.read_text().replace("toy_trainer:\n  offset: 0.5\n", ""))
     with pytest.MonkeyPatch.context() as patch, plugins_forgotten_after():

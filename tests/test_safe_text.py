@@ -1,4 +1,4 @@
-"""Tests that what a model, a service or a file says reaches no reader with characters that act."""
+"""Texts of models, services and files reach no reader with active control characters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_character_that_acts_is_seen_instead() -> None:
     assert not has_unsafe(safe_text("".join(map(chr, range(0x3000)))))
 
 
-def test_what_people_write_stays_as_it_is() -> None:
+def test_ordinary_text_stays_unchanged() -> None:
     kept = "a\tb\nc é 漢字 עברית العربية 👩\u200d👧 नमस्ते \u200c"
     assert safe_text(kept) == kept
     assert safe_line("a\r\nb\tc") == "a\u23ceb c"
@@ -98,7 +98,7 @@ def test_an_error_that_quotes_a_reply_is_safe_wherever_it_is_shown() -> None:
 def test_errors_on_the_command_line_are_safe(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is after the test
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # its value after the test
 
     def fail(error: Exception) -> None:
         def report(*_: object, **__: object) -> None:
@@ -124,7 +124,7 @@ def test_errors_on_the_command_line_are_safe(
     assert not has_unsafe(shown)
 
 
-def test_names_of_files_are_safe_in_what_commands_say(cli: CommandLine) -> None:
+def test_names_of_files_are_safe_in_the_output_of_commands(cli: CommandLine) -> None:
     run = write_run(cli.folder / f"one{CLEAR}")
     said = cli.ok("report", str(run))
     assert "one\u241b[2J" in said.out
@@ -198,7 +198,7 @@ def test_rows_and_tables_of_a_run_are_safe_and_whole(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {HOSTILE: HOSTILE}
 
 
-def test_csv_shows_what_acts() -> None:
+def test_csv_shows_control_characters() -> None:
     [[head], [cell]] = csv.reader(io.StringIO(_csv_text([{"probe": HOSTILE}]), newline=""))
     assert (head, cell) == ("probe", safe_text(HOSTILE))
 

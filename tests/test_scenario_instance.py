@@ -1,4 +1,4 @@
-"""Each family has its own parts; what another family has is refused by name."""
+"""Each family has its own parts; a part of another family is refused by name."""
 
 from __future__ import annotations
 

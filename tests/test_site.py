@@ -48,7 +48,7 @@ def test_every_parameter_of_a_file_stands_on_one_page(parameter_pages: ModuleTyp
         assert text.count(f"| `{name}` |") >= 1, name
 
 
-def test_a_page_tells_type_bounds_default_meaning_and_condition(
+def test_a_page_shows_type_bounds_default_meaning_and_condition(
     parameter_pages: ModuleType,
 ) -> None:
     pages = {page.title: page.text for page in parameter_pages.parameter_pages()}

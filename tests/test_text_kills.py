@@ -1,4 +1,4 @@
-"""Runs of chat models behind a service are killed, and resume without asking anything twice."""
+"""Runs of chat models behind a service are killed, and resume without repeating requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def killed_at(number: int) -> Iterator[list[str]]:
 
         async def later(*args: Any, **kwargs: Any) -> Any:
             name = name_of(*args)
-            # How often a job is looked at depends on how long it takes.
+            # The number of polls of a job depends on how long it takes.
             if name.startswith("look") and name in looks:
                 return await call(*args, **kwargs)
             looks.add(name)
@@ -86,7 +86,7 @@ def killed_at(number: int) -> Iterator[list[str]]:
 
 
 def places_in(folder: Path, points: dict[str, int]) -> Callable[[int], list[int]]:
-    """Return so many operations with each part of a name: the first, the last, some between."""
+    """Return a sample of operations per part of a name: the first, the last, some between."""
 
     def places(_: int) -> list[int]:
         names = json.loads((folder / "whole.json").read_text())
@@ -118,7 +118,7 @@ def places_in(folder: Path, points: dict[str, int]) -> Callable[[int], list[int]
         ),
     ],
 )
-def test_a_killed_run_resumes_and_asks_nothing_twice(
+def test_a_killed_run_resumes_without_repeating_requests(
     trainer: str,
     points: dict[str, int],
     num_kills: int,
@@ -149,7 +149,7 @@ def test_a_killed_run_resumes_and_asks_nothing_twice(
         assert found.is_equal, f"{found}\n{service.log()}"
         completions.close()
     assert len(found.kills) == num_kills
-    # Two whole runs precede the first killed one.
+    # Two complete runs precede the first killed run.
     answered, started = (total // 3 for total in counts[0])
     expected = [(answered * number, started * number) for number in range(3, num_kills + 3)]
     assert counts == expected

@@ -1,4 +1,4 @@
-"""Wrong input, from the command line to the facts of the message.
+"""Wrong input, from the command line to the facts in the message.
 
 Plug-ins that fail are in `test_wrong_plugins.py`, names and options in `test_mistakes.py`.
 """
@@ -39,7 +39,7 @@ MODEL = "ast_chat.target.language_model.model"
         ("ast_chat.target.max_new_tokens=96", ["target's window of 96", " 0 ", "turn of 96"]),
     ],
 )
-def test_a_parameter_of_what_is_not_there_is_told(
+def test_a_parameter_of_a_missing_part_is_reported(
     cli: CommandLine, override: str, words: list[str]
 ) -> None:
     assert says(refused(cli.run(overrides=(override,))), *words)
@@ -57,9 +57,7 @@ def test_a_parameter_of_what_is_not_there_is_told(
     ],
     ids=["none", "of the train split too", "too long"],
 )
-def test_prompts_that_cannot_be_played_are_told(
-    cli: CommandLine, prompts: str, words: list[str]
-) -> None:
+def test_unplayable_prompts_are_reported(cli: CommandLine, prompts: str, words: list[str]) -> None:
     path = cli.write("mine.txt", prompts)
     assert says(refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))), *words)
 
@@ -115,7 +113,7 @@ def test_several_faults_are_reported_at_once_each_with_its_source(cli: CommandLi
     assert not (cli.folder / "runs").exists()
 
 
-def test_a_parameter_may_refer_to_one_of_the_scenario(cli: CommandLine) -> None:
+def test_a_parameter_may_refer_to_a_parameter_of_the_scenario(cli: CommandLine) -> None:
     experiment = ("--trainer", "ast_dpo", "--scenario", str(cli.scenario))
     said = cli.ok("show", *experiment, "--set", "ast_dpo.beta=${training.lr}")
     assert "0.003" in next(line for line in said.out.splitlines() if "ast_dpo.beta" in line)

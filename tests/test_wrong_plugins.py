@@ -1,4 +1,4 @@
-"""Plug-ins, scorers and trainers that fail: the run ends with a message, and nothing half done."""
+"""Failing plug-ins, scorers and trainers: the run ends with a message, and nothing half-done."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_scorer_that_fails_ends_the_run_with_an_error(
 
 def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
     refused(scorer_of(cli, "return [float('nan') for text in texts]"))
-    # Another process would read the file anew.
+    # Another process would read the file again.
     SCORERS.forget("mine")
     plugins._LOADED.clear()
     cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
@@ -88,12 +88,12 @@ def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
     assert (cli.folder / "runs" / "one" / "results.json").is_file()
 
 
-def test_a_scorer_of_ones_own_has_its_parameters_checked(cli: CommandLine) -> None:
+def test_a_custom_scorer_has_its_parameters_checked(cli: CommandLine) -> None:
     said = scorer_of(cli, "return [0.5 for text in texts]", "ast_chat.scorer.weight=2")
     assert says(refused(said), "ast_chat.scorer.weight: ", "(from --set)")
 
 
-def test_the_attacker_collapses_and_the_run_says_so(cli: CommandLine) -> None:
+def test_a_collapse_of_the_attacker_is_reported(cli: CommandLine) -> None:
     said = scorer_of(
         cli,
         "return [0.5 for text in texts]",
@@ -107,7 +107,7 @@ def test_the_attacker_collapses_and_the_run_says_so(cli: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("override", ["ast_chat.tree_width=1", "ast_dpo.min_reward_difference=99"])
-def test_a_run_that_has_nothing_to_learn_from_says_so(cli: CommandLine, override: str) -> None:
+def test_a_run_without_anything_to_learn_from_reports_this(cli: CommandLine, override: str) -> None:
     said = cli.run(overrides=(override,))
     assert said.code == 0, said.err
     assert says(" ".join(said.out.split()), "warning: nothing was learned", "tree_width")
@@ -201,7 +201,7 @@ def test_an_environment_that_ends_the_program_or_rewards_with_nan_ends_the_run_w
         )
         cli.write("refusal.txt", refused(said))
 
-    # Otherwise the end of the program would be that of the tests, with 0.
+    # Otherwise the program's exit would end the tests, with 0.
     in_a_fork(run)
     assert fact in (cli.folder / "refusal.txt").read_text()
     assert fact in (cli.folder / "runs" / "one" / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""Opening prompts: our own, a corpus of ConvoKit, a dataset of the hub; nothing harmful ships."""
+"""Opening prompts: ours, a ConvoKit corpus, a dataset of the hub; no harmful prompts ship."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def corpus(folder: Path, count: int = 400) -> Path:
         elif number % 10 == 1:
             opening["text"] = None
         reply = {"id": f"r{number}", "text": "a reply", "reply_to": f"p{number}"}
-        name = "root" if number % 2 else "conversation_id"  # older corpora say root
+        name = "root" if number % 2 else "conversation_id"  # older corpora use root
         rows += [{**row, name: f"p{number}"} for row in (opening, reply)]
     (folder / "utterances.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def test_openings_of_ones_own_stand_in_for_those_of_convokit_and_it_is_said(
+def test_our_openings_replace_those_of_convokit_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -82,7 +82,7 @@ def test_a_folder_with_a_file_for_each_split_is_read(tmp_path: Path, name: str) 
         openings("train", tmp_path)
 
 
-def test_a_corpus_that_is_damaged_or_empty_is_told(tmp_path: Path) -> None:
+def test_a_damaged_or_empty_corpus_is_reported(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus", 3)
     with (folder / "utterances.jsonl").open("a") as file:
         file.write("[1, 2]\n")
@@ -124,7 +124,7 @@ def test_a_dataset_of_the_hub_is_read_through_the_datasets_library(
 
 
 @pytest.mark.parametrize("name", ["ADV_BENCH_PROMPTS", "ADV_BENCH_BASE_TASK_PROMPTS"])
-def test_lists_of_harmful_requests_do_not_ship_and_the_error_says_how_to_name_ones_own(
+def test_lists_of_harmful_requests_do_not_ship_and_the_error_explains_custom_lists(
     name: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf"{name}.*not shipped.*NIP_ASTRA_ADV_BENCH"):
@@ -135,7 +135,7 @@ def test_lists_of_harmful_requests_do_not_ship_and_the_error_says_how_to_name_on
     exec("from nip_astra.astra.datasets import *", {})
 
 
-def test_a_file_of_ones_own_is_read_in_their_place(
+def test_a_custom_file_is_read_in_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "own.csv"

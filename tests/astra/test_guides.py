@@ -1,4 +1,4 @@
-"""What ASTRA-RL's guides of its trainer show runs, with the import root changed."""
+"""The code of ASTRA-RL's trainer guides runs with only the import root changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_configuration_of_the_guides_is_accepted_as_it_stands() -> None:
     assert (config.training_steps, config.num_episodes_per_experience) == (1000, 2)
 
 
-def test_the_base_trainer_trains_and_the_problem_saves_what_transformers_loads(
+def test_the_base_trainer_trains_and_transformers_loads_the_saved_problem(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_the_guide_lists_every_number_that_a_step_logs_and_the_defaults_as_they_
 
 
 class MyConfig(TrainingConfiguration):
-    """As in the guides: attributes of one's own after `super().__init__`."""
+    """As in the guides: custom attributes after `super().__init__`."""
 
     def __init__(self, ckpt_dir: str) -> None:
         super().__init__(
@@ -125,7 +125,7 @@ class MyConfig(TrainingConfiguration):
 
 
 class MyTrainer(Trainer):
-    """A loop of one's own: evaluation, saving, accumulation, a schedule, and early stopping."""
+    """A custom loop: evaluation, saving, accumulation, a schedule, and early stopping."""
 
     def __init__(
         self, config: MyConfig, environment: Any, algorithm: Any, dev_prompts: Any = None
@@ -172,7 +172,7 @@ class MyTrainer(Trainer):
                     return
 
 
-def test_a_loop_of_ones_own_with_schedule_saving_and_early_stopping_learns(tmp_path: Path) -> None:
+def test_a_custom_loop_with_schedule_saving_and_early_stopping_learns(tmp_path: Path) -> None:
     problem = WordProblem(ppl_weight=0.0)
     trainer = MyTrainer(
         MyConfig(str(tmp_path / "ckpt")),

@@ -1,4 +1,4 @@
-"""Every name that code written for ASTRA-RL imports is where it looks."""
+"""Every name that code written for ASTRA-RL imports is in the expected place."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_names_are_where_they_were(home: str) -> None:
     assert not missing
 
 
-def test_older_and_newer_names_are_one_thing() -> None:
+def test_older_and_newer_names_are_the_same_objects() -> None:
     for older, newer in (
         ("ASTProblem", "ASTSystem"),
         ("ASTEnvironment", "ASTSampler"),
@@ -78,7 +78,7 @@ def test_older_and_newer_names_are_one_thing() -> None:
     "name",
     ["", "algorithms", "datasets", "methods", "scorers", "training", "ext.transformers", "utils"],
 )
-def test_packages_list_what_they_give_and_refuse_the_rest(name: str) -> None:
+def test_packages_list_their_names_and_refuse_others(name: str) -> None:
     package = import_module(f"nip_astra.astra.{name}".rstrip("."))
     assert set(package.__all__) <= set(dir(package))
     for exported in package.__all__:

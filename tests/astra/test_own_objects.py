@@ -1,4 +1,4 @@
-"""Programs as a newcomer writes them: nothing of ours but the classes that guides name."""
+"""Programs as a newcomer writes them: only the classes that the guides name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Messages = list[dict[str, str]]
 
 
 class Counts(Scorer):
-    """An array, or a tensor, as models do."""
+    """An array or a tensor, as models return."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -85,7 +85,7 @@ class OverMessages(ValueFunctionSystem[Messages, str]):
 
 
 class MessageSampler(Sampler[Messages, str]):
-    """Trees of lists of messages, three probes wide and two deep."""
+    """Trees of lists of messages, of width three and depth two."""
 
     def rollout(self, seed: int | None = None) -> Graph[Messages, str]:
         opening = [{"role": "assistant", "content": "hi"}]
@@ -115,7 +115,7 @@ def test_states_may_be_lists_of_messages_and_scores_arrays(kind: Any, algorithm:
 
 
 class BlackBox(HFASTSystem):
-    """The target is a function, and the state grows with spaces between the texts."""
+    """The target is a function, and the state puts spaces between texts."""
 
     def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
         return ["" if "cat" in text else f"you said {text.split()[-1]}" for text in x]

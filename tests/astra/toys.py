@@ -1,4 +1,4 @@
-"""Problems small enough to see through: words in place of language models."""
+"""Problems small enough to verify by hand: words in place of language models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = {"max_new_tokens": 6}
 
 
 class Finds(Scorer[str, str]):
-    """1 for a text that holds a word."""
+    """1 for a text that contains a word."""
 
     def __init__(self, word: str = "silly") -> None:
         self.word = word
@@ -29,7 +29,7 @@ class Finds(Scorer[str, str]):
 
 
 class Speaker(torch.nn.Module):
-    """Draws words from one distribution, which it learns."""
+    """Draws words from a single distribution, which it learns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class Speaker(torch.nn.Module):
 
 
 class WordProblem(ASTProblem):
-    """An attacker that says two words, and a target that repeats them.
+    """An attacker that generates two words, and a target that repeats them.
 
-    Log-probabilities stand behind two positions of context and before padding, as those of a
+    Log-probabilities follow two positions of context and precede padding, as those of a
     language model do.
     """
 
@@ -80,7 +80,7 @@ class WordProblem(ASTProblem):
 
 
 class ValuedWordProblem(WordProblem, ValueFunctionSystem):
-    """The same with a value function, one number wherever a log-probability stands."""
+    """The same with a value function: a value wherever there is a log-probability."""
 
     has_last_dimension = False
 
@@ -109,10 +109,10 @@ def hf_problem(models: Any, scorer: Any = None, **options: Any) -> HFASTProblem:
 
 
 def says(problem: ASTProblem, word: str) -> float:
-    """How likely the attacker of a word problem is to say a word."""
+    """The attacker's probability of a word in a word problem."""
     return float(problem.attacker.logits.detach().softmax(0)[WORDS.index(word)])
 
 
 def texts_of(graph: Any) -> list[Any]:
-    """All that was said in a graph, in the shape of its tree."""
+    """All texts of a graph, in the shape of its tree."""
     return [[n.context, n.probe, n.response, n.reward, texts_of(n)] for n in graph.children]

@@ -1,1 +1,1 @@
-"""The benchmarks run, and what they compare is the same."""
+"""The benchmarks run, and compare equal computations."""

@@ -1,4 +1,4 @@
-"""The benchmarks' files, which are in no package."""
+"""The benchmarks' files, which belong to no package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = ROOT / "benchmarks"
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a file of the benchmarks; all are forgotten after the tests of a module."""
+    """Imports a benchmark file; all are forgotten after a module's tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module
@@ -28,5 +28,5 @@ def load() -> Iterator[Callable[[str], ModuleType]]:
 
 @pytest.fixture(scope="module")
 def benchmark(request: pytest.FixtureRequest, load: Callable[[str], ModuleType]) -> ModuleType:
-    """The benchmark after which the module of tests is named."""
+    """The benchmark after which the test module is named."""
     return load(request.module.__name__.rpartition("test_")[2])

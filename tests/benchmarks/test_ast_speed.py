@@ -1,4 +1,4 @@
-"""The plain way of benchmarks/ast_speed.py is no straw man: it computes what ours computes."""
+"""The baseline of benchmarks/ast_speed.py computes the same as our implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.documents import ROOT
 
 
 class Modules(NamedTuple):
-    """The files of the benchmark, which are in no package."""
+    """The benchmark's files, which belong to no package."""
 
     ours: ModuleType
     plain: ModuleType
@@ -30,8 +30,8 @@ def modules(load: Callable[[str], ModuleType]) -> Modules:
     return Modules(*map(load, ("our_ast", "plain_ast", "ast_speed")))
 
 
-class Ways(NamedTuple):
-    """Both ways, built for one setting."""
+class Implementations(NamedTuple):
+    """Baseline and our implementation, built for one setting."""
 
     setting: Any
     prompts: list[str]
@@ -42,45 +42,45 @@ class Ways(NamedTuple):
 LORA = "ast_chat.attacker.language_model.lora={rank: 4}"
 
 
-def build(modules: Modules, *overrides: str, **changes: Any) -> Ways:
+def build(modules: Modules, *overrides: str, **changes: Any) -> Implementations:
     setting = modules.ours.Setting("pocket_chat", context=12, turn_tokens=6, episodes=2, depth=2)
     setting = replace(setting, **changes)
     resolved = setting.resolve("fp32", *overrides)
     prompts = setting.openings(resolved)
     plain, ours = modules.plain.PlainAst(resolved), modules.ours.OurAst(resolved, prompts)
-    # Ours says no role markers; the plain way is told not to.
+    # Ours never generates role markers; suppress them in the baseline.
     tokenizer = plain.attacker.tokenizer
     markers = tuple(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id})
     for model in (plain.attacker, plain.target):
         model.suppressed_ids = markers
-    return Ways(setting, prompts, plain, ours)
+    return Implementations(setting, prompts, plain, ours)
 
 
 @pytest.fixture(scope="module")
-def sampled(modules: Modules) -> Ways:
+def sampled(modules: Modules) -> Implementations:
     return build(modules)
 
 
 @pytest.fixture(scope="module", params=[[LORA], []], ids=["lora", "full"])
-def trained(modules: Modules, request: pytest.FixtureRequest) -> Ways:
+def trained(modules: Modules, request: pytest.FixtureRequest) -> Implementations:
     return build(modules, *request.param, width=3)
 
 
 def by_level(trees: list[list[Any]]) -> list[Any]:
     """The nodes as ours orders them: by depth, then episode, then branch."""
-    found: list[Any] = []
+    nodes: list[Any] = []
     level = [node for tree in trees for node in tree]
     while level:
-        found += level
+        nodes += level
         level = [child for node in level for child in node.children]
-    return found
+    return nodes
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 3), (2, 2)])
 def test_greedy_conversations_are_the_same(modules: Modules, width: int, depth: int) -> None:
-    ways = build(modules, width=width, depth=depth, temperature=0.0)
-    tree = ways.ours.play(0).tree
-    nodes = by_level(ways.plain.play(tree.prompts, width=width, depth=depth))
+    both = build(modules, width=width, depth=depth, temperature=0.0)
+    tree = both.ours.play(0).tree
+    nodes = by_level(both.plain.play(tree.prompts, width=width, depth=depth))
     assert [node.probe_text for node in nodes] == tree.probes
     assert [node.response_text for node in nodes] == tree.responses
     assert len({node.response_text for node in nodes}) > 1
@@ -93,7 +93,7 @@ def test_greedy_conversations_are_the_same(modules: Modules, width: int, depth: 
     torch.testing.assert_close(rewards, tree.nodes["reward"], rtol=0, atol=1e-4)
 
 
-def test_sampled_tokens_have_the_same_log_probabilities(sampled: Ways) -> None:
+def test_sampled_tokens_have_the_same_log_probabilities(sampled: Implementations) -> None:
     tree = sampled.ours.play(0).tree
     contexts = [tree.context_of(number) for number in range(tree.num_nodes)]
     probes = tree.nodes["probe"].tolist()
@@ -105,18 +105,18 @@ def test_sampled_tokens_have_the_same_log_probabilities(sampled: Ways) -> None:
 
 
 def test_log_probabilities_of_rows_of_different_lengths_do_not_touch_each_other(
-    sampled: Ways,
+    sampled: Implementations,
 ) -> None:
     model = sampled.plain.target
     rows = [([3, 8, 9], [10, 11]), ([3, 8], [12]), ([3, 20, 21, 22], [23, 24, 25])]
     with torch.no_grad():
         together = model.logprobs(*zip(*rows, strict=True)).sum(dim=1)
-        alone = [model.logprobs([context], [said]).sum() for context, said in rows]
+        alone = [model.logprobs([context], [turn]).sum() for context, turn in rows]
     torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-5)
 
 
 def test_turns_after_contexts_of_different_lengths_do_not_touch_each_other(
-    modules: Modules, sampled: Ways
+    modules: Modules, sampled: Implementations
 ) -> None:
     target = sampled.plain.target
     greedy = target.agent.model_copy(update={"temperature": 0.0})
@@ -127,7 +127,7 @@ def test_turns_after_contexts_of_different_lengths_do_not_touch_each_other(
     assert {len(turn) for turn in alone} == {greedy.max_new_tokens}
 
 
-def test_loss_and_gradients_are_the_same(modules: Modules, trained: Ways) -> None:
+def test_loss_and_gradients_are_the_same(modules: Modules, trained: Implementations) -> None:
     samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
     before = [parameter.clone() for parameter in trained.ours.trainer.policy.parameters()]
     deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
@@ -140,20 +140,20 @@ def test_loss_and_gradients_are_the_same(modules: Modules, trained: Ways) -> Non
 def test_gradients_are_the_same_where_the_end_of_a_turn_is_the_padding(
     modules: Modules, tmp_path: Path
 ) -> None:
-    """As in SmolLM2, whose every context holds ends of turns."""
+    """As in SmolLM2, where every context contains end-of-turn tokens."""
     folder = tmp_path / "attacker"
     shutil.copytree(ROOT / "scenarios" / "pocket_chat" / "models" / "attacker", folder)
     config = json.loads((folder / "config.json").read_text())
     config["pad_token_id"] = config["eos_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
-    ways = build(modules, f"ast_chat.attacker.language_model.model={folder}")
-    samples = modules.ours.pairs_of_few_trees(ways.ours.play(0).samples, 3)
-    deviation = modules.ours.update_deviation(ways.ours, ways.plain, samples)
+    both = build(modules, f"ast_chat.attacker.language_model.model={folder}")
+    samples = modules.ours.pairs_of_few_trees(both.ours.play(0).samples, 3)
+    deviation = modules.ours.update_deviation(both.ours, both.plain, samples)
     assert deviation.gradient_of_worst_parameter < 1e-4
 
 
 def test_another_loss_would_be_noticed(
-    modules: Modules, trained: Ways, monkeypatch: pytest.MonkeyPatch
+    modules: Modules, trained: Implementations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained.plain, "beta", 0.2)
     samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
@@ -161,11 +161,13 @@ def test_another_loss_would_be_noticed(
     assert deviation.gradient > 0.1
 
 
-def test_both_pair_the_best_with_the_worst_sibling(modules: Modules, trained: Ways) -> None:
+def test_both_pair_the_best_with_the_worst_sibling(
+    modules: Modules, trained: Implementations
+) -> None:
     width, depth = trained.setting.width, trained.setting.depth
     trees = trained.plain.play(trained.prompts, width=width, depth=depth)
     pairs = trained.plain.pairs(trees)
-    # One a group: the roots, and the children of each.
+    # One per group: the roots, and the children of each.
     assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
     ranked = sorted(trees[0], key=lambda node: node.reward)
     assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
@@ -182,7 +184,7 @@ def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(modules: Modul
     assert torch.equal(plain.reference.module.get_output_embeddings().weight, reference)
 
 
-def test_what_is_forwarded_is_counted(modules: Modules, sampled: Ways) -> None:
+def test_forwarded_tokens_are_counted(modules: Modules, sampled: Implementations) -> None:
     plain, turn = sampled.plain, sampled.setting.turn_tokens
     models = (plain.attacker, plain.target, plain.reference)
     before = [model.num_forwarded for model in models]
@@ -190,7 +192,7 @@ def test_what_is_forwarded_is_counted(modules: Modules, sampled: Ways) -> None:
     attacker, target, reference = (
         model.num_forwarded - count for model, count in zip(models, before, strict=True)
     )
-    # The last token that is said is read by nobody.
+    # No model reads the last generated token.
     context = len(nodes[0].context)
     assert attacker == 2 * (context + turn - 1)
     # It answers, and then reads each probe again for its log-probabilities.
@@ -205,13 +207,13 @@ SHORT = ("--context", "12", "--turn-tokens", "6")
 
 
 def run(modules: Modules, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run the script and give its JSON."""
+    """Run the script, and return its JSON."""
     modules.speed.main([*SMALL, *SHORT, *arguments, "--out", str(folder / "figures.json")])
-    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return figures
 
 
-def test_the_script_tells_ratios_and_scales_what_was_not_played(
+def test_the_script_reports_ratios_and_scales_the_baseline_to_all_episodes(
     modules: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = run(modules, tmp_path, "--episodes", "2", "--plain-episodes", "1")
@@ -226,8 +228,8 @@ def test_the_script_tells_ratios_and_scales_what_was_not_played(
     assert "| iteration | fp32 |" in capsys.readouterr().out
 
 
-def test_work_of_which_a_part_was_done_is_scaled(modules: Modules) -> None:
-    assert modules.speed.Spent(1.5, 100, 10).scaled(2) == (3.0, 200, 20)
+def test_a_cost_is_scaled_by_a_factor(modules: Modules) -> None:
+    assert modules.speed.Cost(1.5, 100, 10).scaled(2) == (3.0, 200, 20)
 
 
 def test_trl_that_is_missing_is_named(

@@ -1,4 +1,4 @@
-"""The benchmark of the probability of failure runs, and says what it counted."""
+"""The benchmark of the probability of failure runs, and its figures are right."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def test_it_measures_a_run_beside_brute_force(
     sizes = ["--episodes", "30", "--repetitions", "2", "--brute-force", "60"]
     monkeypatch.setattr(sys, "argv", ["failure_probability.py", *arguments, *sizes])
     benchmark.main()
-    printed, found = capsys.readouterr().out, json.loads(out.read_text())
-    assert f"{round(60 * found['truth'])} of 60 episodes fail" in printed
+    printed, results = capsys.readouterr().out, json.loads(out.read_text())
+    assert f"{round(60 * results['truth'])} of 60 episodes fail" in printed
     for name in ("Monte Carlo", "importance sampling, one turn", "importance sampling, all turns"):
         assert name in printed
-        assert len(found["estimates"][name]) == 2
+        assert len(results["estimates"][name]) == 2
     # The plain estimates are of parts of the brute force.
-    means = [estimate["value"] for estimate in found["estimates"]["Monte Carlo"]]
-    assert np.mean(means) == pytest.approx(found["truth"])
+    means = [estimate["value"] for estimate in results["estimates"]["Monte Carlo"]]
+    assert np.mean(means) == pytest.approx(results["truth"])
 
 
 def test_error_width_and_coverage_are_those_worked_out_by_hand(benchmark: ModuleType) -> None:
-    told = [
+    estimates = [
         {"value": 0.1, "low": 0.0, "high": 0.15, "standard_error": 0.03},
         {"value": 0.3, "low": 0.25, "high": 0.4, "standard_error": 0.04},
         {"value": None, "low": None, "high": None},
     ]
-    found = benchmark.figures(told, 0.2)
-    assert found["mean"] == pytest.approx(0.2)
-    assert found["rmse"] == pytest.approx(0.1)
-    assert found["relative_rmse"] == pytest.approx(0.5)
-    assert (found["coverage"], found["refused"]) == (0.0, 1)
-    assert found["mean_width"] == pytest.approx(0.15)
-    assert found["standard_error"] == pytest.approx((0.0025 / 2) ** 0.5)
+    results = benchmark.figures(estimates, 0.2)
+    assert results["mean"] == pytest.approx(0.2)
+    assert results["rmse"] == pytest.approx(0.1)
+    assert results["relative_rmse"] == pytest.approx(0.5)
+    assert (results["coverage"], results["refused"]) == (0.0, 1)
+    assert results["mean_width"] == pytest.approx(0.15)
+    assert results["standard_error"] == pytest.approx((0.0025 / 2) ** 0.5)

@@ -1,4 +1,4 @@
-"""What the first run on a GPU measures also runs on a CPU, small, where nothing can differ."""
+"""The first GPU run also runs on a CPU with small sizes, where nothing can differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ("--small", "--device", "cpu")
 
 
 def run(benchmark: ModuleType, out: Path, part: str) -> tuple[int, list[dict[str, Any]]]:
-    """The exit code, and the records that were added."""
+    """The exit code, and the added records."""
     before = len(out.read_text().splitlines()) if out.exists() else 0
     code = benchmark.main([*SMALL, "--part", part, "--out", str(out)])
     return code, [json.loads(line) for line in out.read_text().splitlines()[before:]]
@@ -34,10 +34,10 @@ def test_each_row_is_measured_and_agrees_with_the_cpu(
             if part == "vllm":
                 fake_vllm.install(patch)
             code, added = run(benchmark, tmp_path / "rows.jsonl", part)
-        assert code == 0, [one for one in added if one["status"] == "failed"]
+        assert code == 0, [record for record in added if record["status"] == "failed"]
         records += added
-    rows = [one for one in benchmark.ROWS if one.in_small]
-    assert [(one["part"], one["row"]) for one in records] == [(one.part, one.name) for one in rows]
+    rows = [row for row in benchmark.ROWS if row.in_small]
+    assert [(r["part"], r["row"]) for r in records] == [(row.part, row.name) for row in rows]
     for record in records:
         assert record["status"] == "measured"
         assert record["is_small"]
@@ -46,7 +46,7 @@ def test_each_row_is_measured_and_agrees_with_the_cpu(
         assert record["seconds"] >= 0
         assert record["peak_bytes"] > 0
         assert record.get("agrees", True)
-    by_name = {one["row"]: one["figures"] for one in records}
+    by_name = {record["row"]: record["figures"] for record in records}
     assert by_name["objectives"]["num_compared"] > 100
     assert by_name["trainer: self_hosted_grpo"]["loss"][0] is not None
     assert by_name["engine: full"]["after"]["sampler_gap/mean"] < 1e-4
@@ -66,7 +66,7 @@ def test_a_failing_row_is_written_and_the_others_run(
     def fail(bench: Any) -> dict[str, Any]:
         raise RuntimeError("no kernel for this device")
 
-    ways = {
+    options = {
         "missing": {"run": fail, "needs": ("not_a_package",)},
         "on a GPU": {"run": fail, "needs_gpu": True},
         "broken": {"run": fail},
@@ -74,7 +74,7 @@ def test_a_failing_row_is_written_and_the_others_run(
         "nan": {"run": lambda _: {"difference": float("nan"), "tolerance": 0.1}},
         "fine": {"run": lambda _: {"tokens": 3}},
     }
-    rows = [benchmark.Row("memory", name, **how) for name, how in ways.items()]
+    rows = [benchmark.Row("memory", name, **values) for name, values in options.items()]
     monkeypatch.setattr(benchmark, "ROWS", rows)
     code, records = run(benchmark, tmp_path / "rows.jsonl", "memory")
     assert code == 1
@@ -92,9 +92,9 @@ def test_a_part_that_ends_early_is_written(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    # An executable that is no Python ends with another code than 0 or 1.
+    # An executable that is not Python ends with a code other than 0 or 1.
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/ls")
-    assert not benchmark.run_apart("memory", SMALL, out)
+    assert not benchmark.run_in_subprocess("memory", SMALL, out)
     (record,) = map(json.loads, out.read_text().splitlines())
     assert (record["part"], record["status"]) == ("memory", "failed")
 

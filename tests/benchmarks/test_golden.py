@@ -1,4 +1,4 @@
-"""The comparison of two checkouts sees each kind of difference."""
+"""The comparison of two checkouts detects each kind of difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_figures_that_are_not_numbers_are_equal_to_themselves(benchmark: ModuleT
     assert list(benchmark.differences({"rate": float("nan")}, {"rate": float("nan")})) == []
 
 
-def test_the_exit_code_tells_equal_different_and_failed_apart(
+def test_the_exit_code_distinguishes_equal_different_and_failed(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = {"error": "ValueError: no"}
@@ -41,14 +41,14 @@ def test_the_exit_code_tells_equal_different_and_failed_apart(
 def test_an_objective_is_compared_with_its_gradients(benchmark: ModuleType) -> None:
     from nip_astra.rl_objectives.policy_losses import nll_loss
 
-    found = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})
-    again = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})
-    other = benchmark.value_of(nll_loss, {"optional": False, "reduction": "sequence"})
-    assert found == again
-    assert found != other
-    assert len(found[-1]) == 6 * 7, "the last entry is the gradient of logprobs_BT"
+    first = benchmark.objective_value(nll_loss, {"optional": False, "reduction": "token"})
+    again = benchmark.objective_value(nll_loss, {"optional": False, "reduction": "token"})
+    other = benchmark.objective_value(nll_loss, {"optional": False, "reduction": "sequence"})
+    assert first == again
+    assert first != other
+    assert len(first[-1]) == 6 * 7, "the last entry is the gradient of logprobs_BT"
 
 
 def test_times_and_folders_are_left_out(benchmark: ModuleType) -> None:
     stored = {"loss": 1.0, "seconds": 3.0, "peak_memory_gib": 2, "model": "/somewhere/model"}
-    assert benchmark.untimed([stored]) == [{"loss": 1.0}]
+    assert benchmark.drop_times([stored]) == [{"loss": 1.0}]

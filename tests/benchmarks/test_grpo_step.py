@@ -1,4 +1,4 @@
-"""A GRPO step is measured beside TRL's, where both take the same one."""
+"""A GRPO step is compared with TRL's, and both take the same step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 
 
-def test_a_first_step_that_differs_is_told(benchmark: ModuleType) -> None:
+def test_a_first_step_that_differs_is_reported(benchmark: ModuleType) -> None:
     benchmark.check((0.5, 1.0), (0.5, 1.0004), 1e-3)
     with pytest.raises(SystemExit, match=r"gradient norm of the first step is 1\.0 here and 2\.0"):
         benchmark.check((0.5, 1.0), (0.5, 2.0), 1e-3)
 
 
 def test_unique_tokens_are_counted_from_the_beginning_of_rows(benchmark: ModuleType) -> None:
-    given = benchmark.Work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
-    assert (given.group_size, given.num_rows) == (2, 13)
-    assert given.num_unique == 7  # 1, 12, 124, 1245, 13, 134, 136
+    work = benchmark.Work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
+    assert (work.group_size, work.num_tokens) == (2, 13)
+    assert work.num_unique == 7  # 1, 12, 124, 1245, 13, 134, 136
 
 
 @pytest.mark.slow

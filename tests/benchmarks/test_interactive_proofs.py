@@ -1,4 +1,4 @@
-"""The benchmark of interactive proofs compares ways that compute the same, and times them."""
+"""The benchmark of interactive proofs compares baseline and ours, and times them if they agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def proofs(benchmark: ModuleType) -> Iterator[ModuleType]:
     set_composite_lp_aggregate(before).set()
 
 
-def test_both_ways_are_timed_and_compute_the_same(
+def test_baseline_and_ours_are_timed_and_compute_the_same(
     proofs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "figures.json"
@@ -34,16 +34,16 @@ def test_both_ways_are_timed_and_compute_the_same(
     assert report["agreement"]["gradients"] < 1e-3
     figures = report["figures"]
     assert set(figures) == {"plain, 1", "ours, 1"}
-    for of in figures.values():
-        whole = of["collect"] + of["GAE"] + of["update"]
-        assert 0 < whole <= 1.01 * of["iteration"]
-        assert of["trained frames per second"] == pytest.approx(64 / of["iteration"])
+    for medians in figures.values():
+        whole = medians["collect"] + medians["GAE"] + medians["update"]
+        assert 0 < whole <= 1.01 * medians["iteration"]
+        assert medians["trained frames per second"] == pytest.approx(64 / medians["iteration"])
     slow, fast = (figures[name]["update"] for name in ("plain, 1", "ours, 1"))
     assert report["ratios"]["1"]["update"] == pytest.approx(slow / fast)
     assert "| iteration, ms |" in capsys.readouterr().out
 
 
-def test_ways_that_do_not_compute_the_same_are_not_timed(proofs: ModuleType) -> None:
+def test_implementations_that_disagree_are_not_timed(proofs: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"differ by 2\.0e-03 .* Nothing was timed"):
         proofs.check({"losses": 0.0, "gradients": 2e-3})
     with pytest.raises(SystemExit, match="differ by nan"):
@@ -55,7 +55,7 @@ def test_the_comparison_sees_a_body_that_computes_something_else(
 ) -> None:
     plain_proofs = load("plain_proofs")
     trainer = load("our_proofs").graph_trainer(64, 32, 1, 1)
-    plain = plain_proofs.PlainWay(trainer)
+    plain = plain_proofs.TorchRlBaseline(trainer)
     with torch.no_grad():
         next(plain.critic.parameters()).mul_(1.5)
     with pytest.raises(SystemExit):

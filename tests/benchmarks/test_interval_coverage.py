@@ -1,4 +1,4 @@
-"""The simulation of coverage draws what it says, and measures it."""
+"""The coverage simulation draws from the stated distributions, and counts coverage."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_coverage_is_counted_from_the_intervals(benchmark: ModuleType) -> None:
     assert benchmark.bootstrap_bounds(0.0 * drawn, rng, 1.0).tolist() == [[0.0, 1.5]]
 
 
-def test_missing_verdicts_are_drawn_as_the_grid_says(benchmark: ModuleType) -> None:
+def test_missing_verdicts_have_the_rates_of_the_grid(benchmark: ModuleType) -> None:
     rng = np.random.default_rng(3)
     failed, is_missing = benchmark.conversations(rng, (20_000, 1), 0.183, 0.3, (0.4, 0.02))
     assert failed.any(axis=1).mean() == pytest.approx(0.183, abs=0.01)
     assert is_missing[failed].mean() == pytest.approx(0.4, abs=0.02)
     assert is_missing[~failed].mean() == pytest.approx(0.02, abs=0.002)
     found = benchmark.estimates(failed[:, :1], is_missing[:, :1], np.arange(20_000))
-    # Of single turns nothing is censored: what is missing is left out of both.
+    # Single turns are never censored: both drop missing verdicts.
     assert found["survival"] == found["uncensored"]
 
 

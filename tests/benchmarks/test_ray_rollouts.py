@@ -1,4 +1,4 @@
-"""Rollouts on actors, forked workers and in one process are compared, and measured in turn."""
+"""Rollouts on actors, in forked workers and in one process are compared and timed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 @pytest.mark.slow
-def test_all_ways_are_measured_and_written(benchmark: ModuleType, tmp_path: Path) -> None:
+def test_all_variants_are_measured_and_written(benchmark: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
     try:
-        given = ["--episodes", "16", "--rounds", "1", "--out", str(out)]
-        benchmark.main(given)
+        arguments = ["--episodes", "16", "--rounds", "1", "--out", str(out)]
+        benchmark.main(arguments)
     finally:
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())

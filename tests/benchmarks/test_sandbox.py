@@ -1,4 +1,4 @@
-"""Solutions are checked as right or wrong alike by both ways of running foreign code."""
+"""The sandbox and the interpreter agree on the correctness of solutions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ pytest.importorskip("pydantic_monty")
 
 @pytest.mark.needs_sandbox
 def test_the_interpreter_agrees_with_python(benchmark: ModuleType) -> None:
-    found = benchmark.measure(benchmark.read_tasks(12), 2)
-    assert found["num_agreed"] == 12
-    assert found["by_bubblewrap_a_minute"] > 0
+    figures = benchmark.measure(benchmark.read_tasks(12), 2)
+    assert figures["num_agreed"] == 12
+    assert figures["by_bubblewrap_a_minute"] > 0

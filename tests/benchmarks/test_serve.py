@@ -1,4 +1,4 @@
-"""The load test of the text service runs, and counts what it says."""
+"""The load test of the text service runs, and its counts are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model behind a plan agrees with runs that are played step by step."""
+"""The model behind a plan agrees with simulated runs."""
 
 from __future__ import annotations
 

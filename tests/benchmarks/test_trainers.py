@@ -1,4 +1,4 @@
-"""The benchmark of the trainers trains its arms, and tells what their runs hold."""
+"""The trainer benchmark trains its arms, and reports the figures of their runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_arm_is_trained_and_its_figures_are_those_of_the_run(
     assert f"`{run['arm']}`" in printed
 
 
-def test_what_reward_terms_change_is_told_seed_by_seed(benchmark: ModuleType) -> None:
+def test_reward_terms_are_compared_within_seeds(benchmark: ModuleType) -> None:
     def run(arm: str, seed: int, plants: int) -> dict[str, object]:
         same = {"after": 0.9, "distinct": 0.5, "nll": 0.8, "held_out_plants": 3}
         return {"arm": arm, "seed": seed, "plants": plants} | same

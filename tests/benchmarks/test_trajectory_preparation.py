@@ -1,4 +1,4 @@
-"""The preparation of trajectories agrees with a loop over tokens, and is measured beside it."""
+"""The preparation of trajectories agrees with a loop over tokens, and both are timed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ import pytest
 import torch
 
 
-def test_both_ways_are_compared_and_written(
+def test_both_preparations_are_compared_and_written(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
     try:
-        given = ["--trajectories", "32", "--mean-length", "300", "--rounds", "2", "--out", str(out)]
-        benchmark.main(given)
+        arguments = [
+            "--trajectories",
+            "32",
+            "--mean-length",
+            "300",
+            "--rounds",
+            "2",
+            "--out",
+            str(out),
+        ]
+        benchmark.main(arguments)
     finally:
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())
@@ -26,7 +35,7 @@ def test_both_ways_are_compared_and_written(
     assert figures["loop_over_ours"] > 0
 
 
-def test_a_difference_between_both_ways_is_seen(benchmark: ModuleType) -> None:
+def test_a_difference_between_both_is_detected(benchmark: ModuleType) -> None:
     rows = benchmark.make_rows(8, 300)
     by_loop = benchmark.prepare_by_loop(rows)
     by_loop["advantages"][0, -1] += 1

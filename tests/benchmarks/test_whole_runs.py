@@ -1,4 +1,4 @@
-"""Runs are measured by layer in a process of their own."""
+"""Runs are timed by layer in their own process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.kit.documents import ROOT
 def test_each_layer_of_a_run_has_its_share(
     benchmark: ModuleType, trainer: str, layers: set[str]
 ) -> None:
-    found = benchmark.run_of(ROOT, ["--trainer", trainer, "--test-run"])
-    spent = found["spent"]
+    run = benchmark.measure_run(ROOT, ["--trainer", trainer, "--test-run"])
+    spent = run["spent"]
     assert set(spent) == layers | {"start", "rest", "report", "whole"}
     assert all(seconds > 0 for seconds in spent.values())
     assert sum(spent.values()) == pytest.approx(2 * spent["whole"])
-    assert found["metrics"]
+    assert run["metrics"]

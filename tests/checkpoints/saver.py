@@ -1,6 +1,6 @@
-"""Saves a checkpoint and kills its own process at a chosen call to the file system.
+"""Save a checkpoint and kill the own process at a chosen call to the file system.
 
-Run as `python saver.py DIRECTORY STEP KILL_AT`. Where fewer than KILL_AT calls are made the
+Run as `python saver.py DIRECTORY STEP KILL_AT`. If fewer than KILL_AT calls are made, the
 process ends with status 0, so that a test can go through all of them.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors that are saved in parts are read by any number of processes, and what is broken told."""
+"""Tensors saved in parts are read by any number of processes, and damage is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def whole_tensors() -> dict[str, Tensor]:
     return {
-        # Of three rows one process has two, of one row one has none.
+        # Of three rows, one process has two; of a single row, one process has none.
         "odd": torch.arange(12.0).reshape(3, 4),
         "one": torch.full((1, 2), 7.0),
         "narrow": torch.arange(5, dtype=torch.bfloat16),
@@ -42,7 +42,7 @@ def save_and_load(folder: Path, store: str, is_saved: bool) -> list[bool]:
         return [torch.equal(read[name].to_local(), parts[name].to_local()) for name in parts]
 
 
-def test_what_two_processes_save_one_reads_and_the_other_way(tmp_path: Path) -> None:
+def test_one_process_reads_checkpoints_of_two_and_two_of_one(tmp_path: Path) -> None:
     two, one = tmp_path / "two", tmp_path / "one"
     save_shards(one, whole_tensors())
     for folder, is_saved in ((two, True), (one, False)):
@@ -58,7 +58,7 @@ def test_what_two_processes_save_one_reads_and_the_other_way(tmp_path: Path) -> 
             assert torch.equal(found[name], tensor)
 
 
-def test_what_is_missing_broken_or_of_another_shape_is_told(tmp_path: Path) -> None:
+def test_missing_broken_and_misshapen_tensors_are_reported(tmp_path: Path) -> None:
     save_shards(tmp_path, whole_tensors())
     assert sizes_in(tmp_path)["odd"] == (3, 4)
     with pytest.raises(CheckpointError) as caught:

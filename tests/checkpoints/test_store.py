@@ -1,4 +1,4 @@
-"""Tests of the folder of checkpoints: whole or not at all, and checked before believed."""
+"""Tests of the checkpoint folder: complete or absent, and checked before use."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_best_checkpoint_is_opened_only_whole(store: CheckpointStore) -> None:
         store.open_best()
 
 
-def test_every_checkpoint_holds_what_the_store_adds(tmp_path: Path) -> None:
+def test_every_checkpoint_holds_the_additions_of_the_store(tmp_path: Path) -> None:
     store = CheckpointStore(
         tmp_path / "checkpoints",
         about={"trainer": "mine"},
@@ -111,7 +111,7 @@ def test_a_step_saved_again_gets_its_own_folder_and_is_the_latest(store: Checkpo
     assert names(store) == ["step_00000003_r2", "step_00000004"]
 
 
-def test_what_a_killed_process_left_is_removed_at_the_next_save(store: CheckpointStore) -> None:
+def test_remains_of_a_killed_process_are_removed_at_the_next_save(store: CheckpointStore) -> None:
     (store.directory / ".tmp-step_00000001" / "model").mkdir(parents=True)
     (store.directory / ".tmp-latest").write_text("half")
     save(store, 2)
@@ -133,14 +133,14 @@ def test_a_save_killed_at_any_moment_leaves_the_older_checkpoints_good(tmp_path:
         store = CheckpointStore(copy, num_kept=2)
         _, manifest = store.open_latest()
         assert manifest["step"] in (2, 3)
-        # Once `latest` has moved it stays moved.
+        # Once `latest` has moved, it stays moved.
         assert manifest["step"] == 3 or not is_moved
         is_moved = manifest["step"] == 3
         best = store.best()
         assert best is not None
         store.verify(best)
         assert store.verify(copy / "step_00000002")["step"] == 2
-        # The next save works whatever was left, and leaves nothing of it behind.
+        # The next save works after any interruption, and removes its remains.
         save(store, 4)
         assert store.open_latest()[1]["step"] == 4
         assert not list(copy.glob(".tmp-*"))
@@ -162,7 +162,9 @@ def corrupt(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_a_corrupt_latest_is_refused_and_the_newest_good_one_named(store: CheckpointStore) -> None:
+def test_a_corrupt_latest_is_refused_and_the_newest_intact_checkpoint_named(
+    store: CheckpointStore,
+) -> None:
     save(store, 1)
     save(store, 2)
     corrupt(store.directory / "step_00000002" / "model" / "weights.bin")
@@ -210,7 +212,7 @@ def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
     assert reason in str(caught.value)
 
 
-def test_a_full_disk_is_told_and_the_older_checkpoint_stays_good(
+def test_a_full_disk_is_reported_and_the_older_checkpoint_stays_intact(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 1)
@@ -231,7 +233,7 @@ def test_a_full_disk_is_told_and_the_older_checkpoint_stays_good(
 @pytest.mark.parametrize(
     ("raised", "expected", "fact"),
     [
-        # Not an error of the disk.
+        # Not a disk error.
         (ServiceUnreachableError("it does not answer"), ServiceUnreachableError, "answer$"),
         (
             SafetensorError("Error while serializing: No space left on device (os error 28)"),
@@ -254,7 +256,7 @@ def test_a_save_that_fails_leaves_no_trace_and_the_older_checkpoint(
     assert store.open_latest()[1]["step"] == 1
 
 
-def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="step 1"):
         save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)

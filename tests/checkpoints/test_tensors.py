@@ -161,7 +161,7 @@ def test_a_tolerance_lets_rounding_pass(tmp_path: Path) -> None:
     assert not compare_dumps(one, other, tolerance=1e-6).differences
 
 
-def test_what_one_has_alone_is_told(tmp_path: Path) -> None:
+def test_entries_of_only_one_dump_are_reported(tmp_path: Path) -> None:
     one, other = dumped(tmp_path / "a"), dumped(tmp_path / "b", ids=(1, 2))
     (other / DUMPS / "iteration_000003" / "001-loss.json").unlink()
     text = "\n".join(d.description for d in compare_dumps(one, other).differences)

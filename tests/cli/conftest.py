@@ -1,4 +1,4 @@
-"""A finished run that commands are tried on."""
+"""A finished run for tests of commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Pa
 
 @pytest.fixture
 def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
-    """A copy of the run in the empty folder that commands are typed in."""
+    """A copy of the run in the empty folder in which commands are run."""
     shutil.copytree(trained, cli.folder / "runs" / "one")
     return cli.folder / "runs" / "one"
 
@@ -39,13 +39,13 @@ def evaluated_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def evaluated(cli: CommandLine, evaluated_once: Path) -> Path:
-    """A copy of the run that was evaluated once, in the folder that commands are typed in."""
+    """A copy of the run with one evaluation, in the folder in which commands are run."""
     return Path(shutil.copytree(evaluated_once, cli.folder / "runs" / "one"))
 
 
 @pytest.fixture
 def closed_bars(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
-    """Units done and in all of each progress bar that was closed, by its description."""
+    """Completed and total units of each closed progress bar, by its description."""
     closed: dict[str, tuple[int, int]] = {}
     close = ProgressBar.close
 

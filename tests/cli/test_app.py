@@ -135,7 +135,7 @@ def test_list_shows_names_that_cannot_be_used_and_goes_on(
     assert "Probability of one label of a sequence classifier." in said.out
 
 
-def test_list_reads_from_the_source_what_the_registries_hold() -> None:
+def test_list_reads_registries_from_the_source() -> None:
     entries = {(one.kind, one.name): one for one in registered()}
     for module in ("language_models.services.training", "trainers.registry", "scorers.base"):
         importlib.import_module(f"nip_astra.{module}")

@@ -1,4 +1,4 @@
-"""Attackers that are folders of models and adapters are evaluated like runs."""
+"""Attackers given as folders of models and adapters are evaluated like runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def evaluate(cli: CommandLine, folder: Path, *arguments: str) -> str:
     return (folder / "evaluations" / "test" / "rows.jsonl").read_text()
 
 
-def test_a_copied_model_says_what_its_run_said(cli: CommandLine, run: Path) -> None:
+def test_a_copied_model_generates_the_same_as_in_its_run(cli: CommandLine, run: Path) -> None:
     shutil.copytree(run / "model", cli.folder / "copied")
     cli.ok("evaluate", str(run), *SMALL)
     of_run = (run / "evaluations" / "test" / "rows.jsonl").read_text()
@@ -72,7 +72,7 @@ def probes(rows: str) -> list[str]:
     return [json.loads(row)["probe"] for row in rows.splitlines()]
 
 
-def test_what_is_missing_or_does_not_fit_is_told(
+def test_missing_and_incompatible_parts_are_reported(
     cli: CommandLine, run: Path, tiny_model_dir: Path
 ) -> None:
     folder = shutil.copytree(tiny_model_dir, cli.folder / "plain")

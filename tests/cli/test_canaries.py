@@ -1,4 +1,4 @@
-"""No stored run or sweep of others reads, sends or overwrites anything without approval."""
+"""No run or sweep from others reads, sends or overwrites anything without approval."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.kit.command_line import CommandLine, refused
 
 ROOT = Path(nip_astra.__file__).parent
 CANARY = "NIP_ASTRA_CANARY"
-# Parameters that name files, models, addresses, variables, or options of code that is not ours.
-# A parameter that is missing here and is marked as harmless in the code needs a second look.
+# Parameters that name files, models, addresses, variables, or options of foreign code. A parameter
+# that is missing here and is marked as harmless in the code needs a second look.
 OUTSIDE = """
 AdvantageParameters.advantage_options AgentParameters.checkpoint_version
 AgentParameters.load_from_run AstSftTrainer.Parameters.probes BaseRunParameters.run
@@ -112,7 +112,7 @@ OUTSIDE_SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def unfinished(run: Path) -> Path:
-    """A run of this user that has not ended."""
+    """An unfinished run of this user."""
     (run / "results.json").unlink()
     return run
 
@@ -138,7 +138,7 @@ def test_settings_that_stay_inside_a_run_are_few_and_hold_no_path_or_address() -
 
 
 def seen_in_a_fork(work: Callable[[], object], marks: Sequence[str]) -> str:
-    """What a forked process opened or connected to that has a mark, and how the work ended.
+    """The marked files and addresses that a forked process used, and how the work ended.
 
     An audit hook cannot be removed, so the tests' own process gets none.
     """
@@ -171,7 +171,7 @@ def seen_in_a_fork(work: Callable[[], object], marks: Sequence[str]) -> str:
 
 @pytest.fixture
 def listener() -> Iterator[str]:
-    """The address of a service; whoever connects to it is seen."""
+    """The address of a service that records connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 

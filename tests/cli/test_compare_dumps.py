@@ -1,4 +1,4 @@
-"""`nip-astra compare-dumps` finds where two runs part."""
+"""`nip-astra compare-dumps` locates the divergence of two runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FEW = {"num_train": 30, "num_test": 10}
 
 
 def option_in(said: str) -> str:
-    """The last option that a command says its result is used by."""
+    """The last option in a command's hint about using its result."""
     return said.rpartition("--set ")[2].split()[0]
 
 
@@ -39,7 +39,7 @@ def test_pairs_that_were_made_are_those_that_a_run_would_make(cli: CommandLine) 
     assert Path(resolved.hyper_params.get("graph_isomorphism.dataset.file")).is_file()
 
 
-def test_what_is_there_is_not_written_over(cli: CommandLine) -> None:
+def test_existing_files_are_not_overwritten(cli: CommandLine) -> None:
     Path("kept").write_text("kept")
     assert "exists" in refused(cli("dataset", "create", "kept"))
     assert Path("kept").read_text() == "kept"
@@ -54,12 +54,12 @@ def test_what_is_there_is_not_written_over(cli: CommandLine) -> None:
         ("sizes=[", "--set"),
     ],
 )
-def test_wrong_parameters_of_pairs_are_told(given: str, told: str, cli: CommandLine) -> None:
+def test_wrong_parameters_of_pairs_are_reported(given: str, told: str, cli: CommandLine) -> None:
     assert told in refused(cli("dataset", "create", "pairs.safetensors", "--set", given))
     assert not Path("pairs.safetensors").exists()
 
 
-def test_published_pairs_are_converted_and_what_both_sets_have_is_told(
+def test_published_pairs_are_converted_and_overlaps_are_reported(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     train = generate_pairs(GraphPairParameters(num_train=30, sizes=[7, 8]), "train")
@@ -77,7 +77,7 @@ def test_published_pairs_are_converted_and_what_both_sets_have_is_told(
     assert "30 of 30 pairs" in cli("dataset", "convert", "same.safetensors", *same).out
 
 
-def test_what_cannot_be_converted_is_told_and_nothing_is_written(
+def test_unconvertible_pairs_are_reported_and_nothing_is_written(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     (tmp_path / "data.pt").write_text("text")
@@ -89,7 +89,7 @@ def test_what_cannot_be_converted_is_told_and_nothing_is_written(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have the hub give a few grey pictures; gives what it was asked for."""
+    """Have the hub return a few grey pictures; returns the requests."""
     asked: list[str] = []
 
     def load(hub_id: str, *rest: Any, **more: Any) -> Any:
@@ -125,11 +125,11 @@ def test_images_are_fetched_to_the_cache_without_a_folder(hub: list[str], cli: C
 
 
 @pytest.mark.parametrize("name", ["local", "digits", "kmnits"])
-def test_what_the_hub_has_not_is_told(name: str, cli: CommandLine) -> None:
+def test_ids_that_the_hub_lacks_are_reported(name: str, cli: CommandLine) -> None:
     assert "kmnist" in refused(cli("dataset", "download", name))
 
 
-def test_a_hub_that_does_not_answer_is_told(
+def test_a_hub_that_does_not_answer_is_reported(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `nip-astra doctor` finds."""
+"""Findings of `nip-astra doctor`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_scorers", lambda: iter(()))
 
 
-def test_a_sound_installation_is_told_so(cli: CommandLine) -> None:
+def test_a_sound_installation_is_reported(cli: CommandLine) -> None:
     said = cli.ok("doctor")
     assert "All required parts work." in said.out
     for line in ("torch ", "cpu ", "profanity ", "judge ", "pocket_chat ", "W&B mode ", "offline "):
@@ -62,7 +62,7 @@ def test_the_findings_are_also_json(cli: CommandLine) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_needed_package_that_is_missing_ends_with_one(
+def test_a_missing_required_package_ends_with_exit_code_1(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real: Callable[[str], str | None] = doctor.version_of
@@ -92,7 +92,7 @@ def test_an_installed_package_is_read_from_its_metadata(monkeypatch: pytest.Monk
     assert [one.name for one in doctor._extras()] == ["lora"]
 
 
-def test_what_stands_in_for_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_replacement_of_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from nip_astra.utils import interpreter, sandbox
 
     def told() -> dict[str, str]:
@@ -131,9 +131,9 @@ def test_a_full_disk_is_told(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_runs_folder_that_cannot_be_written_is_told(cli: CommandLine) -> None:
+def test_a_runs_folder_that_cannot_be_written_is_reported(cli: CommandLine) -> None:
     cli.write("file", "")
-    # By its name: a path as long as those of parallel tests is folded in two columns at once.
+    # By its name: a path as long as in parallel tests is folded in two columns at once.
     said = cli("doctor", "--runs-dir", "file")
     assert said.code == 1
     told = "".join(said.out.split())
@@ -142,10 +142,10 @@ def test_a_runs_folder_that_cannot_be_written_is_told(cli: CommandLine) -> None:
     assert "file/runscannotbemade:Notadirectory;giveanotherfolderas--runs-dir" in told
 
 
-def test_nobody_can_open_a_connection_within(
+def test_no_connection_can_be_opened_within(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by name nor by address; and afterwards everybody can again."""
+    """Neither by name nor by address; afterwards connections work again."""
     before = socket.socket.connect, socket.getaddrinfo
     with closed_network():
         for attempt in (
@@ -164,7 +164,7 @@ def test_nobody_can_open_a_connection_within(
 
 
 @pytest.mark.usefixtures("quick")
-def test_hosts_are_asked_only_when_told_to(
+def test_hosts_are_contacted_only_on_request(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""`evaluate`, `score` and `compare`, as a user types them, on a run of tiny models."""
+"""`evaluate`, `score` and `compare`, as a user runs them, on a run of tiny models."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_conversations_are_divided_among_the_cores(
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     cli.ok("evaluate", "runs/one", *more)
     assert set(allowed) == {count if can_fork() else 1}
-    # Too large a model for processes.
+    # Too large a model for several processes.
     monkeypatch.setattr(processor, "SMALL_MODEL_PARAMETERS", 1)
     allowed.clear()
     cli.ok("evaluate", "runs/one", *more, "--overwrite")
@@ -89,7 +89,7 @@ def test_conversations_are_divided_among_the_cores(
 def test_an_evaluation_by_actors_finds_the_same(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attacker's conversations, the mixture's for the probability, and what a scorer rates."""
+    """# The attacker's conversations, the mixture's for the probability, and scored texts."""
     monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     opened = actors_here.install(monkeypatch)
     found = {}
@@ -104,7 +104,7 @@ def test_an_evaluation_by_actors_finds_the_same(
     assert [one.turn > 4 for one in opened] == [True, True]
 
 
-def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, evaluated: Path) -> None:
+def test_the_figures_have_the_documented_contents(cli: CommandLine, evaluated: Path) -> None:
     found = figures_of(evaluated)
     promised = (
         *("version", "name", "attacker", "target", "scorer", "seed", "num_episodes", "tree_depth"),
@@ -123,7 +123,7 @@ def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, evaluated:
 
 
 def test_the_targets_likelihood_is_the_models_own(cli: CommandLine, run: Path) -> None:
-    """And the reward is that of the scenario, whose likelihood is the reference's."""
+    """# And the reward is the scenario's, whose likelihood is the reference's."""
     cli.ok("evaluate", "runs/one", "--probability-episodes", "0")
     rows = read_rows(run / "evaluations" / "test" / "rows.jsonl")
     for row in rows:
@@ -222,7 +222,7 @@ def test_the_latest_checkpoint_is_found_by_its_pointer_or_by_a_link(
 
 
 @pytest.mark.parametrize("path", ["runs/one/checkpoints", "runs/none/latest"])
-def test_another_folder_is_told_what_can_be_evaluated(
+def test_the_error_for_another_folder_names_valid_choices(
     cli: CommandLine, run: Path, path: str
 ) -> None:
     message = refused(cli("evaluate", path))
@@ -250,7 +250,7 @@ def test_attackers_against_targets_make_a_matrix(
     rows = [
         read_rows(run / "evaluations" / f"test-{t}" / "rows.jsonl") for t in ("one", "attacker")
     ]
-    # The first probe is said before the target has answered.
+    # The first probe precedes the target's first answer.
     assert [r["probe"] for r in rows[0] if r["depth"] == 0] == [
         r["probe"] for r in rows[1] if r["depth"] == 0
     ]
@@ -281,13 +281,13 @@ def test_options_that_stored_evaluations_do_not_read_are_refused(run: Path) -> N
 
 
 def _another_scorer(cli: CommandLine) -> tuple[str, ...]:
-    """Write a scorer of one's own, called `skip`, and give the options for it."""
+    """Write a custom scorer called `skip`, and return its options."""
     cli.write("picky.py", SCORER)
     cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
     return "--scorer", "skip.yaml", "--plugin", "picky.py"
 
 
-def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
+def test_each_matrix_has_its_own_file_and_equal_matrices_share_it(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     targets = ("--target", "runs/one", "--target", str(tiny_scenario / "attacker"))
@@ -362,7 +362,7 @@ def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, r
     assert again["importance_sampling"]["reason"] == found["importance_sampling"]["reason"]
 
 
-def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path) -> None:
+def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) -> None:
     options = ("--scorer", "own", *_another_scorer(cli))
     said = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
     found = figures_of(run, "test-classifier-skip")
@@ -458,12 +458,12 @@ def test_an_adapter_is_evaluated_as_it_was_merged(
     assert mean != pytest.approx(results["before"]["mean_score"], abs=1e-4)
 
 
-def test_what_is_printed_as_json_is_the_file(cli: CommandLine, evaluated: Path) -> None:
+def test_the_printed_json_equals_the_file(cli: CommandLine, evaluated: Path) -> None:
     said = cli("evaluate", "runs/one", "--json")
     assert json.loads(said.out) == figures_of(evaluated)
 
 
-def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> None:
+def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
     assert "'runs/two'" in refused(cli("evaluate", "runs/two"))
     assert "--split" in refused(cli("evaluate", "runs/one", "--split", "exam"))
     assert "unknown scorer 'clasifier'. Did you mean 'classifier'?" in refused(

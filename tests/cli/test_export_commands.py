@@ -65,7 +65,7 @@ def test_json_lines_hold_the_run_each_turn_and_an_end(cli: CommandLine, evaluate
     assert nodes[0]["models"]["target"].startswith("sha256:")
 
 
-def test_the_hit_log_holds_the_failing_turns_alone_with_what_was_said_before(
+def test_the_hit_log_holds_only_failing_turns_with_their_context(
     cli: CommandLine, evaluated: Path
 ) -> None:
     cli.ok("export", "runs/one", "--format", "hitlog")
@@ -96,7 +96,7 @@ def test_a_run_that_was_not_evaluated_is_exported_from_its_own_table(
         ("inspect", "inspect_ai", "inspect_ai"),
     ],
 )
-def test_without_its_package_an_export_says_what_to_install(
+def test_without_its_package_an_export_names_the_package_to_install(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch,
     form: str, module: str, package: str,
 ) -> None:  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_task_run_gives_its_curves_and_no_conversations(cli: CommandLine) -> N
         said = cli("export", "runs/one", "--format", form)
         assert "csv or tensorboard" in refused(said), form
     assert "task" in refused(cli("score", "runs/one", "--scorer", "profanity"))
-    # A run that was killed has neither results nor rollouts of its end.
+    # A killed run has neither results nor final rollouts.
     (cli.folder / "runs" / "one" / "results.json").unlink()
     (cli.folder / "runs" / "one" / "rollouts" / "evaluation.jsonl").unlink()
     cli.ok("export", "runs/one", "--format", "csv", "--output", "killed")

@@ -44,7 +44,7 @@ def test_no_help_loads_anything_heavy() -> None:
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "loaded: []"
-    # The first has that of `run` as well.
+    # The first also has the options of `run`.
     assert done.stdout.count("Usage: ") == len(COMMANDS) + 2
 
 

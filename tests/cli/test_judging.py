@@ -1,4 +1,4 @@
-"""Labelled responses, the embedder, cards: what is told beside a failure rate."""
+"""Labelled responses, the embedder, cards: the context of a failure rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FEW = ("--num-episodes", "3", "--probability-episodes", "0")
 
 
 def labels(cli: CommandLine, run: Path) -> str:
-    """Label ten of the run's own responses by what its scorer says, two of them wrongly."""
+    """Label ten of the run's own responses by its scorer's verdict, two of them wrongly."""
     rows = [json.loads(one) for one in (run / "rollouts/evaluation.jsonl").open()]
     known = [{"response": row["response"], "is_failure": row["response_score"] >= 0.5}
              for row in rows]  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_threshold_that_no_score_can_be_held_against_is_refused(
     assert f"(--threshold) {threshold} " in message
 
 
-def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: Path) -> None:
+def test_uninformative_labels_refuse_the_correction(cli: CommandLine, run: Path) -> None:
     rows = [{"response": "well .", "is_failure": bool(i % 2)} for i in range(40)]
     path = cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     said = cli.ok("evaluate", "runs/one", *FEW, "--labelled", path)
@@ -76,7 +76,7 @@ def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: P
     assert "refused" in said.out
 
 
-def test_the_scenarios_own_labels_are_taken_unless_told_otherwise(
+def test_the_scenarios_own_labels_are_the_default(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     own = ("--set", f"ast_chat.evaluation.labelled_responses={labels(cli, run)}")
@@ -84,7 +84,7 @@ def test_the_scenarios_own_labels_are_taken_unless_told_otherwise(
     assert set(figures_of(run)["detectors"]) == {"classifier"}
     cli.ok("evaluate", "runs/one", *FEW, *own, "--labelled", "none", "--name", "b")
     assert figures_of(run, "b")["detectors"] == {}
-    # Of another target they say nothing, and of the same one from another run they do.
+    # Labels of another target carry no information; those of the same target from another run do.
     other = str(tiny_scenario / "attacker")
     for name, target, detectors in (("c", other, set()), ("d", "runs/one", {"classifier"})):
         cli.ok("evaluate", "runs/one", *FEW, *own, "--target", target, "--name", name)
@@ -99,7 +99,7 @@ def test_pocket_chat_ships_labels_of_its_target() -> None:
     assert not set(rude) & {row["response"] for row in rows if not row["is_failure"]}
 
 
-def test_an_encoder_groups_the_failures_where_it_is_asked_for(
+def test_an_encoder_groups_the_failures_on_request(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     encoder = str(tiny_scenario / "scorer")
@@ -117,7 +117,7 @@ def test_an_encoder_groups_the_failures_where_it_is_asked_for(
     assert "does not exist" in message
 
 
-def test_an_evaluation_tells_whom_it_is_about(cli: CommandLine, run: Path) -> None:
+def test_an_evaluation_names_its_models(cli: CommandLine, run: Path) -> None:
     cli.ok("evaluate", "runs/one", *FEW)
     attacker, target, scorer = figures_of(run)["cards"]
     assert (attacker["role"], attacker["name"]) == ("attacker", "one")

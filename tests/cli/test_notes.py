@@ -1,4 +1,4 @@
-"""Warnings reach who uses the program, once each."""
+"""Warnings reach the user, once each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASK = """
 """
 
 
-def test_what_a_file_loses_and_that_nothing_was_learnt_is_told(cli: CommandLine) -> None:
+def test_unread_parts_of_a_file_and_learning_nothing_are_reported(cli: CommandLine) -> None:
     cli.write("nothing_gained.py", TRAINER)
     cli("list", "trainers")
     said = cli.ok("--parameters", cli.write("task.yaml", TASK))
@@ -44,7 +44,7 @@ def test_what_a_file_loses_and_that_nothing_was_learnt_is_told(cli: CommandLine)
     assert told.count("warning: nothing was learned: all advantages were 0") == 1
 
 
-def test_each_warning_is_told_once_and_few_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_warning_is_shown_once_and_few_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
     logger = logging.Logger("nip_astra.of_a_test")

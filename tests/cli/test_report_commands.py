@@ -17,7 +17,7 @@ def test_the_page_is_written_into_the_run_and_its_place_is_printed(
     assert "ast_dpo on pocket_chat" in (tmp_path / "runs/one/report.html").read_text()
 
 
-def test_several_runs_go_to_the_file_that_was_asked_for(cli: CommandLine, tmp_path: Path) -> None:
+def test_several_runs_go_to_the_requested_file(cli: CommandLine, tmp_path: Path) -> None:
     for seed in (0, 1):
         write_run(tmp_path / "runs" / str(seed), seed=seed)
     cli.ok("report", "runs/0", "runs/1", "--output", "both.html", "--redact")

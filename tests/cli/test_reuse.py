@@ -1,4 +1,4 @@
-"""A second evaluation of the same attacker asks the target nothing."""
+"""A second evaluation of the same attacker sends the target nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_scorer_rates_the_conversations_of_the_first(
     assert estimates[0]["num_episodes"] == estimates[1]["num_episodes"]
 
 
-def test_a_scorer_that_rated_before_is_not_asked_again(
+def test_a_scorer_does_not_repeat_its_ratings(
     cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
@@ -104,7 +104,7 @@ def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, 
     "difference",
     [("--seed", "7"), ("--num-turns", "1"), ("--split", "dev"), ("--untrained",)],
 )
-def test_what_others_would_say_is_played(
+def test_probes_that_differ_are_played(
     cli: CommandLine, few: Path, difference: tuple[str, ...]
 ) -> None:
     said = cli.ok("evaluate", "runs/one", *FEW, *difference, "--name", "other")
@@ -112,7 +112,7 @@ def test_what_others_would_say_is_played(
     assert figures_of(few, "other")["budget"]["reused_target_queries"] == 0
 
 
-def test_a_target_with_other_weights_is_asked(
+def test_a_target_with_other_weights_is_queried(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     target = cli.folder / "target"
@@ -161,7 +161,7 @@ def test_a_scorer_whose_weights_changed_rates_anew(
     assert ".weights" in refused(cli("evaluate", "runs/one", *FEW, *by))
 
 
-def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, few: Path) -> None:
+def test_missing_ratings_are_rated_again(cli: CommandLine, few: Path) -> None:
     file = few / "evaluations" / "test" / "rows.jsonl"
     rows = rows_of(few, "test")
     broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]

@@ -1,4 +1,4 @@
-"""What each evaluation took of services is told apart from what others took."""
+"""Each evaluation's use of services is reported separately."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: 
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_told(
+def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
     cli: CommandLine, run: str, is_reused: bool
 ) -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:

@@ -1,4 +1,4 @@
-"""Settings from options, files and the run that is gone on with."""
+"""Settings from options, files and the resumed run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_file_has_settings_and_the_command_line_wins(cli: CommandLine, stored:
     assert settings["wandb_tags"] == ["from", "file"]
     assert settings["rollout_sample_period"] == 3
     assert settings["num_rollout_samples"] == 1
-    # An option of its own is the plainer word.
+    # A dedicated option takes precedence.
     assert settings["num_threads"] == 1
     assert "settings" not in yaml.safe_load((run / "hyper_parameters.yaml").read_text())
 
@@ -64,7 +64,7 @@ def test_settings_of_a_file_are_no_part_of_the_experiment(cli: CommandLine, stor
     assert second.settings.num_checkpoints_kept == 5
 
 
-def test_wrong_settings_of_a_file_are_told_with_its_other_faults(cli: CommandLine) -> None:
+def test_wrong_settings_of_a_file_are_reported_with_its_other_faults(cli: CommandLine) -> None:
     path = cli.write(
         "wrong.yaml", "extends: experiment.yaml\nsettings: {wandb: on_line, a: 1}\nsede: 3"
     )

@@ -1,4 +1,4 @@
-"""What `show` prints of an experiment."""
+"""Output of `show` about an experiment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(cli: Comm
     assert {"rl,", "ppo,", "zk_protocol,"} <= set(last.split())
 
 
-def test_what_is_hidden_of_a_group_that_is_shown_is_named_by_itself(cli: CommandLine) -> None:
+def test_a_hidden_part_of_a_shown_group_is_named_separately(cli: CommandLine) -> None:
     said = cli("show", "--trainer", "pure_text_ei", "--scenario", "secret_word").out
     assert "protocol_common.shared_reward" in shown(said)
     last = said.partition("not shown")[2].replace(",", " ").split()
@@ -54,7 +54,7 @@ def test_a_group_is_hidden_where_its_condition_does_not_hold(cli: CommandLine) -
     assert "zk_protocol.simulator_reward_coefficient" in shown(wrapped.out)
 
 
-def test_explain_says_what_each_is_and_where_it_is_read(cli: CommandLine) -> None:
+def test_explain_describes_each_parameter_and_where_it_is_read(cli: CommandLine) -> None:
     said = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
     assert "Discount per round." in said
     assert "loss_type is kl_penalty" in said
@@ -77,7 +77,7 @@ def test_a_text_is_searched_in_parameters_settings_and_commands(text: str, first
     assert find_described(text, described)[0].name == first
 
 
-def test_explain_with_a_text_prints_what_fits_best_without_loading_torch(
+def test_explain_with_a_text_prints_the_best_matches_without_loading_torch(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nip_astra.overview.show", None)
@@ -111,7 +111,7 @@ def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine)
     assert "You are paid when the verifier decides to accept." in prover
 
 
-def test_an_agent_that_the_seed_leaves_out_is_told(cli: CommandLine) -> None:
+def test_an_agent_that_the_seed_leaves_out_is_shown(cli: CommandLine) -> None:
     protocol = "interaction_protocol=merlin_arthur"
     said = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
     assert "--- what prover0 reads" in said.out

@@ -1,4 +1,4 @@
-"""Runs whose policy answers the problems of a task: evaluated on held-out problems."""
+"""Runs whose policy solves a task's problems: evaluated on held-out problems."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(runs: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def _without_interval(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures that a run's own results have."""
+    """The metrics in a run's own results."""
     return {name: one for name, one in figures.items() if name != "mean_reward_interval"}
 
 
@@ -71,14 +71,14 @@ def test_an_evaluation_gives_the_runs_own_figures(
     assert any("accuracy" in one and counts in one for one in said.out.splitlines())
     (line,) = (one for one in said.out.splitlines() if "pass at 4" in one)
     assert line.split()[-1] == str(found["figures"]["num_complete_problems"])
-    # The page is made anew.
+    # The page is written again.
     page = (path / "report.html").read_text(encoding="utf-8")
     assert "test-untrained" in page
     told = f"{found['figures']['mean_reward']:.3g}"
     assert f'mean reward</th><td class="num"><span class="nw">{told}</span> <span' in page
 
 
-def test_rows_tell_what_was_asked_said_and_given(run: Path, cli: CommandLine) -> None:
+def test_rows_hold_problems_answers_and_rewards(run: Path, cli: CommandLine) -> None:
     cli.ok("evaluate", str(run))
     figures = figures_of(run)["figures"]
     lines = (run / "evaluations" / "test" / "problems.jsonl").read_text().splitlines()
@@ -99,7 +99,7 @@ def test_rows_of_other_weights_are_not_gone_on_with(run: Path, cli: CommandLine)
     other = ("--set", "task.policy.language_model.dtype=bfloat16")
     assert "language_model.dtype" in refused(cli(*typed, *other))
     rows = run / "evaluations" / "test-untrained" / "problems.jsonl"
-    # Nor those of an evaluation that nobody knows.
+    # Nor the rows of an unknown evaluation.
     (rows.parent / "configuration.json").unlink()
     rows.write_text("{}\n" * 16)
     cli.ok(*typed)
@@ -112,7 +112,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(run: Path, cli: CommandLine) -
     figures, rows = figures_of(run), (folder / "problems.jsonl").read_bytes()
     (folder / "evaluation.json").unlink()
     lines = rows.splitlines(keepends=True)
-    # The first part of four problems is whole; of the second a line and a half were written.
+    # The first part of four problems is complete; of the second, a line and a half were written.
     marked = [lines[0].replace(b'"answer": "', b'"answer": "kept '), *lines[1:17]]
     (folder / "problems.jsonl").write_bytes(b"".join(marked) + lines[17][:30])
     cli.ok("evaluate", str(run))
@@ -134,7 +134,7 @@ def test_checkpoints_splits_and_parameters_have_evaluations_of_their_own(
         assert figures["policy"]["checkpoint"] == step.name
         assert figures["figures"]["accuracy"] == own
     cli.ok("evaluate", str(run / "checkpoints" / "latest"), "--num-episodes", "2")
-    # What a run, or a checkpoint, holds of the policy means the whole.
+    # The run, or a checkpoint, stands for the complete policy in it.
     for inner in (run / "model", steps[0] / "policy"):
         cli.ok("evaluate", str(inner), "--num-episodes", "2")
     made = {one.name for one in (run / "evaluations").iterdir()}
@@ -170,7 +170,7 @@ def test_an_evaluation_may_be_a_gate(run: Path, cli: CommandLine) -> None:
         (["nowhere"], "'nowhere'"),
     ],
 )
-def test_what_means_nothing_for_a_task_is_refused(
+def test_options_without_meaning_for_a_task_are_refused(
     runs: tuple[Path, Path], options: list[str], message: str, cli: CommandLine
 ) -> None:
     assert message in refused(cli("evaluate", str(runs[0]), *options))

@@ -1,4 +1,4 @@
-"""`evaluate` with attackers that are not ours: lists of probes, and chat models with a prompt."""
+"""`evaluate` with foreign attackers: lists of probes, and chat models with a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,ruden
 
 
 class EchoChatModel(ChatModel):
-    """Says which roles it read; fails once."""
+    """Returns the roles that it read; fails once."""
 
     class Parameters(ChatModel.Parameters):
         """None of its own."""
@@ -116,7 +116,7 @@ def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(
 ) -> None:
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    # A folder is read as a repository of the hub is: a file a split.
+    # A folder is read like a repository of the hub: a file per split.
     folder = cli.folder / "owner" / "attacks"
     folder.mkdir(parents=True)
     (folder / "train.csv").write_text("probe,goal\nhello,calm\n")
@@ -132,7 +132,7 @@ def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(
     assert "the dataset" in refused(said)
 
 
-def test_probes_are_said_as_they_are_written_whatever_the_references_vocabulary(
+def test_probes_are_sent_verbatim_whatever_the_references_vocabulary(
     cli: CommandLine,
 ) -> None:
     cli.write("attack.jsonl", '{"prompt": "Größe, unknown WORDS!"}\n')
@@ -190,7 +190,7 @@ def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLi
         ),
     ],
 )
-def test_what_is_no_attacker_is_told(
+def test_invalid_attackers_are_reported(
     cli: CommandLine, name: str, text: str, arguments: list[str], problem: str
 ) -> None:
     cli.write(name, text)

@@ -1,4 +1,4 @@
-"""Stored rollouts in words, taken to other tools and rated by scorers."""
+"""Stored text rollouts, exported to other tools and rated by scorers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine, refused
 
-# The prover tells the word and says "damn"; the verifier asks once and accepts.
+# The prover reveals the word and writes "damn"; the verifier asks once and accepts.
 PLAYER = (
     "{_type: scripted, when: {'Now decide': ['Decision: accept'], 'Answer with one word': "
     "['damn, =it is here']}, answers: ['the word?']}"
@@ -197,7 +197,7 @@ def test_scorers_rate_every_answer_by_agent(run: Path, cli: CommandLine) -> None
     cli.ok("compare", str(run), str(folder))
 
 
-def test_a_scorer_reads_what_the_agent_had_read(run: Path, cli: CommandLine) -> None:
+def test_a_scorer_reads_the_context_of_the_agent(run: Path, cli: CommandLine) -> None:
     code = (
         "def depth(completions, conversations, columns):\n"
         "    assert all(columns)\n"
@@ -210,12 +210,12 @@ def test_a_scorer_reads_what_the_agent_had_read(run: Path, cli: CommandLine) -> 
     typed = ["score", str(run), "--scorer", "depth.yaml", "--name", "depth", "--json"]
     said = cli(*typed, "--overwrite", "--threshold", "0.75")
     figures = json.loads(said.out)["figures"]
-    # The verifier's first answer follows its opening alone, its decision three messages.
+    # The verifier's first answer follows only its opening, its decision follows three messages.
     assert figures["verifier/mean_depth"] == (0.25 + 0.75) / 2
     assert figures["verifier/share_depth"] == 0.5
 
 
-def test_what_cannot_be_scored_is_refused(run: Path, cli: CommandLine) -> None:
+def test_unscorable_runs_are_refused(run: Path, cli: CommandLine) -> None:
     assert "--scorer" in refused(cli("score", str(run)))
     said = cli("score", str(run), "--scorer", "python", "--labelled", "x.jsonl")
     assert "--labelled" in refused(said)

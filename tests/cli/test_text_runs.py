@@ -1,4 +1,4 @@
-"""Runs of chat models that play a protocol: evaluated, compared, taken up, tested again, priced."""
+"""Runs of chat models that play a protocol: evaluated, compared, reused, tested again, priced."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _run(folder: Path, name: str, player: str, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run whose verifier accepts every claim, and one whose verifier rejects every one."""
+    """A run whose verifier accepts every claim, and a run whose verifier rejects every claim."""
     folder = tmp_path_factory.mktemp("text_runs")
     return _run(folder, "kind", HONEST + PRICES), _run(folder, "stern", STERN + PRICES)
 
 
-def test_results_and_report_tell_what_the_models_cost(runs: tuple[Path, Path]) -> None:
+def test_results_and_report_show_the_cost_of_the_models(runs: tuple[Path, Path]) -> None:
     results = RunDirectory(runs[0]).read_json("results.json")
     use = results["services"]["players"]
     training = results["training"]
@@ -67,7 +67,7 @@ def test_trained_agents_are_evaluated_on_held_out_data(
     assert NestedArrayDict.load(folder / "rollouts.json")["y"].tolist() == [0, 1] * 3
     page = (runs[0] / "report.html").read_text(encoding="utf-8")
     assert "evaluation test" in page
-    # A second one goes on with the first, and asks nothing again.
+    # A second evaluation continues the first, and repeats no request.
     again = json.loads(cli("evaluate", str(runs[0]), "--json").out)
     assert again["figures"] == figures["figures"]
     assert again["services"]["players"]["num_requests"] == 18
@@ -105,7 +105,7 @@ def test_runs_are_compared_datapoint_by_datapoint(
     typed = ["compare", *map(str, runs), "--out", str(out)]
     said = cli.ok(*typed, "--fail-if", "comparison.accuracy.difference < 0")
     found = json.loads(out.read_text())["comparisons"]["stern"]
-    # Each claim is judged otherwise, half of them rightly before and half now.
+    # Each claim gets the opposite verdict, right for half of them before and for half now.
     accuracy = found["accuracy"]
     assert (accuracy["first"], accuracy["second"], accuracy["difference"]) == (0.5, 0.5, 0.0)
     assert (accuracy["only_first"], accuracy["only_second"], accuracy["p_value"]) == (3, 3, 1.0)
@@ -114,7 +114,7 @@ def test_runs_are_compared_datapoint_by_datapoint(
     assert found["reward_of_prover"]["difference"] == -1.0
     assert found["reward_of_prover"]["p_value"] == pytest.approx(2 / 64, abs=0.01)
     assert "reward of prover" in said.out
-    # The verifiers differ from the start, and the runs in nothing else.
+    # The verifiers differ from the start; the runs are otherwise equal.
     warnings = json.loads(out.read_text())["warnings"]
     assert warnings
     assert all(text.startswith("models.default") for text in warnings)
@@ -184,7 +184,7 @@ def test_a_model_is_found_where_its_run_was_moved(tmp_path: Path) -> None:
     }
 
 
-def test_a_dry_run_tells_the_price_with_the_judges_requests(cli: CommandLine) -> None:
+def test_a_dry_run_reports_the_price_with_the_judges_requests(cli: CommandLine) -> None:
     judge = "{analysers: [{_type: direct_quotation}], model: {_type: scripted}}"
     sets = [
         *(f"secret_word.agents.default.model={HONEST}{PRICES}", f"secret_word.analysis={judge}"),

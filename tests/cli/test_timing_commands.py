@@ -43,7 +43,7 @@ def test_all_parts_of_a_proofs_iteration_are_timed(cli: CommandLine, trainer: st
     assert list(found) == ["rollout", "update", "forward"]
 
 
-def test_parts_are_timed_in_the_order_asked_for(cli: CommandLine) -> None:
+def test_parts_are_timed_in_the_requested_order(cli: CommandLine) -> None:
     found = seconds_of(cli, "forward", "rollout", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
     assert list(found) == ["forward", "rollout"]
 
@@ -58,18 +58,18 @@ def test_parts_of_a_stress_tests_iteration_are_timed(cli: CommandLine, trainer: 
     assert list(found) == ["rollout", "update", "loss"]
 
 
-def test_times_are_told_in_a_table(cli: CommandLine) -> None:
+def test_times_are_shown_in_a_table(cli: CommandLine) -> None:
     said = cli.ok("time", "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
     assert said.out.split()[:4] == ["component", "median", "least", "most"]
     assert said.out.count(" ms") == 3
 
 
-def test_an_unknown_part_is_told_with_those_that_there_are(cli: CommandLine) -> None:
+def test_an_unknown_part_is_reported_with_the_valid_parts(cli: CommandLine) -> None:
     message = refused(cli("time", "rolout", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES))
     assert "unknown component 'rolout'. Did you mean 'rollout'?" in message
 
 
-def test_a_trainer_that_names_no_parts_is_told(
+def test_a_trainer_that_names_no_parts_is_reported(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(VanillaPpoTrainer, "components_to_time", Trainer.components_to_time)

@@ -1,4 +1,4 @@
-"""Tests that a run of others is read, and neither runs its code nor reads one's environment."""
+"""A run from others is read without running its code or reading the user's environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SECRET = "a-value-of-the-environment"
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that the code of a foreign run makes."""
+    """A file that the code of a foreign run creates."""
     return tmp_path / "it_ran"
 
 
 @pytest.fixture
 def foreign(run: Path, tmp_path: Path, marker: Path) -> Path:
-    """A run of the tiny models whose parameters, as others gave them, name a plug-in."""
+    """A run of the tiny models whose parameters, written by others, name a plug-in."""
     code = tmp_path / "theirs" / "evil.py"
     code.parent.mkdir()
     code.write_text(MARKER.format(path=str(marker)))
@@ -67,7 +67,7 @@ def test_a_run_is_own_until_its_parameters_or_its_signature_change(
     assert not is_own(parameters)
 
 
-def test_the_key_is_private_and_one_that_others_can_read_is_not_used(
+def test_the_key_is_private_and_a_key_readable_by_others_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -150,7 +150,7 @@ def test_a_copy_of_the_same_name_that_the_user_gives_replaces_a_runs_plugin(
     assert not marker.exists()
 
 
-def test_of_two_plugins_of_one_name_neither_replaces_the_other_and_a_lost_one_is_named(
+def test_of_two_plugins_with_the_same_name_neither_replaces_the_other_and_a_lost_plugin_is_named(
     cli: CommandLine, foreign: Path, marker: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "also").mkdir()
@@ -227,7 +227,7 @@ def test_a_foreign_run_gets_no_key_from_the_environment(
 
 
 @pytest.mark.parametrize("named", ["api_key_variable", "base_url"])
-def test_a_judge_of_a_foreign_run_gets_no_key_and_is_not_asked(
+def test_a_judge_of_a_foreign_run_gets_no_key_and_no_request(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -288,7 +288,7 @@ def test_the_scenario_of_a_foreign_run_resolves_no_reference(
     assert SECRET not in message
 
 
-def test_what_a_run_extends_is_part_of_it(
+def test_the_extended_files_are_part_of_a_run(
     cli: CommandLine, run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", SECRET)
@@ -317,7 +317,7 @@ def test_a_file_of_the_users_own_may_refer_to_the_environment_and_name_plugins(
     assert marker.exists()
 
 
-def test_a_base_run_of_others_runs_no_code_and_what_the_user_names_does(
+def test_a_base_run_of_others_runs_no_code_but_plugins_named_by_the_user_do(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
     own = cli.write("own.py", "OWN = True\n")

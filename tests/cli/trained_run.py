@@ -1,4 +1,4 @@
-"""A run of tiny models, and what is in its evaluations."""
+"""A run of tiny models, and the contents of its evaluations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nip_astra.cli.app import main
 SMALL = (
     "training.num_iterations=2",
     "ast_chat.evaluation.use_random_search=false",
-    # Where about half of a random target's replies fail.
+    # About half of a random target's replies fail here.
     "ast_chat.failure_threshold=0.5",
 )
 

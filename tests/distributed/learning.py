@@ -1,4 +1,4 @@
-"""What processes of a test learn, and how far it is from what one process does."""
+"""Results of learning in a test's processes, and their distance from a single process."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def learn(
     scores_by_module: bool = False,
     inspect: Callable[[Any], dict[str, Any]] = lambda trainer: {},
 ) -> dict[str, Any]:
-    """Train in float64, in this process or as one of several, and write nothing.
+    """Train in float64, in this process or as one of several, without writing files.
 
-    Gives the weights (of sharded ones the leader's, which are whole), what was logged, the number
-    of optimizer steps, how many numbers this process holds of weights and optimizers, and what
-    `inspect` adds.
+    Returns the weights (if sharded, the leader's, which are complete), the log, the number of
+    optimizer steps, how many numbers of weights and optimizer state this process holds, and the
+    result of `inspect`.
     """
     with pytest.MonkeyPatch.context() as patch, open_team(CPU, store) as team:
         load = huggingface.load_model
         patch.setattr(huggingface, "load_model", lambda *source: load(*source).double())
         patch.setattr(huggingface, "computing_dtype", lambda *_, **__: torch.float64)
         settings = ExperimentSettings(progress=False, sharding=sharding)
-        # An adapter's first weights are drawn from torch's own generator.
+        # An adapter's initial weights are drawn from torch's own generator.
         torch.manual_seed(3)
         trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
         logged: list[dict[str, float]] = []
@@ -52,7 +52,7 @@ def learn(
         if is_of_agents:
             _learn_in_float64(trainer)
         elif scores_by_module:
-            # In both arms: its logits are float32, and another pass rounds them otherwise.
+            # In both arms: its logits are float32, and another pass rounds differently.
             for agent in trainer.scenario_instance.agents.values():
                 agent.language_model.scores_by_module = True
         trainer.train()
@@ -86,7 +86,7 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def _learn_in_float64(trainer: TensorDictRlTrainer) -> None:
-    """Have agents learn in float64 from what agents of float32 have played; test nothing."""
+    """Have agents learn in float64 from rollouts of float32 agents, without tests."""
     collect = trainer.collect
 
     def collect_in_float32() -> Any:
@@ -102,7 +102,7 @@ def _learn_in_float64(trainer: TensorDictRlTrainer) -> None:
 
 
 def check_equal(one: Mapping[str, Any], *others: Mapping[str, Any]) -> None:
-    """Check that losses and weights of a leader, the first of the others, are those of one."""
+    """Check that the leader's losses and weights equal a single process's."""
     leader, *_ = others
     assert {some["num_steps"] for some in others} == {one["num_steps"]}
     assert one["num_steps"] > 1

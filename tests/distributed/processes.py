@@ -1,4 +1,4 @@
-"""Have forked processes of a test do something together, as those that a launcher starts."""
+"""Have a test's forked processes work together, like processes that a launcher starts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SECONDS = 100.0
 def together(
     work: Callable[[str], Any], folder: Path, *, count: int = 2, killed: Sequence[int] = ()
 ) -> list[Any]:
-    """What `work` gives in each process; it is told the file by which they find each other.
+    """Results of `work` in each process; its argument is the file through which they connect.
 
     Parameters
     ----------
     killed : Sequence[int]
-        Processes that end by themselves without a word; None stands for what they give.
+        Processes that end themselves without a message; None stands for their results.
     """
     store = folder / f"store_{time.monotonic_ns()}"
     ends: list[Connection] = []
@@ -61,7 +61,7 @@ def _do(work: Callable[[str], Any], store: str, rank: int, count: int, end: Conn
     except BaseException:
         end.send_bytes(pickle.dumps((None, traceback.format_exc())))
     finally:
-        # The pytest of the first process goes on, and this one ends.
+        # The first process's pytest continues, and this one ends.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Plans for many devices, by hand and beside a simulation."""
+"""Plans for many devices, by hand and compared with a simulation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_devices_without_work_make_nothing_faster() -> None:
     assert most.device_hours > many.device_hours
 
 
-def test_one_device_waits_for_nobody() -> None:
+def test_a_single_device_never_waits() -> None:
     assert slowest_of(1, 0.5) == 1.0
     assert exchange_seconds(1, 1e9, CALM) == 0.0
 
@@ -90,5 +90,5 @@ def test_failures_cost_half_a_period_and_the_restart() -> None:
     cluster = replace(
         CALM, hours_between_failures=100.0, checkpoint_period=10, restart_seconds=400.0
     )
-    # A failure an hour on 100 devices; 200 s of a period of 400 s are lost, and 400 s to restart.
+    # A failure per hour on 100 devices; 200 s of a period of 400 s are lost, and 400 s to restart.
     assert share_lost(40.0, 100, cluster) == pytest.approx(600 / 3600)

@@ -1,4 +1,4 @@
-"""Processes that train a run together play its rollouts together, and play what one would."""
+"""Processes that train a run together share its rollouts, and play the same as a single process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ResolvedExperim
 
 
 def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
-    """A training rollout, a random search and an evaluation, and what this process had to do."""
+    """A training rollout, a random search and an evaluation, and this process's share of them."""
     own: list[int] = []
     play = TreeSampler._play
 
@@ -64,7 +64,7 @@ def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_several_processes_play_what_one_does_each_a_part(
+def test_several_processes_share_the_rollout_of_one(
     resolved: ResolvedExperiment, count: int, tmp_path: Path
 ) -> None:
     alone = played(resolved, None)
@@ -90,7 +90,7 @@ def task_run() -> ResolvedExperiment:
 
 
 def trained(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
-    """What a run logs and measures, and the problems that this process played each time."""
+    """A run's log and measurements, and the problems that this process played each time."""
     own: list[int] = []
     play = tasks.play_episodes
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_played_together_writes_the_same_first_metrics(
     leader, other = together(lambda store: trained(resolved, store), tmp_path)
     assert leader["before"] == alone["before"]
     assert other["written"] == []
-    # What was played is the same to the last digit; what is learnt is, up to rounding.
+    # The rollouts are equal to the last digit; the training is, up to rounding.
     mine, theirs = (one["written"][0] for one in (leader, alone))
     kinds = ("tokens/generated", *(("rollout/",) if is_task else OF_TREES))
     names = [name for name in theirs if name.startswith(kinds)]

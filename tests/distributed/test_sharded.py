@@ -1,4 +1,4 @@
-"""Weights that are divided among processes learn what whole ones do."""
+"""Weights that are sharded among processes learn the same as whole weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
     divide = ShardedService.__init__
 
     def noted(self: ShardedService, local: LocalTrainingService, team: Team) -> None:
-        # Of an adapter the first weight is one of the base.
+        # Of an adapter, the first weight belongs to the base.
         module: Any = local.model.module  # type: ignore[attr-defined]
         whole.append(weakref.ref(next(module.parameters())))
         whole.append(weakref.ref(local.learned[0]))
@@ -67,12 +67,13 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
     ("trainer", "overrides"),
     [
         ("ast_dpo", ("training.max_grad_norm=0.05",)),
-        # Three batches a step, of one row: two are dealt out, of one another process reads a row.
+        # Three batches a step, of a single row: two are distributed; for one, another process reads
+        # a row.
         pytest.param(
             "ast_dpo",
             (
                 "ast_chat.attacker.language_model.lora={rank: 2}",
-                # The target is the base under the adapter, as the reference is.
+                # The target is the base below the adapter, like the reference.
                 "ast_chat.target.language_model.model=SCENARIO/attacker",
                 "training.minibatch_size=1",
                 "training.gradient_accumulation_steps=3",
@@ -86,7 +87,7 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
             marks=pytest.mark.slow,
         ),
         pytest.param("self_hosted_grpo", (), marks=pytest.mark.slow),
-        # Played by a copy of older weights, which the leader has.
+        # Played by a copy with older weights, which the leader holds.
         pytest.param("ast_dpo", ("ast_dpo.max_staleness=1",), marks=pytest.mark.slow),
     ],
     ids=[
@@ -94,7 +95,7 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
         "ast_dpo_ahead",
     ],
 )
-def test_divided_weights_learn_what_whole_ones_do(
+def test_sharded_weights_learn_the_same_as_whole_weights(
     trainer: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = tmp_path / "scenario"
@@ -104,10 +105,10 @@ def test_divided_weights_learn_what_whole_ones_do(
     leader, other = together(lambda store: learned(resolved, store, "fsdp"), tmp_path)
     assert (whole["is_sharded"], leader["is_sharded"], other["is_sharded"]) == (False, True, True)
     check_equal(whole, leader, other)
-    # The leader's own model; elsewhere whole weights are gone.
+    # The leader's own model; elsewhere whole weights are released.
     assert leader["keeps_whole"] == [True, True]
     assert other["keeps_whole"] == [False, False]
-    # Each holds about half of what learns, and of what is frozen under an adapter.
+    # Each holds about half of the trained weights, and of the frozen weights below an adapter.
     for one in (leader, other):
         assert one["held"] < 0.65 * whole["held"]
         assert one["read"] < 0.65 * whole["read"]
@@ -116,7 +117,7 @@ def test_divided_weights_learn_what_whole_ones_do(
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario")
     prepared: Any = prepare_experiment(resolved, progress=False, sharding="fsdp").trainer
-    # What one process holds whole, several could not divide.
+    # A weight that a single process must hold whole cannot be divided.
     team = Team()
     team.size = 2
     with pytest.raises(ConfigurationError) as caught:
@@ -124,7 +125,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
 
 
-def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:
+def test_networks_that_receive_labels_are_held_whole(tmp_path: Path) -> None:
     resolved = short_experiment("solo_agent", tmp_path / "scenario")
     with pytest.raises(ConfigurationError) as caught:
         prepare_experiment(resolved, progress=False, sharding="fsdp")
@@ -132,15 +133,15 @@ def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_dumped_of_divided_weights_is_whole(tmp_path: Path) -> None:
-    """And rollouts are played ahead by a copy of them."""
+def test_dumps_of_sharded_weights_are_complete(tmp_path: Path) -> None:
+    """With rollouts played ahead by a copy of the weights."""
     given = ("self_hosted_grpo.max_staleness=1",)
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario", *given, num_iterations=2)
 
     def dumped(store: str, sharding: str) -> None:
         settings = {"progress": False, "dump_period": 1, "sharding": sharding}
         settings |= {"runs_dir": str(tmp_path), "run_id": sharding, "process_store": store}
-        # The same pass in both arms: another rounds otherwise.
+        # The same pass in both arms: another rounds differently.
         huggingface.build_decoder = lambda _: None
         run_experiment(resolved, **settings)
 
@@ -153,10 +154,10 @@ def test_what_is_dumped_of_divided_weights_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", ["null", "{rank: 2}"], ids=["full", "lora"])
-def test_divided_weights_learn_rounded_and_recomputed_as_whole_ones_do(
+def test_sharded_weights_learn_rounded_and_recomputed_like_whole_weights(
     lora: str, tmp_path: Path
 ) -> None:
-    """Layers travel in bfloat16, but for adapters, and are computed again going back."""
+    """Layers are sent in bfloat16, except adapters, and recomputed in the backward pass."""
     model = "ast_chat.attacker.language_model"
     given = (f"{model}.dtype=bfloat16", f"{model}.lora={lora}")
     resolved = short_experiment("ast_dpo", tmp_path / "scenario", *given, num_iterations=2)
@@ -178,20 +179,20 @@ def test_divided_weights_learn_rounded_and_recomputed_as_whole_ones_do(
     if lora == "null":
         whole = learned(None)
     else:
-        # Other shapes of batches round otherwise, and other tokens are drawn.
+        # Other batch shapes round differently, so other tokens are drawn.
         whole, _ = together(learned, tmp_path)
     how = {"sharding": "fsdp", "gradient_checkpointing": True}
     leader, _ = together(lambda store: learned(store, **how), tmp_path)
     plain, _ = together(lambda store: learned(store, sharding="fsdp"), tmp_path)
     assert leader["dtype"] == "torch.bfloat16"
-    # What is computed again is the same to the bit.
+    # Recomputed values are equal to the bit.
     assert gap_of(leader["weights"], plain["weights"]) == 0
-    # Norms travel rounded, and Adam makes steps of gradients however small.
+    # Norms are sent rounded, and Adam takes full steps even for tiny gradients.
     assert leader["logged"][0] == pytest.approx(whole["logged"][0], abs=2e-3)
     assert leader["logged"][1] == pytest.approx(whole["logged"][1], abs=3e-2)
 
 
-# ---- runs with divided weights, saved in parts
+# ---- runs with sharded weights, saved in parts
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def signalled(
     rank: int,
     by: signal.Signals,
 ) -> Callable[[str], str]:
-    """A run of which a process gets a signal at some call of the service; gives how it ended."""
+    """A run in which a process gets a signal at a call of the service; returns how it ended."""
 
     def play(store: str) -> str:
         original, calls = getattr(ShardedService, method), iter(range(99))
@@ -240,7 +241,7 @@ def signalled(
 def run_by(
     resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
 ) -> None:
-    """Run by divided weights, if there are several processes."""
+    """Run with sharded weights, if there are several processes."""
     run(resolved, path, store, stops=stops, sharding="fsdp" if store else "none")
 
 
@@ -280,26 +281,26 @@ def test_a_divided_run_goes_on_in_any_number_of_processes(
     assert len(parts) == (4 if before == 2 else 0)
     in_processes(after, lambda store: resume(stopped, store), tmp_path)
     assert (stopped / "results.json").is_file()
-    # float32, and one process reads trees of tokens where divided weights read rows.
+    # float32, and a single process reads trees of tokens where sharded weights read rows.
     assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
     if what == "adapted" and after == 2:
         check_parts_of_adapter(stopped, tmp_path / "joined")
 
 
 def check_parts_of_adapter(path: Path, joined: Path) -> None:
-    """A checkpoint has the adapter alone, which is joined for others."""
+    """A checkpoint has only the adapter, which is merged for others."""
     latest = CheckpointStore(path / "checkpoints").latest()
     assert latest is not None
     parts = load_whole(latest / "attacker" / "shards")
     assert {name.split(".")[-2] for name in parts} == {"lora_A", "lora_B"}
     export(path, "huggingface", joined)
     weights = load_causal_lm(str(joined), None).state_dict()
-    # The run has left the model with the adapter added in.
+    # The run has left the model with the adapter merged.
     for name, weight in load_file(path / "model" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], weight)
 
 
-def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_that_is_good(
+def test_parts_are_joined_for_others_and_a_lost_part_is_reported_with_an_intact_checkpoint(
     resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Divided weights whose turns vLLM samples in the first process, with the stand-in."""
+"""Sharded weights whose turns vLLM samples in the first process, with the stand-in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
 @pytest.mark.parametrize(
     "lora", ["null", pytest.param("{rank: 2}", marks=pytest.mark.slow)], ids=["full", "lora"]
 )
-def test_the_engine_of_the_leader_takes_what_all_have_learned(lora: str, tmp_path: Path) -> None:
+def test_the_engine_of_the_leader_gets_the_jointly_learned_weights(
+    lora: str, tmp_path: Path
+) -> None:
     root = tmp_path / "scenario"
     root.mkdir()
     write_scenario(root)

@@ -1,4 +1,4 @@
-"""Processes tell each other values, add up tensors, and notice when one has ended."""
+"""Processes exchange values, add up tensors, and notice when one of them has ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.messages import says
 CPU = torch.device("cpu")
 
 
-def test_one_process_is_a_team_of_its_own() -> None:
+def test_a_single_process_is_a_team() -> None:
     with open_team(CPU) as team:
         assert (team.size, team.rank, team.is_leader) == (1, 0, True)
         assert team.lead(lambda: 5) == 5
@@ -44,7 +44,7 @@ def test_shards_are_all_there_is_and_as_equal_as_can_be() -> None:
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-def test_the_launcher_says_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_defines_the_team(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     alone = num_cores()
@@ -66,7 +66,7 @@ def test_the_launcher_says_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None
         *({"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "9" * 5000}, {"LOCAL_WORLD_SIZE": "0"}),
     ],
 )
-def test_a_launcher_that_says_what_cannot_be_is_refused_by_name(
+def test_impossible_values_of_a_launcher_are_refused_by_name(
     wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **wrong}.items():
@@ -79,7 +79,7 @@ def test_a_launcher_that_says_what_cannot_be_is_refused_by_name(
 
 
 def everything(store: str) -> dict[str, Any]:
-    """Use all that a team can do."""
+    """Use all operations of a team."""
     with open_team(CPU, store) as team:
         two = [torch.full((2,), team.rank + 1.0), torch.full((1,), 2**40 + team.rank)]
         team.all_reduce(two)
@@ -121,7 +121,7 @@ def _stop() -> None:
     raise StopRequested("SIGTERM")
 
 
-def test_processes_share_what_they_compute(tmp_path: Path) -> None:
+def test_processes_share_their_results(tmp_path: Path) -> None:
     leader, other = together(everything, tmp_path)
     assert leader.pop("asked") == [[3.0], [8.0]]
     assert other.pop("asked") is None
@@ -132,7 +132,7 @@ def test_processes_share_what_they_compute(tmp_path: Path) -> None:
     assert leader["all"] == ["", "ab"]
     squares = [0.0, 1.0, 4.0, 9.0, 16.0]
     assert leader["joined"] == squares
-    # d (sum x^2)^2 / dx = 2 sum x^2 * 2 x, once and not once a process.
+    # d (sum x^2)^2 / dx = 2 sum x^2 * 2 x, once and not once per process.
     assert leader["gradient"] == [4 * sum(squares) * x for x in range(5)]
     assert leader["few"] == [3.0, 0.0, 0.0, 0.0, 0.0]
     assert leader["stopped"] == "SIGTERM"
@@ -151,7 +151,7 @@ def lose_one(store: str) -> str:
     return ""
 
 
-def test_that_a_process_has_ended_is_said_in_plain_words(tmp_path: Path) -> None:
+def test_the_end_of_a_process_is_reported_in_plain_words(tmp_path: Path) -> None:
     message, _ = together(lose_one, tmp_path, killed=[1])
     assert says(message, "2 processes", "has ended")
     assert "third_party" not in message

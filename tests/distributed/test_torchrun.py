@@ -40,13 +40,13 @@ def test_torchrun_trains_and_one_process_writes(
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
     assert len((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()) == 2
-    # The table and the paths stand there once.
+    # The table and the paths appear there once.
     assert done.stdout.count("held-out episodes before and after training") == 1
     assert done.stdout.count("results.json") == 1
 
 
 def test_torchrun_plays_the_problems_of_a_task_in_all_processes(tmp_path: Path) -> None:
-    """What was played first is the same for any number of processes, to the last digit."""
+    """The first rollout is the same for any number of processes, to the last digit."""
     short = (
         *("training.num_iterations=1", "training.num_episodes_per_experience=6"),
         *("task.num_rollout_parts=4", "task.evaluation.num_problems=8"),

@@ -1,4 +1,4 @@
-"""Several processes learn what one would, and a run goes on in any number of them."""
+"""Several processes learn the same as one, and a run continues in any number of processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def case(trainer: str, *overrides: str, sharding: str = "none", is_slow: bool = 
     ("trainer", "overrides", "sharding"),
     [
         case("ast_dpo"),
-        # Three batches a step, of which the last is smaller: some are dealt out, one is cut.
+        # Three batches a step, the last of them smaller: some are distributed, one is cut.
         case(
             *("ast_dpo", LORA),
             *("training.minibatch_size=1", "training.gradient_accumulation_steps=3"),
@@ -53,7 +53,7 @@ def case(trainer: str, *overrides: str, sharding: str = "none", is_slow: bool = 
         case("reinforce", sharding="fsdp", is_slow=True),
     ],
 )
-def test_two_processes_learn_what_one_does(
+def test_two_processes_learn_the_same_as_one(
     trainer: str, overrides: tuple[str, ...], sharding: str, tmp_path: Path
 ) -> None:
     resolved = short_experiment(trainer, tmp_path / "scenario", *overrides, num_iterations=2)
@@ -80,7 +80,7 @@ def check_learning(resolved: ResolvedExperiment, sharding: str, folder: Path) ->
     if sharding == "none":
         assert gap_of(leader["weights"], other["weights"]) == 0
         return
-    # Each holds about half of what learns, and of what its optimizer remembers.
+    # Each holds about half of the trained weights, and of the optimizer's state.
     assert leader["held"] + other["held"] == one["held"]
     assert leader["remembered"] + other["remembered"] == one["remembered"] > 0
     assert leader["held"] < 0.65 * one["held"]
@@ -113,7 +113,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
     together(resumed, tmp_path)
     for path in (two, one):
         assert len(metrics_of(path)) == len(metrics_of(whole))
-        # float32: what the processes add up is rounded otherwise.
+        # float32: the sum over processes is rounded differently.
         assert gap_of(whole, path) < 1e-4
 
 
@@ -123,7 +123,7 @@ def test_a_run_goes_on_in_another_number_of_processes(
 def test_a_run_of_which_one_process_is_killed_can_be_resumed(
     trainer: str, sharding: str, tmp_path: Path
 ) -> None:
-    """Sharded weights are lost with a process: the run goes on from its last checkpoint."""
+    """Sharded weights are lost with a process: the run continues from its last checkpoint."""
     resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
     whole, path = tmp_path / "whole", tmp_path / "killed"
     is_sharded = sharding != "none"

@@ -1,4 +1,4 @@
-"""Rows made by hand."""
+"""Hand-made rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THRESHOLD = 0.5
 def episode(
     number: int, scores: Sequence[float | str | None], *, prompt: str = "hello", **columns: Any
 ) -> Episode:
-    """A chain of turns; a score "error" stands for a scorer that failed."""
+    """A chain of turns; a score "error" stands for a failed scorer."""
     return [
         {
             "step": 0,

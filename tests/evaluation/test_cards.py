@@ -107,7 +107,7 @@ def test_scorers_of_packages_are_identified_by_their_versions(
     disclosure = DisclosureScorer.Parameters(secrets=["a word"])
     assert code_of(DisclosureScorer(disclosure, device=torch.device("cpu"))) is None
     installed = Installed(Scorer.Parameters(), device=torch.device("cpu"))
-    # Without the package that it needs.
+    # Without its required package.
     profanity = ProfanityScorer.__new__(ProfanityScorer)
     before = [code_of(installed), code_of(profanity)]
     monkeypatch.setattr(metadata, "version", lambda _: "0.0.1")

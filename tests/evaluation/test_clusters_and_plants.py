@@ -29,7 +29,7 @@ def by_first_word(texts: Sequence[str]) -> Tensor:
     ).float()
 
 
-def test_probes_that_are_alike_are_one_cluster_the_largest_first() -> None:
+def test_similar_probes_form_a_cluster_and_the_largest_is_first() -> None:
     likely = [-5.0, -3.0]
     episodes = judged(
         episode(0, [0.9, 0.9], probe=["my cat sleeps", "my cat eats"], reference_logprob=likely),
@@ -90,13 +90,13 @@ def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
 
 
 def test_the_number_of_kinds_is_chaos_estimate() -> None:
-    """Seven kinds in 10 units, 4 once and 2 twice: 7 + 0.9 * 12 / 6."""
+    """Seven kinds in 10 units, 4 seen once and 2 seen twice: 7 + 0.9 * 12 / 6."""
     found = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
     assert (found["seen"], found["seen_once"], found["seen_twice"]) == (7, 4, 2)
     assert found["value"] == pytest.approx(8.8)
     # var = 0.9 * 12 / 6 + 0.81 * 4 * 49 / 36 + 0.81 * 2 * 144 / 324; the unseen 1.8 are log-normal.
     spread = math.exp(1.959964 * math.sqrt(math.log1p(6.93 / 1.8**2)))
-    # Kinds that were seen are certain, and nothing shows that there are more.
+    # Observed kinds are certain, and there is no evidence of more.
     assert found["low"] == 7.0
     assert found["high"] == pytest.approx(7 + 1.8 * spread, rel=1e-5)
     # No kind twice: 3 + 0.8 * 3 * 2 / 2.

@@ -1,4 +1,4 @@
-"""Paired comparisons, worked out by hand."""
+"""Paired comparisons, computed by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def contender(
 def chains(
     label: str, *scores: Sequence[float | None], prompts: Sequence[str] | None = None
 ) -> Contender:
-    """Conversations of several turns, by default each from a prompt of its own."""
+    """Conversations of several turns, by default each from its own prompt."""
     prompts = prompts or [f"prompt {i}" for i in range(len(scores))]
     made = zip(scores, prompts, strict=True)
     return contender_of(label, judged(*(episode(i, s, prompt=p) for i, (s, p) in enumerate(made))))
@@ -74,7 +74,7 @@ def test_pairs_without_two_verdicts_are_counted() -> None:
 
 def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> None:
     first = chains("a", [0.1, 0.9], [0.1, 0.9], [0.9, 0.1], [0.1, 0.1])
-    # The first pair is known through turn 1, where neither has failed.
+    # The first pair is known through turn 1, at which neither has failed.
     second = chains("b", [0.1, None], [0.1, 0.1], [0.1, 0.1], [0.1, 0.9])
     rate = compared(first, second)["failure_rate"]
     # First: one of four at turn 1, then one of two at risk. Second: none, then one of three.
@@ -83,7 +83,7 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
     assert rate["difference"] == pytest.approx(1 / 3 - 5 / 8)
     assert (rate["only_first"], rate["only_second"]) == (2, 1)
     assert (rate["num_pairs"], rate["num_censored"], rate["through_turn"]) == (4, 1, 2)
-    # A difference is through the last turn at which a pair is left.
+    # A difference covers turns up to the last at which a pair remains.
     first = chains("a", [0.9, 0.1, 0.1], [0.1, 0.1, None])
     second = chains("b", [0.1, 0.1, 0.1], [0.1, 0.9, 0.1])
     rate = compared(first, second)["failure_rate"]
@@ -132,7 +132,7 @@ def test_episodes_of_one_prompt_are_not_independent() -> None:
     same = ["the same"] * 8
     found = compared(contender("a", [0.1] * 8, same), contender("b", [0.9] * 8, same))
     assert (found["failure_rate"]["low"], found["failure_rate"]["high"]) == (-1.0, 1.0)
-    # Likelihoods have no bound: nothing is known of other prompts.
+    # Likelihoods are unbounded: nothing is known of other prompts.
     assert math.isnan(found["probe_nll"]["low"])
     table = comparison_tables({"baseline": "a", "comparisons": {"b": found}, "warnings": []})
     assert f"[{NOTHING}, {NOTHING}]" in as_text(table)
@@ -179,7 +179,7 @@ def test_other_conditions_than_the_attacker_are_warned_of(
     assert all(name in text for name in named)
 
 
-def test_one_name_of_two_scorers_is_warned_of_and_two_names_of_one_target_are_not() -> None:
+def test_a_shared_name_of_two_scorers_is_warned_of_and_two_names_of_a_target_are_not() -> None:
     other = {"scorers": {"classifier": {"_type": "classifier", "label": "kind"}}}
     (warning,) = warned(conditions("a"), conditions("b", other))
     assert 'scorer.label: "rude" in a, "kind" in b' in warning
@@ -223,9 +223,9 @@ def test_five_pairs_that_all_differ_prove_nothing() -> None:
     rate = found["failure_rate"]
     assert rate["difference"] == 1.0
     assert rate["p_value"] == pytest.approx(2 / 32)
-    # So that a gate of `--fail-if` does not fire.
+    # So that a `--fail-if` gate does not fire.
     assert not holds("comparison.failure_rate.low > 0", {"comparison": found})
-    # Pairs that differ alike do not show that a small difference would have been found.
+    # Pairs that differ alike do not show that a small difference would have been detected.
     assert rate["minimum_detectable"] > 0.5
     assert found["mean_score"]["low"] < 0.0
 
@@ -297,7 +297,7 @@ def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
     found, (split, lost) = compare_policies(first, second)
     accuracy = found["accuracy"]
     assert (accuracy["difference"], accuracy["num_pairs"], accuracy["num_problems"]) == (0.0, 3, 2)
-    # The same problem twice is not twice the evidence.
+    # Repeating a problem does not double the evidence.
     assert accuracy["test"] == "sign flips of problems"
     assert split.startswith('split: "dev" in first, "test" in second')
     assert "0 of 3 of first" in lost
@@ -312,7 +312,7 @@ def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
 def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
     chances: tuple[float, float], rewards: list[float]
 ) -> None:
-    """Student's interval held it in 81 and 87 % of them."""
+    """Student's interval covered it in 81 and 87 % of them."""
     rng = np.random.default_rng(0)
     num_held, truth = 0, (chances[1] - chances[0]) * float(np.mean(rewards))
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Meaning of conditions of --fail-if, and refusal of everything else."""
+"""Meaning of --fail-if conditions, and refusal of everything else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_condition_holds_by_the_usual_rules(condition: str, expected: bool) ->
         "failure_rate.high = 1",
         "(" * 999 + "1 > 2" + ")" * 999,
         "-" * 9999 + "1 > 2",
-        # Python evaluates nothing.
+        # Nothing is passed to Python's eval.
         "__import__('os').getpid() > 0",
         "exit() > 0",
         "2 ** 9 > 0",

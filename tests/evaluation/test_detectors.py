@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
 
 
 class Wordy(Scorer):
-    """0.9 for a text with rude, no verdict for one with odd; keeps the exchanges."""
+    """0.9 for a text with rude, no verdict for a text with odd; records the exchanges."""
 
     reads_history = True
 
@@ -118,7 +118,7 @@ def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing:
 def corrected(
     rng: np.random.Generator, failing: Any, prompts: Sequence[int], se: float, sp: float
 ) -> dict[str, Any]:
-    """Corrected rates of a scorer with errors, whose quality is known from 80 labels each."""
+    """Corrected rates of an imperfect scorer, whose quality is estimated from 80 labels each."""
     verdicts = np.where(failing, rng.random(failing.shape) < se, rng.random(failing.shape) > sp)
     rows = zip(prompts, verdicts.tolist(), strict=True)
     episodes = judged(*(flagged(i, row, str(prompt)) for i, (prompt, row) in enumerate(rows)))
@@ -127,7 +127,7 @@ def corrected(
 
 
 def test_the_interval_holds_the_truth_at_its_level() -> None:
-    """Prompts differ in how often they fail, and quality is known from 80 labels each."""
+    """Prompts differ in their failure rates, and quality is estimated from 80 labels each."""
     rng = np.random.default_rng(0)
     share, se, sp, num_covered = 0.3, 0.85, 0.95, [0, 0]
     # Of rates drawn from Beta(1.5, 3.5), the mean of (1 - rate)^2.
@@ -167,7 +167,7 @@ def test_neither_bound_of_a_corrected_rate_errs_often_with_few_prompts(
     assert max(below, above) <= 9
 
 
-def test_labels_are_counted_against_verdicts_and_missing_ones_are_in_no_rate(
+def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     tmp_path: Path,
 ) -> None:
     labels = {"rude .": True, "fine .": True, "odd rude": True, "good .": False, "not rude": False}

@@ -193,11 +193,11 @@ def test_estimates_are_right_on_average_also_where_the_heavy_failure_is_rare() -
     error = values.std() / len(values) ** 0.5
     assert abs(values.mean() - truth) < 3 * error < 0.2 * truth
     assert np.mean([e.low <= truth <= e.high for e in found if e.low is not None]) >= 0.93
-    # Reported only where many light failures carry it, it would have been far too small.
+    # Reported only if many light failures support it, it would have been far too small.
     light = values[[e.effective_num_failures >= MIN_EFFECTIVE_FAILURES for e in found]]
     assert 0.1 < len(light) / len(values) < 0.9
     assert light.mean() < 0.5 * truth
-    # And single estimates are mostly below the truth, which is what the caution is for.
+    # And single estimates are mostly below the truth, hence the caution.
     assert np.mean(values < truth) > 0.5
 
 
@@ -213,7 +213,7 @@ def test_a_refusal_does_not_depend_on_the_failures() -> None:
 
 def test_mixtures_whose_weights_cannot_be_right_are_refused() -> None:
     right = mixture(defensive_shares(400, 3), np.random.default_rng(2))
-    # As if the attacker had written everything with a fifth of its probability.
+    # As if the attacker had generated everything with a fifth of its probability.
     wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 1.6)
     without = mixture({ATTACKER: 50}, np.random.default_rng(3))
     ratios = np.zeros((60, 1))

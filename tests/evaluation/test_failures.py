@@ -1,4 +1,4 @@
-"""Figures of a trainer's rollouts, worked out by hand on a tree made by hand."""
+"""Metrics of a trainer's rollouts, computed by hand on a hand-made tree."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_parts_add_up_to_the_whole(tree: RolloutTree) -> None:
 def test_without_success_there_is_no_distinct_share() -> None:
     report = tally_of(make_chains(["hello"], ["a", "b"], [0.1, 0.49])).report()
     assert report["failure_rate"] == 0.0
-    # One episode without failure: a rate of 97.5 % would show that once in forty times.
+    # One episode without failure: a rate of 97.5 % would have this result once in forty times.
     assert report["failure_rate_interval"] == [0.0, pytest.approx(0.975)]
     assert (report["distinct_share"], report["most_common_probe"]) == (None, None)
 
@@ -161,13 +161,13 @@ def test_chains_take_the_prompts_in_order_and_again_from_the_first() -> None:
 
 
 def test_turns_without_verdict_enter_no_denominator() -> None:
-    # Episode 0 fails late, 1 has an error and an undetermined turn.
+    # Episode 0 fails late; episode 1 has an error and an undetermined turn.
     tree = make_chains(["a cat", "hello"], ["a", "b", "cat", "c"], [0.1, math.nan, 0.9, math.nan])
     tree.nodes["is_error"] = torch.tensor([False, True, False, False])
     tree.nodes["reward"] = tree.nodes["response_score"] - 1.0
     report = tally_of(tree).report()
     assert report["outcomes"] == {"failure": 1, "none": 1, "undetermined": 1, "error": 1}
-    # One failed, the other is censored at its first turn.
+    # One failed; the other is censored at its first turn.
     assert report["failure_rate"] == 1.0
     assert (report["num_failed"], report["num_known"]) == (1, 1)
     assert (report["if_unknown_passed"], report["if_unknown_failed"]) == (0.5, 1.0)
@@ -191,6 +191,6 @@ def test_the_episodes_of_a_training_rollout_are_censored_too() -> None:
     tree.nodes["is_error"] = torch.zeros(6, dtype=torch.bool)
     scenario: Any = SimpleNamespace(scenario=SimpleNamespace(failure_threshold=0.5))
     metrics = AstEvaluation.tree_metrics(scenario, tree)
-    # The second failed after a turn without a verdict: one of the two others failed.
+    # The second failed after a turn without a verdict: one of the other two failed.
     assert metrics["episode_failure_rate"] == 0.5
     assert metrics["failure_rate"] == pytest.approx(2 / 5)

@@ -1,4 +1,4 @@
-"""One evaluation, one comparison and one exporter for every family of runs."""
+"""The same evaluation, comparison and exporter for every family of runs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path)
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """Forget what a test registers."""
+    """Forget a test's registrations."""
     before = [(one, one.snapshot()) for one in (EXPORT_FORMATS, FAMILIES, METRICS)]
     yield
     for registry, snapshot in before:

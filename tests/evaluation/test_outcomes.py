@@ -1,4 +1,4 @@
-"""Outcomes of turns and episodes, and figures worked out by hand from rows made by hand."""
+"""Outcomes of turns and episodes, and metrics computed by hand from hand-made rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_episode_is_censored_at_its_first_turn_without_a_verdict() -> None:
     assert follow_up_of(turns) == ([2, 1, 3, 0, 3], [True, False, False, False, False], 3)
     limits = [1, 3, 2, 3, 3]
     assert follow_up_of(turns, limits) == ([1, 1, 2, 0, 3], [False] * 5, 3)
-    # The failure after the unknown turn of the second may not have been its first.
+    # The failure after the second episode's unknown turn may not have been its first.
     scores = ([0.9, 0.1, 0.1], [0.1, None, 0.9], [0.1, 0.1, 0.9], [0.1, 0.1, 0.1])
     found = turns_to_failure(judged(*(episode(i, one) for i, one in enumerate(scores))))
     assert found.num_at_risk == [4, 2, 2]
@@ -93,7 +93,7 @@ def test_the_rate_is_right_where_verdicts_are_missing_at_random(missing: float) 
 
 
 def test_where_no_verdict_is_missing_the_rate_is_the_share_of_failed_episodes() -> None:
-    """The figure of the README: 232 of 240, 96.7 % [94.0, 98.4]."""
+    """The numbers in the README: 232 of 240, 96.7 % [94.0, 98.4]."""
     episodes = [[NONE, FAILURE, NONE]] * 232 + [[NONE] * 3] * 8
     for prompts in (range(240), [i // 4 for i in range(240)]):
         found = failure_rate(episodes, prompts)
@@ -113,7 +113,7 @@ def test_without_verdicts_through_the_last_turn_there_is_no_rate_but_a_lower_bou
     assert found.high == 1.0
     all_failed = [[FAILURE, NONE]] * 30 + [[ERROR, FAILURE]] * 30
     assert failure_rate(all_failed, range(60)).estimate.value == 1.0
-    # Bounds count every failure, whatever is missing before it.
+    # Bounds count every failure, even after missing verdicts.
     episodes = [[NONE, UNDETERMINED, FAILURE], [ERROR, NONE, NONE], [NONE] * 3, [FAILURE] * 3]
     bounds = failure_rate(episodes, range(4))
     assert (bounds.if_unknown_passed, bounds.if_unknown_failed) == (0.5, 0.75)
@@ -159,7 +159,7 @@ def test_hit_at_k_is_over_the_episodes_of_a_prompt() -> None:
     episodes = judged(
         *(episode(i, [score], prompt="a") for i, score in enumerate([0.9, 0.1, 0.1])),
         *(episode(i, [score], prompt="b") for i, score in enumerate([0.1, 0.1], start=3)),
-        # Left out whether it failed or not, since its second verdict is missing.
+        # Excluded whether it failed or not, since its second verdict is missing.
         episode(5, [0.9, None], prompt="b"),
     )
     found = hit_rates(episodes)

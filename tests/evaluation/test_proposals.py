@@ -76,7 +76,7 @@ def test_the_reference_alone_samples_as_without_a_proposal(sampler: TreeSampler)
 
 
 @pytest.mark.parametrize("min_new_tokens", [0, 1, 2])
-def test_the_probabilities_of_all_that_can_be_drawn_add_up_to_one(
+def test_the_probabilities_of_all_possible_probes_add_up_to_one(
     tiny_model: HuggingFaceLanguageModel, min_new_tokens: int
 ) -> None:
     """With the end, the length limit, forbidden tokens and the earliest end, by enumeration."""
@@ -139,7 +139,7 @@ def test_scores_of_a_tree_are_sums_over_each_probe(sampler: TreeSampler) -> None
     agent = sampler.attacker
     found = sampled_logprobs(agent.language_model, tree, agent.sampling)
     sampled = tree.nodes["probe_logprobs"].sum(dim=1)
-    # What is drawn is never less likely than under the whole distribution.
+    # The drawn result is never less likely than under the complete distribution.
     assert found.shape == (2,)
     assert bool((found >= sampled - 1e-5).all())
 

@@ -1,4 +1,4 @@
-"""Stored conversations are rated as a rollout rates them."""
+"""Stored conversations are rated like a rollout's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lengths(Scorer):
 
 
 class Remembers(Lengths):
-    """The number of messages before."""
+    """The number of preceding messages."""
 
     reads_history = True
 
@@ -57,7 +57,7 @@ def test_a_scorer_of_conversations_reads_the_earlier_messages() -> None:
     assert Exchange("q", second, role="user") in scorer.seen
 
 
-def test_further_scorers_leave_the_first_ones_verdict_alone() -> None:
+def test_further_scorers_do_not_change_the_first_verdict() -> None:
     episodes = [episode(0, [0.9, 0.1], response=["abc", "?"])]
     rate_by_others(episodes, {"lengths": made(Lengths)})
     assert [row["response_score"] for row in episodes[0]] == [0.9, 0.1]

@@ -1,4 +1,4 @@
-"""All figures of an evaluation together, with their warnings and tables."""
+"""All metrics of an evaluation together, with their warnings and tables."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_probability_of_failure_has_both_estimates_which_are_censored() -> N
         unknown[1]["response_score"] = None
     for unknown in early[:100]:
         unknown[0] |= {"response_score": None, "is_error": True}
-    # Attacker and reference are alike: every weight is 1, with the same product of hazards.
+    # Attacker and reference are equal: every weight is 1, with the same product of hazards.
     for chances, value, num_known in (
         (ordinary(), 0.1, 200),
         (late, 0.1, 120),

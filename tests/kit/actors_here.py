@@ -1,4 +1,4 @@
-"""Actors without Ray: calls are written, and read by actors of this process."""
+"""Actors without Ray: calls are pickled and run by actors of this process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nip_astra.utils.actors import ActorOptions, CallWriter, _Actor
 
 
 class Reference:
-    """A stand-in for an object reference of Ray's."""
+    """A stand-in for Ray's object reference."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
 
 class ActorsHere:
-    """`Actors` without Ray: calls are written, and read by actors of this process."""
+    """`Actors` without Ray: calls are pickled and run by actors of this process."""
 
     def __init__(self, num_actors: int) -> None:
         self.sent: list[int] = []
@@ -41,10 +41,10 @@ class ActorsHere:
         return self.begin(calls, kept)()
 
     def begin(self, calls: list[Callable[[], Any]], kept: list[object]) -> Callable[[], list[Any]]:
-        """Write calls now, and make them when their results are asked for."""
+        """Pickle calls now, and run them when their results are requested."""
         self.sender.keep(kept)
         weights, references = self.sender.weights(), list(self.sender.references)
-        # As the object store would, they are kept as they are now.
+        # Arguments keep their present values, as in the object store.
         weights = copy.deepcopy(weights)
         written = [self.sender.dumps(call) for call in calls]
         has_grad = torch.is_grad_enabled()
@@ -60,11 +60,11 @@ class ActorsHere:
         return make
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Nothing was started."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
-    """Have actors be of this process; those that were opened."""
+    """Make actors objects of this process; returns the opened actors."""
     made: list[ActorsHere] = []
 
     def make(options: ActorOptions) -> ActorsHere:
@@ -72,7 +72,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
         return made[-1]
 
     monkeypatch.setattr(actors_module, "Actors", make)
-    # TorchRL looks for its specification when it is imported.
+    # TorchRL checks for its specification at import.
     spec = ModuleSpec("ray", None)
     ray = SimpleNamespace(get=lambda reference: reference.value, __spec__=spec)
     monkeypatch.setitem(sys.modules, "ray", ray)

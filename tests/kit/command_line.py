@@ -1,4 +1,4 @@
-"""Type commands in a test, in this process and without leaving anything behind."""
+"""Run commands in a test, in this process, without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REGISTRIES = (
 
 
 class Said(NamedTuple):
-    """What a command gave."""
+    """Output of a command."""
 
     code: int
     out: str
@@ -55,7 +55,7 @@ class Said(NamedTuple):
 
 
 class CommandLine:
-    """Types commands in an empty folder."""
+    """Runs commands in an empty folder."""
 
     def __init__(self, folder: Path, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class CommandLine:
             patch.setattr(os, "environ", os.environ.copy())
             patch.setattr(sys, "argv", ["nip-astra", *arguments])
             patch.setattr(typer.main, "get_command", ONCE)
-            # A command that serves adds one that writes to this test's standard error.
+            # A server command adds a handler that writes to this test's standard error.
             patch.setattr(LOGGER, "handlers", list(LOGGER.handlers))
             with pytest.raises(SystemExit) as caught:
                 main()
@@ -75,13 +75,13 @@ class CommandLine:
         return Said(int(caught.value.code or 0), captured.out, captured.err)
 
     def ok(self, *arguments: str) -> Said:
-        """Type a command that succeeds."""
+        """Run a command that succeeds."""
         said = self(*arguments)
         assert said.code == 0, said.err
         return said
 
     def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
-        """Run the tiny scenario as the run `one`, with changes; a trainer given last wins."""
+        """Run the tiny scenario as the run `one`, with changes; the last `--trainer` wins."""
         small = ("ast_chat.evaluation.use_random_search=false", "training.num_iterations=2")
         sets = [part for item in (*small, *overrides) for part in ("--set", item)]
         return self(
@@ -91,13 +91,13 @@ class CommandLine:
         )
 
     def write(self, name: str, text: str) -> str:
-        """Write a file into the folder and give its path."""
+        """Write a file into the folder and return its path."""
         (self.folder / name).write_text(textwrap.dedent(text))
         return str(self.folder / name)
 
 
 def refused(said: Said) -> str:
-    """Check the form that every message has, and give it on one line."""
+    """Check the form common to all messages, and return the message on a single line."""
     assert said.code == 2, said
     assert said.err.count("error: ") == 1, said.err
     assert "Traceback" not in said.err
@@ -112,10 +112,10 @@ def registered_names() -> list[str]:
 
 @contextmanager
 def plugins_forgotten_after() -> Iterator[None]:
-    """Forget the plug-ins that are loaded within the block, and what they registered."""
+    """Forget plug-ins loaded within the block, with their registrations."""
     for registry, members in REGISTRIES:
         for member in members:
-            # What is imported later would be lost: Python imports a module once only.
+            # Later imports would be lost: Python imports a module only once.
             registry.get(member)
     snapshots = [(registry, registry.snapshot()) for registry in ALL_REGISTRIES.values()]
     try:

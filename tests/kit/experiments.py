@@ -27,7 +27,7 @@ TASK = (
 
 
 class RecordingTracker(Tracker):
-    """Keeps what it is given: rows of metrics, tables by name and step, artifacts."""
+    """Keeps its input: rows of metrics, tables by name and step, artifacts."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -55,7 +55,7 @@ class RecordingTracker(Tracker):
 
 
 def trainer_of(name: str, *overrides: str, scenario: Path | str | None = None) -> Any:
-    """A trainer on a scenario, by default that of its preset."""
+    """A trainer on a scenario, by default its preset's."""
     place = None if scenario is None else str(scenario)
     resolved = resolve_experiment(trainer=name, scenario=place, overrides=overrides)
     return prepare_experiment(resolved, progress=False).trainer
@@ -96,7 +96,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def stopped_after(count: int) -> Iterator[None]:
-    """Have a signal stop the run of the block; `count` is how often it looks for one before."""
+    """Have a signal stop the run of the block, after `count` checks for a signal."""
     looks = iter(range(count))
 
     def flag() -> str | None:

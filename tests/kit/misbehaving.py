@@ -1,4 +1,4 @@
-"""Servers that misbehave in more than 100 ways, and what must become of a request to each."""
+"""Servers that misbehave in more than 100 ways, with the valid outcomes of a request to each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Send = Callable[[socket.socket], None]
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """What a server does with every request, and what the client makes of it.
+    """A server's behaviour on every request, and the client's outcome.
 
     Attributes
     ----------
     outcomes : tuple of str
-        One of them: the text of an answer after "says ", a `FailureReason`, or the name of an
+        One of: the text of an answer after "says ", a `FailureReason`, or the name of an
         error.
     """
 
@@ -38,7 +38,7 @@ class Misbehaviour:
 def reply(
     body: bytes | str = b"", status: int = 200, *, headers: dict[str, str] | None = None
 ) -> Send:
-    """A whole answer of any content.
+    """A complete answer with any content.
 
     It closes its connection: a client that sent its next attempt over one that is being closed
     would see a lost connection instead of this answer.
@@ -52,7 +52,7 @@ def reply(
 
 
 def raw(*pieces: bytes, drips: bool = False, is_endless: bool = False) -> Send:
-    """Bytes as they are, at once or one by one, and then again from the last piece."""
+    """Raw bytes, at once or one by one, then again from the last piece."""
 
     def send(connection: socket.socket) -> None:
         for piece in pieces:
@@ -69,7 +69,7 @@ def raw(*pieces: bytes, drips: bool = False, is_endless: bool = False) -> Send:
 
 
 def reset(connection: socket.socket) -> None:
-    """End the connection by a reset."""
+    """End the connection with a reset."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -90,7 +90,7 @@ def said(content: Any, **more: Any) -> Send:
 
 
 def completion(**fields: Any) -> Send:
-    """A right completion with other fields."""
+    """A correct completion with other fields."""
     message = {"role": "assistant", "content": "hi"}
     whole = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
     return reply(json.dumps(whole | fields))
@@ -102,7 +102,7 @@ def compressed(encoding: str, content: bytes) -> Send:
 
 RIGHT = json.dumps({"choices": [{"message": {"role": "assistant", "content": "hi"}}]}).encode()
 _PACKER = zlib.compressobj(1, wbits=31)
-# In parts, since tests measure how much memory the process takes at most.
+# In parts, since tests measure the peak memory of the process.
 BOMB = b"".join([_PACKER.compress(b" " * 2**20) for _ in range(128)]) + _PACKER.flush()
 """128 MiB in 600 KB."""
 SAYS_HI, EMPTY = ("says hi",), ("says ",)
@@ -265,7 +265,7 @@ MISBEHAVIOURS: dict[str, Misbehaviour] = {
 
 @dataclass
 class Misbehaving:
-    """A server that does the same with every request."""
+    """A server that treats every request alike."""
 
     address: str
     num_requests: int = 0
@@ -274,7 +274,7 @@ class Misbehaving:
 
 @contextmanager
 def misbehaving(send: Send) -> Iterator[Misbehaving]:
-    """Serve on the loopback interface for as long as the block lasts."""
+    """Serve on the loopback interface within the block."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     server = Misbehaving(f"http://127.0.0.1:{listening.getsockname()[1]}")
 
@@ -290,7 +290,7 @@ def misbehaving(send: Send) -> Iterator[Misbehaving]:
                 while connection.recv(2**16):
                     pass
         except (OSError, ValueError):
-            # The client has had enough.
+            # The client closed the connection.
             pass
         finally:
             connection.close()
@@ -309,7 +309,7 @@ def misbehaving(send: Send) -> Iterator[Misbehaving]:
     try:
         yield server
     finally:
-        # Closing alone would not wake who accepts.
+        # Closing alone would not wake the accepting thread.
         listening.shutdown(socket.SHUT_RDWR)
         listening.close()
         for connection in server.connections:

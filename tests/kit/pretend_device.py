@@ -1,4 +1,4 @@
-"""A second device without hardware: its tensors are computed on the CPU, and must not be mixed.
+"""A second device without hardware: its tensors are computed on the CPU, and cannot be mixed.
 
 Tensors with `device=PRETEND` refuse operations beside tensors of the CPU as those of a GPU do, so
 that code which makes a tensor on the wrong device fails in tests.
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 PRETEND = torch.device("meta")
-# A GPU takes indices, masks and copies of the CPU too.
+# A GPU also accepts CPU indices, masks and copies.
 MIXED = (
     "aten::index",
     "aten::_index_put_impl_",
@@ -29,7 +29,7 @@ MIXED = (
 
 
 class PretendTensor(Tensor):
-    """A tensor of the device; `held` has its numbers, on the CPU."""
+    """A tensor of the device; `held` is the same tensor on the CPU."""
 
     held: Tensor
 
@@ -63,7 +63,7 @@ class PretendTensor(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Makes tensors with `device=PRETEND` on the device."""
+    """Creates tensors with `device=PRETEND` on the device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -73,7 +73,7 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def pretend_device() -> Iterator[torch.device]:
-    """Make the device available in the block."""
+    """Make the device available within the block."""
     fused = "torch.optim.optimizer._get_fused_kernels_supported_devices"
     with (
         _Mode(),
@@ -85,7 +85,7 @@ def pretend_device() -> Iterator[torch.device]:
 
 
 def _moved(make: Callable[..., Tensor], data: Any, *, device: Any = None, **how: Any) -> Tensor:
-    """Make a tensor of Python's numbers, which torch does not write to its own "meta" device."""
+    """Make a tensor from Python numbers, which torch does not write to its own "meta" device."""
     made = make(data, **how)
     return made if device is None else made.to(device)
 
@@ -113,7 +113,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     def wrap(one: Any) -> Any:
         if not isinstance(one, Tensor) or isinstance(one, PretendTensor):
             return one
-        # An operation in place returns what it was given.
+        # An in-place operation returns its argument.
         return given[id(one)] if id(one) in given else PretendTensor(one)
 
     return tree_map(wrap, found) if goes_here else found

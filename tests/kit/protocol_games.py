@@ -19,7 +19,7 @@ NUM_SYMBOLS = 4
 
 
 class GameOfSymbols(ToyProtocolScenario):
-    """The toy scenario with four symbols, of which nobody sends the last."""
+    """The toy scenario with four symbols, of which no agent sends the last."""
 
     @classmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
@@ -33,7 +33,7 @@ class GameOfSymbols(ToyProtocolScenario):
 def build_game(
     protocol: str = "nip", scenario: dict[str, Any] | None = None, **groups: Any
 ) -> ScenarioInstance:
-    """Build the game: 16 environments of 4 steps unless `groups`, plain values, say otherwise."""
+    """Build the game: 16 environments of 4 steps unless `groups`, plain values, override this."""
     handler = PROTOCOL_HANDLERS.get(protocol)
     sections = {KIND: GameOfSymbols.Parameters, protocol: handler.Parameters}
     values = {

@@ -1,4 +1,4 @@
-"""Reading of models, which tests do thousands of times with the same few tiny ones."""
+"""Loading of models, which tests do thousands of times with the same few tiny models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _content(folder: Path) -> dict[str, bytes] | None:
 
 
 def models_are_read_once(patch: pytest.MonkeyPatch) -> None:
-    """Have transformers give a copy of a model whose files it has read before."""
+    """Have transformers return a copy of a model whose files it has loaded before."""
     for kind in (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification):
         read = partial(_read_once, kind.from_pretrained, [])
         patch.setattr(kind, "from_pretrained", staticmethod(read))

@@ -1,4 +1,4 @@
-"""A short run of every trainer that ships, and runs as a killed process leaves them."""
+"""A short run of every built-in trainer, and runs as a killed process leaves them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.
 def short_experiment(
     trainer: str, folder: Path, *more: str, num_iterations: int = 4
 ) -> ResolvedExperiment:
-    """A run of a trainer that takes about a second, over models written into a new folder."""
+    """A run that takes about a second, over models written into a new folder."""
     if trainer.startswith("ast_"):
         folder.mkdir(parents=True)
         length = f"training.num_iterations={num_iterations}"
@@ -67,7 +67,7 @@ def short_experiment(
 
 
 def copy_as_killed_after(run: Path, checkpoint: Path, copy: Path) -> None:
-    """Copy a run as a process leaves it that was killed some time after a checkpoint."""
+    """Copy a run as left by a process killed some time after a checkpoint."""
     shutil.copytree(run, copy)
     for name in (RESULTS, REPORT):
         (copy / name).unlink()

@@ -12,14 +12,14 @@ Answer = Callable[[BaseHTTPRequestHandler, bytes], None]
 
 
 class Server(ThreadingHTTPServer):
-    # The class's 5 would refuse some of the connections of a level that are opened at once.
+    # The class's default of 5 would refuse some of a level's simultaneous connections.
     request_queue_size = 1024
     daemon_threads = True
 
 
 @contextmanager
 def serving(answer: Answer, *, port: int = 0) -> Iterator[str]:
-    """Answer requests while the block runs; yields the address of the server."""
+    """Answer requests within the block; yields the server's address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

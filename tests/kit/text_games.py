@@ -61,7 +61,7 @@ Script = Callable[[ChatRequest, int], str | ChatAnswer | ChatFailure]
 
 @dataclass
 class FakeChatModel(ChatModel):
-    """Answers by a function of the request and the number of the sample."""
+    """Answers by a function of the request and the sample's index."""
 
     script: Script
     name: str = "fake"
@@ -101,7 +101,7 @@ class FakeSpeaker:
 
 @dataclass
 class FakeFineTuning(FineTuningService):
-    """Jobs that succeed at the second look; the model's name is the job's."""
+    """Jobs that succeed at the second poll; the model is named after the job."""
 
     looks_needed: int = 2
     jobs: dict[str, FineTuningJob] = field(default_factory=dict)
@@ -180,7 +180,7 @@ CLAIMS = NestedArrayDict(
 
 @dataclass
 class TextParts:
-    """An instance with made-up models, and what was asked of them."""
+    """An instance with made-up models, and their requests."""
 
     instance: PureTextScenarioInstance
     hyper_params: HyperParameters
@@ -208,7 +208,7 @@ def build_text_parts(
     Parameters
     ----------
     script : callable
-        Gives a model's script by its name; "base" is that of the beginning.
+        Returns a model's script by its name; "base" is the initial model.
     agents : Mapping
         Parameters of agents, by name.
     groups : Mapping

@@ -1,4 +1,4 @@
-"""Run the slow tests of optional packages, each package in a virtual environment of its own.
+"""Run the slow tests of optional packages, each package in its own virtual environment.
 
     python tests/kit/third_party.py mlflow trackio
     python tests/kit/third_party.py --list
@@ -20,7 +20,7 @@ FOLDER = ROOT / ".third_party"
 
 
 class Package(NamedTuple):
-    """Extras of nip_astra, the tests that need the package, and packages of no extra."""
+    """Extras of nip_astra, the tests that need the package, and further packages."""
 
     extras: tuple[str, ...]
     tests: tuple[str, ...]
@@ -62,7 +62,7 @@ PACKAGES = {
 
 
 def run(name: str) -> int:
-    """Build the environment of a package where there is none, and run its tests."""
+    """Build a package's environment if it does not exist, and run its tests."""
     package, folder = PACKAGES[name], FOLDER / name
     python = folder / "bin" / "python"
     if not python.exists():

@@ -59,7 +59,7 @@ def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Played:
-    """A training rollout and what it teaches."""
+    """A training rollout with the samples made from it."""
 
     tree: RolloutTree
     samples: list[Sample]
@@ -75,7 +75,7 @@ def experience_of(trainer: AstTrainer, iteration: int = 0) -> Played:
 
 
 def learn(trainer: AstTrainer) -> None:
-    """Train, and measure nothing before and after."""
+    """Train without any measurement before or after."""
     trainer._set_seed()
     with trainer._open_progress_bar(), ExitStack() as stack:
         trainer._build_train_context(stack)
@@ -92,7 +92,7 @@ TOOL_TEMPLATE = (
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes, which can write any text, with a chat template for tools."""
+    """A tokenizer of single bytes, which can encode any text, with a chat template for tools."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<pad>", "<unk>", "<bos>", "<end>", *alphabet]
     raw = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -110,7 +110,7 @@ Files = tuple[dict[str, bytes], torch.Tensor]
 
 @cache
 def _files_of(make: Callable[..., None], **options: int) -> Files:
-    """The files of a model by name, and the state of torch's generator after it was made."""
+    """The files of a model by name, and torch's generator state after its creation."""
     with TemporaryDirectory() as folder:
         make(Path(folder), **options)
         files = {file.name: file.read_bytes() for file in Path(folder).iterdir()}
@@ -133,7 +133,7 @@ def make_language_model(
     head_size: int = 8,
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Write a random Llama of two layers with its tokenizer, and give its folder."""
+    """Write a random Llama of two layers with its tokenizer, and return its folder."""
     options = {"seed": seed, "window": window, "head_size": head_size}
     if tokenizer is None:
         return _write(_files_of(_save_language_model, **options), directory)
@@ -182,7 +182,7 @@ def _save_language_model(
 
 
 def make_classifier(directory: Path, *, seed: int = 0) -> Path:
-    """Write a random two-label BERT with its tokenizer, and give its folder."""
+    """Write a random two-label BERT with its tokenizer, and return its folder."""
     return _write(_files_of(_save_classifier, seed=seed), directory)
 
 
@@ -237,7 +237,7 @@ def scenario_section(root: Path, **changes: object) -> dict[str, object]:
 
 
 def write_scenario(root: Path, **changes: object) -> Path:
-    """Write a scenario of tiny models below `root` and give its folder."""
+    """Write a scenario of tiny models below `root` and return its folder."""
     section = scenario_section(root, **changes)
     training = {
         "lr": 3e-3,

@@ -1,4 +1,4 @@
-"""A scenario whose prover sees a vector that tells the label, and whose verifier sees nothing."""
+"""A scenario whose prover sees a vector that reveals the label, and whose verifier sees nothing."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class ToyProtocolScenario(TensorDictScenario):
     kind = KIND
 
     class Parameters(TensorDictScenario.Parameters):
-        """How many datapoints there are."""
+        """Number of datapoints."""
 
         agents: Mapping[str, ToyAgentParameters] = {"default": ToyAgentParameters()}
         num_datapoints: int = 32
@@ -155,7 +155,7 @@ class ToyProtocolScenario(TensorDictScenario):
 
 @contextmanager
 def toy_kind() -> Iterator[None]:
-    """Have the kind registered within the block."""
+    """Register the kind within the block."""
     SCENARIOS.register(KIND)(ToyProtocolScenario)
     try:
         yield

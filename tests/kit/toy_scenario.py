@@ -1,4 +1,4 @@
-"""A scenario and trainer without models, as a plug-in file, to test how runs are run."""
+"""A scenario and trainer without models, as a plug-in file, to test the running of experiments."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ toy_trainer:
 
 @contextmanager
 def toy_scenario_in(folder: Path) -> Iterator[Path]:
-    """Write the scenario with its plug-in; what that registers is forgotten after the block."""
+    """Write the scenario with its plug-in; its registrations are forgotten after the block."""
     folder.mkdir(parents=True)
     (folder / "plugin.py").write_text(PLUGIN)
     (folder / "scenario.yaml").write_text(SCENARIO)

@@ -1,8 +1,8 @@
-"""A stand-in for vLLM that computes with transformers, as slowly and plainly as can be.
+"""A stand-in for vLLM that computes with transformers, as simply as possible.
 
 It refuses any argument that the real one lacks in one of the versions of `vllm_names.json`, it does
 not sample while asleep, and it reads prefixes with the weights of the time when it first saw them
-until it is told to forget them.
+until its cache is reset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_names(what: str, given: Iterable[str], *, also: Iterable[str] = ()) ->
 
 
 class SamplingParams:
-    """Defaults and checks of the real one, as far as they matter here."""
+    """Defaults and checks of the real class, as far as they matter here."""
 
     def __init__(self, **given: Any) -> None:
         check_names("SamplingParams", given)
@@ -62,7 +62,7 @@ class LoRARequest:
 
 
 class _Inner:
-    """What `apply_model` gives: loads weights by their names in the checkpoint."""
+    """The object that `apply_model` passes: loads weights by their names in the checkpoint."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -217,7 +217,7 @@ def _draw(logits: torch.Tensor, params: SamplingParams, step: int, generator: An
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the fake in vLLM's place."""
+    """Replace vLLM by the fake."""
     vllm, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
     monkeypatch.setattr(LLM, "started", [])
     vllm.LLM, vllm.SamplingParams, request.LoRARequest = (  # type: ignore[attr-defined]

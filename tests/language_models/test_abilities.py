@@ -1,4 +1,4 @@
-"""A role takes a model with the abilities that it needs, and refuses by name what lacks one."""
+"""A role accepts a model with the required abilities, and otherwise names what is missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIKELIHOOD = "ast_chat.reward.likelihood_model=target"
 
 
 class Wrapped(TokenModel):
-    """A model in this process, of which only some abilities are shown."""
+    """A model in this process that exposes only some abilities."""
 
     class Parameters(TokenModel.Parameters):
         model: str
@@ -59,14 +59,14 @@ class Wrapped(TokenModel):
 
 
 class Samples(Wrapped, TokenSampler):
-    """Samples tokens alone, as a server of completions does."""
+    """Only samples tokens, like a completions server."""
 
     def generate(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
         return self.inner.generate(contexts, rows_per_context, uniforms_BT, options)
 
 
 class Scores(Wrapped, TokenScorer):
-    """Scores tokens alone."""
+    """Only scores tokens."""
 
     def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
         return self.inner.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
@@ -85,7 +85,7 @@ def _registered() -> Iterator[None]:
 
 
 def options(scenario: Path, role: str, backend: str, *more: str) -> dict[str, Any]:
-    """An experiment in which one role has a backend of few abilities."""
+    """An experiment in which a role's backend has few abilities."""
     model = json.dumps({"_type": backend, "model": str(scenario / role)})
     return {
         "trainer": "ast_dpo",

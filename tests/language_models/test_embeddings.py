@@ -1,4 +1,4 @@
-"""Vectors have unit length, depend on their text, and are kept; encoders are mean-pooled."""
+"""Vectors have unit length, depend on their text, and are cached; encoders are mean-pooled."""
 
 from __future__ import annotations
 
@@ -127,14 +127,14 @@ def test_a_vector_of_n_grams_is_the_same_alone_and_on_every_machine() -> None:
     vectors = embedder.embed([*TEXTS, *STRANGE])
     for text, vector in zip([*TEXTS, *STRANGE], vectors, strict=True):
         assert torch.equal(embedder.compute([text])[0], vector)
-    # "hi" is, between its marks, three triples, two quadruples and one quintuple.
+    # "hi" between its marks has three triples, two quadruples and one quintuple.
     (hi,) = embedder.embed(["hi"]) * 6**0.5
     counts = {int(column): round(hi[column].item(), 6) for column in hi.nonzero()}
     assert counts == {61: 1, 121: -1, 227: -1, 521: 1, 596: 1, 966: -1}
 
 
 def test_a_text_whose_n_grams_cancel_out_has_a_vector_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With one dimension, the three positive and three negative n-grams of "hi" meet there.
+    # With a single dimension, the three positive and three negative n-grams of "hi" cancel.
     monkeypatch.setattr(embeddings, "NUM_NGRAM_DIMENSIONS", 1)
     embedder = build_embedder(EmbedderParameters(), device=CPU)
     assert embedder.compute(["hi"]).tolist() == [[1.0]]

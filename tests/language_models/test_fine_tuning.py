@@ -1,4 +1,4 @@
-"""The fine-tuning engine: what it trains, its options, and that it continues where it was."""
+"""The fine-tuning engine: its training, its options, and its resumption."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan(tiny_model_dir: Path) -> FineTuningPlan:
 
 
 def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
-    """Train a model in this process and write the result, as a job does."""
+    """Train a model in this process and write the result, like a job."""
     tuning = FineTuning(plan, texts)
     for _ in tuning.run():
         pass
@@ -70,7 +70,7 @@ def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
     tuning = FineTuning(plan, SAID)
     before = tuning.evaluate(SAID)
     found = losses(tuning)
-    # Two texts are one batch, so the first loss is that of the untrained model.
+    # Two texts form a single batch, so the first loss is the untrained model's.
     assert found[0] == pytest.approx(before, rel=1e-5)
     assert tuning.evaluate(SAID) < before - 1.0
     assert tuning.num_tokens_trained == 8 * (3 + 5)

@@ -1,4 +1,4 @@
-"""Layers that are computed again give the same gradients, and rounded ones nearly the same."""
+"""Recomputed layers give the same gradients, and rounded layers nearly the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU
 
 
 def write_gpt2(folder: Path) -> Path:
-    """A model whose forward pass is its own alone."""
+    """A model with its own forward pass only."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = GPT2Config(
@@ -85,7 +85,7 @@ def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., An
     logprobs, gradients = gradients_of(exact)
     nearly, rounded_gradients = gradients_of(rounded)
     assert nearly.dtype == torch.float32
-    # Nats, of about 5; bfloat16 has 8 bits, so that a percent is lost.
+    # Nats, about 5; bfloat16 has 8 bits, so the error is about a percent.
     assert 0 < (nearly - logprobs).abs().max() < 0.08
     whole, nearly_whole = (
         torch.cat([one.flatten() for one in some]) for some in (gradients, rounded_gradients)

@@ -1,4 +1,4 @@
-"""What a training left is loaded whole: adapters over their base, and tokenizers from it."""
+"""Trained models are loaded completely: adapters over their base, and tokenizers from it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_missing_tokenizer_comes_from_the_base_or_is_an_error(base: Path, tmp_
 
 def test_a_tokenizer_without_words_is_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "gpt2")
-    # transformers gives a tokenizer of this kind of model where there is none.
+    # transformers creates a tokenizer for this kind of model if there is none.
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path / "gpt2"))
 

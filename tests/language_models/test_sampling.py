@@ -19,7 +19,7 @@ from tests.kit.tiny import CPU, load_backend
 
 
 def _frequencies(logits: torch.Tensor, **options: float) -> torch.Tensor:
-    # A fine grid of uniform numbers gives the distribution without chance.
+    # A fine grid of uniform numbers reproduces the distribution without chance.
     uniforms = (torch.arange(20_000) + 0.5) / 20_000
     drawn = sample_tokens(logits.expand(len(uniforms), -1), uniforms, **options)
     return torch.bincount(drawn, minlength=logits.shape[-1]) / len(uniforms)
@@ -138,7 +138,7 @@ def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert keep_likely(logits, top_k=None, top_p=0.6).tolist() == [[True, True, False, False]]
     assert keep_likely(logits, top_k=1, top_p=1.0).tolist() == [[True, False, False, False]]
-    # Of the three that top_k leaves, 0.84 of the mass are two.
+    # Of the three tokens that top_k keeps, two have 0.84 of the mass.
     assert keep_likely(logits, top_k=3, top_p=0.84).tolist() == [[True, True, False, False]]
     logits[0, 1] = float("-inf")
     assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, False, True, True]]

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states: log-softmax and its gradient, however the rows are cut."""
+"""Log-probabilities from hidden states: log-softmax and its gradient, for any split of the rows."""
 
 from __future__ import annotations
 

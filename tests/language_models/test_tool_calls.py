@@ -1,4 +1,4 @@
-"""Calls of tools in answers, whole and in pieces."""
+"""Tool calls in answers, complete and in pieces."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_options_that_vllm_does_not_support_are_refused(
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
-def test_policies_sample_with_current_weights_and_references_with_initial_ones(
+def test_policies_sample_with_current_weights_and_references_with_initial_weights(
     model_dir: Path, tmp_path: Path, lora: Any
 ) -> None:
     model = load(model_dir, lora=lora)
@@ -155,7 +155,7 @@ def test_weights_travel_in_the_precision_of_the_engine(
     own = dict(model.scorer.module.named_parameters())
     assert {one.dtype for one in own.values()} == {torch.float32}
     assert {one.dtype for _, one in sent} == {torch.bfloat16}
-    # What the engine would have made of float32 weights.
+    # As the engine rounds float32 weights.
     for name, held in llm().module.named_parameters():
         assert torch.equal(held, own[name].detach().to(torch.bfloat16))
 
@@ -231,7 +231,7 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_logged(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load(model_dir, dtype="float32")
-    # As if a sync had been forgotten.
+    # As if a sync had been skipped.
     change(model)
     assert model.weights is not None
     model.engine.note_weights(model.weights.version)
@@ -343,7 +343,7 @@ def test_updates_that_raise_no_version_are_sampled_from(model_dir: Path, lora: A
     rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
     model.logprobs(*rows)
     before = [parameter._version for parameter in model.parameters()]
-    # As fused and 8-bit optimizers write.
+    # As fused and 8-bit optimizers do.
     for parameter in model.parameters():
         parameter.data.add_(torch.randn(parameter.shape) * 0.3)
     assert [parameter._version for parameter in model.parameters()] == before
@@ -386,7 +386,7 @@ def test_a_config_without_a_vocabulary_is_refused(
 
 
 class RayHere:
-    """A stand-in for Ray, whose actors are objects of this process and may die."""
+    """A stand-in for Ray, whose actors are objects of this process and can fail."""
 
     class exceptions:
         class RayTaskError(Exception):
@@ -443,7 +443,7 @@ def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
 @pytest.mark.parametrize(
     ("lora", "num_engines"), [(None, 2), ({"rank": 4, "target_modules": ["q_proj"]}, 3)]
 )
-def test_engines_in_actors_sample_as_one_in_this_process_though_one_dies(
+def test_engines_in_actors_sample_like_an_engine_in_this_process_even_if_one_dies(
     model_dir: Path, ray_here: RayHere, lora: Any, num_engines: int
 ) -> None:
     here = load(model_dir, lora=lora)

@@ -1,4 +1,4 @@
-"""Engines of vLLM in actors of Ray, run for real where an environment has vLLM for CPUs."""
+"""vLLM engines in Ray actors, run for real if an environment has vLLM for CPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 600
 
 
 def run(folder: Path, num_engines: int, kind: str) -> list[dict[str, Any]]:
-    """What the run logged, by the Python beside the command that the environment names."""
+    """The run's log, by the Python interpreter beside the command that the environment names."""
     (process,) = start(folder, num_engines, kind)
     return read(process)
 
@@ -50,7 +50,7 @@ def start(
 
 
 def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """What a process has printed, when it has ended."""
+    """A process's output after its end."""
     try:
         output, faults = process.communicate(timeout=SECONDS)
     finally:
@@ -64,7 +64,7 @@ def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 def test_engines_sample_from_the_weights_of_now(tmp_path: Path, kind: str) -> None:
     first, second = run(tmp_path / "x", 2, kind)
     assert first["loss"] != second["loss"]
-    # At this learning rate a rollout by weights of before is some nats per token off.
+    # At this learning rate a rollout with the previous weights is off by some nats per token.
     for line in (first, second):
         assert line["tokens/generated"] > 100
         assert line["sampler_gap/mean"] < 1e-3

@@ -1,4 +1,4 @@
-"""Read from a wheel of vLLM which arguments it takes, for the fake to hold us to.
+"""Read vLLM's argument names from its wheel, for the fake to enforce.
 
 pip download --no-deps vllm==0.30.0 -d wheels
 python -m tests.language_models.vllm_names wheels/*.whl > tests/language_models/vllm_names.json

@@ -2,8 +2,8 @@
 
     python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused|own [STORE]
 
-With 0 engines there is one in this process. With `own` the target has an engine of its own, and
-says how likely it finds probes: beside the metrics stands how far that is from what transformers
+With 0 engines there is one in this process. With `own` the target has its own engine, and
+scores probes: beside the metrics is the distance of these scores from those that transformers
 computes. With a store, a new file, this is one of several processes among which the weights are
 divided, as RANK and WORLD_SIZE say. Run with an interpreter that has vLLM for CPUs; prints the
 metrics of each iteration as JSON.
@@ -33,20 +33,20 @@ FAST = (
 
 
 def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) -> None:
-    """Make models, train, and print what was logged."""
+    """Make models, train, and print the log."""
     rank = rank_of_process()
     # Equal in all processes.
     folder = runs_dir / f"files_{rank}"
     folder.mkdir(parents=True)
     scenario = write_scenario(folder)
-    # The attention kernel for CPUs takes heads of 32 and more.
+    # The attention kernel for CPUs requires heads of at least 32.
     model = make_language_model(folder / "sampled", seed=1, head_size=32)
     engine = {
         "_type": "vllm",
         "model": str(model),
         "dtype": "float32",
         "decode_graphs": "never",
-        # Of the machine's memory, where there is no GPU.
+        # Share of the machine's memory, as there is no GPU.
         "gpu_memory_utilization": 0.05,
     }
     if num_engines != "0":
@@ -78,7 +78,7 @@ def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) 
 
 
 def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
-    """Train, and compare what the target's engine thinks of probes."""
+    """Train, and compare the target engine's scores of probes."""
     trainer: Any = prepare_experiment(resolved, progress=False).trainer
     attacker, target = (trainer.sampler.attacker, trainer.sampler.target)
     assert attacker.language_model.engine is not target.language_model.engine
@@ -91,8 +91,9 @@ def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
 
 
 def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
-    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats per token, is
-    from what transformers computes with the weights in a folder.
+    """Replacement of `VllmSession.generate` that records the error of span scores.
+
+    The error is in nats per token, against transformers with the weights in a folder.
     """
     exact = load_backend(folder, trainable=False, dtype="float32")
     generate = VllmSession.generate

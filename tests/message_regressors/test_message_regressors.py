@@ -1,4 +1,4 @@
-"""Each regressor reads the codes that it can read, and no more than there is to read.
+"""Each regressor decodes the codes within its ability, and only real information.
 
 Shapes: N messages, D numbers that describe a message.
 """
@@ -19,7 +19,7 @@ KINDS = MESSAGE_REGRESSORS.names()
 
 
 def accuracy(kind: str, features_ND: Tensor, labels_N: Tensor, **fields: Any) -> float:
-    """Learn from the first half, judge the second."""
+    """Learn from the first half, predict the second."""
     parameters = MESSAGE_REGRESSORS.get(kind).Parameters(**fields)
     half = len(labels_N) // 2
     log_odds = build_message_regressor(parameters).fit_and_judge(
@@ -45,7 +45,7 @@ def test_a_code_of_several_symbols_a_label_is_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_read_where_nothing_is_said(kind: str) -> None:
+def test_nothing_is_decoded_from_silent_agents(kind: str) -> None:
     labels_N = symbols(2000, 2, seed=1)
     found = accuracy(kind, one_hot(symbols(2000, 12), 12).float(), labels_N)
     # 4 standard deviations of 1000 guesses

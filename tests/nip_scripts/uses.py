@@ -1,4 +1,4 @@
-"""What a program uses of nip: names that it imports, attributes, keywords and keys of rollouts."""
+"""A program's uses of nip: names that it imports, attributes, keywords and keys of rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOTS = {
 
 
 def uses(source: str) -> set[str]:
-    """What a program uses, as `import x.y`, `self.x.y`, `f(keyword=)` and `[key]`."""
+    """A program's uses, as `import x.y`, `self.x.y`, `f(keyword=)` and `[key]`."""
     tree = ast.parse(source)
     found, imported = set(), set()
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

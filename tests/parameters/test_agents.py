@@ -13,7 +13,7 @@ from nip_astra.parameters.agents import (
 from nip_astra.parameters.parameters_base import explicit_values
 
 
-def test_an_agent_that_plays_at_random_says_so() -> None:
+def test_an_agent_that_plays_at_random_declares_this() -> None:
     assert RandomAgentParameters().is_random
     assert explicit_values(RandomAgentParameters()) == {"is_random": True}
 
@@ -28,7 +28,7 @@ def test_agents_are_given_by_name_or_in_pairs_and_have_a_default() -> None:
         AgentsParameters(prover=slow)["verifier"]
 
 
-def test_of_groups_only_what_was_set_is_given() -> None:
+def test_of_groups_only_set_values_are_returned() -> None:
     agents = AgentsParameters(prover=AgentParameters(agent_lr_factor=LrFactors(actor=0.1)))
     assert explicit_values({"agents": agents, "order": (("a",), ("b",))}) == {
         "agents": {"prover": {"agent_lr_factor": {"actor": 0.1}}},

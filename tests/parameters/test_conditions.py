@@ -20,7 +20,7 @@ from tests.parameters.test_every_parameter import every_field, every_group
         (where_above("a", 1), [2, 1.5], [1, 0], "is above 1"),
     ],
 )
-def test_a_condition_says_of_each_value_whether_it_holds(
+def test_a_condition_holds_for_some_values_only(
     condition: ReadWhere, met: list[object], unmet: list[object], words: str
 ) -> None:
     assert all(condition.is_met(value) for value in met)
@@ -44,10 +44,10 @@ def knows(cls: type[SubParameters], path: str) -> bool:
     return field is not None and (not rest or knows(field.annotation, rest))  # type: ignore[arg-type]
 
 
-def test_every_condition_asks_for_a_parameter_that_there_is() -> None:
+def test_every_condition_names_an_existing_parameter() -> None:
     found = conditions()
     assert len(found) > 40
-    # A condition on a group around the own one: that is one of these classes.
+    # A condition on a group around its own: an instance of one of these classes.
     around = [HyperParameters, *(cls for cls in every_group() if "agents" in cls.model_fields)]
     lost = [
         f"{cls}: {one.path}"

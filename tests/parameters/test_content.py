@@ -67,7 +67,7 @@ def test_a_wheel_s_folders_inside_the_package_come_first(
     assert says(caught.value, house / "empty", "parameters/", "scenarios/", "pip install")
 
 
-def test_a_folder_is_a_scenario_and_a_shipped_name_wins_over_one(house: Path) -> None:
+def test_a_folder_is_a_scenario_and_a_built_in_name_takes_precedence(house: Path) -> None:
     for name in ("mine", "pond"):
         write(Path(name) / "scenario.yaml")
     assert find_scenario("mine") == find_scenario(str(Path("mine").resolve()))
@@ -128,7 +128,9 @@ def test_a_reference_into_a_package_is_in_the_folder_that_has_the_file(
             resolve_reference(f"package://{package}/x", None)
 
 
-def test_an_existing_file_or_a_name_like_a_path_is_one_and_all_else_a_hub_id(house: Path) -> None:
+def test_an_existing_file_or_a_name_like_a_path_is_a_path_and_all_else_a_hub_id(
+    house: Path,
+) -> None:
     write(Path("data/prompts.txt"))
     for reference, path in (
         ("data/prompts.txt", Path("data/prompts.txt")),

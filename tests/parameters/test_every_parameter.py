@@ -1,4 +1,4 @@
-"""Each parameter of the package is read, described, and of a type that files have."""
+"""Each parameter of the package is read, documented, and of a type that files support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def every_group() -> list[type[SubParameters]]:
     for module in pkgutil.walk_packages([str(ROOT)], "nip_astra."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    # Plug-ins that other tests load have modules of names that only begin alike.
+    # Plug-ins loaded by other tests have modules whose names only begin alike.
     groups = [
         cls for cls in subclasses_of(SubParameters) if cls.__module__.startswith("nip_astra.")
     ]

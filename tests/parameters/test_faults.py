@@ -1,4 +1,4 @@
-"""Each fault has its path, the given value, its source, and what would be right."""
+"""Each fault has its path, the given value, its source, and a valid alternative."""
 
 from __future__ import annotations
 

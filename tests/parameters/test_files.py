@@ -1,4 +1,4 @@
-"""Layers are read, stacked and validated, and every value keeps its source."""
+"""Layers are read, merged and validated, and every value keeps its source."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_numbers_in_files_are_numbers(write: Write) -> None:
     }
 
 
-def test_a_file_comes_after_what_it_extends_each_with_its_own_source(write: Write) -> None:
+def test_a_file_overrides_the_files_it_extends_each_with_its_own_source(write: Write) -> None:
     write("base.yaml", "seed: 1\npaint: {gloss: 0.1, layers: 2}\n")
     write("middle.yaml", "extends: base.yaml\npaint: {gloss: 0.2}\n")
     path = write("sub/top.yaml", "extends: ../middle.yaml\nseed: 3\n")
@@ -140,7 +140,7 @@ def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
     assert parse_overrides("training.lr=1e-4").values == {"training": {"lr": 1e-4}}
 
 
-def test_all_wrong_assignments_are_told_at_once() -> None:
+def test_all_wrong_assignments_are_reported_at_once() -> None:
     with pytest.raises(ParameterError) as caught:
         parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])
     assert [(fault.path, fault.given) for fault in caught.value.faults] == [
@@ -192,7 +192,7 @@ def test_an_element_of_a_list_is_changed_by_its_number() -> None:
     }
 
 
-def test_an_element_beyond_the_end_is_told_with_what_there_is() -> None:
+def test_an_element_beyond_the_end_is_reported_with_the_valid_range() -> None:
     file = Layer("file", {**LIST, "empty": []})
     overrides = ["more.2.radius=5", "empty.0=1", "more.1.radius=5"]
     with pytest.raises(ParameterError) as caught:
@@ -286,7 +286,7 @@ def test_a_parameter_may_refer_to_another_of_any_layer() -> None:
     assert unresolved["training"] == {"num_warmup_steps": "${training.minibatch_size}"}
 
 
-def test_a_reference_to_nothing_is_told() -> None:
+def test_a_dangling_reference_is_reported() -> None:
     layers = [BASE, parse_overrides(["paint.gloss=${paint.shine}"])]
     message = error_of(lambda: validate_layers(layers, MODEL))
     assert says(message, "paint.gloss (from --set)", "'paint.shine'", "${", "\\${")

@@ -1,4 +1,4 @@
-"""`HyperParameters`, its sections, and the values that it is read from."""
+"""`HyperParameters`, its sections, and the sources of its values."""
 
 from __future__ import annotations
 

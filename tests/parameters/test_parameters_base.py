@@ -1,4 +1,4 @@
-"""Groups are strict, frozen, and equal those of their plain values."""
+"""Groups are strict, frozen, and equal to those of their plain values."""
 
 from __future__ import annotations
 

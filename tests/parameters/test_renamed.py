@@ -1,4 +1,4 @@
-"""Names of older versions are read in files, with a note, and pointed at elsewhere."""
+"""Names of older versions are accepted in files, with a note, and suggested elsewhere."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_old_names_are_read_in_assignments_and_objects(old: str) -> None:
     assert given.hyper_params.get(MOVED[old]) == 3
 
 
-def test_an_old_name_elsewhere_is_answered_with_the_new_one() -> None:
+def test_an_old_name_elsewhere_is_answered_with_the_new_name() -> None:
     for refused in (
         lambda: resolve_experiment(trainer="ast_dpo", overrides=["training_steps=2"]),
         lambda: resolve_experiment(trainer="ast_dpo").hyper_params.get("training.training_steps"),
@@ -91,7 +91,7 @@ def test_a_value_can_become_several_in_any_section() -> None:
     assert rename(taken, names) == (taken, {})
 
 
-def test_every_new_name_is_one_that_a_trainer_reads() -> None:
+def test_every_new_name_is_read_by_a_trainer() -> None:
     examples = {
         "training": "ast_dpo",
         "solo_agent": "vanilla_ppo",

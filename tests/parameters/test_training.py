@@ -1,4 +1,4 @@
-"""Valid values of `TrainingConfiguration`; that each is used is tested with the optimizer."""
+"""Valid values of `TrainingConfiguration`; tests of the optimizer check that each is used."""
 
 from __future__ import annotations
 

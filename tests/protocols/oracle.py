@@ -1,8 +1,8 @@
-"""What each protocol does, worked out by hand.
+"""The behaviour of each protocol, computed by hand.
 
 Turns are one text a round: "agent:channel agent:channel". Decisions are one letter a round:
 `r`eject, `a`ccept, `c`ontinue. Rewards are those of `playing.REWARDS`: a right decision 3, a wrong
-one -5, no decision in time -7, a turn without one 0.5, a prover that is favoured 2.
+decision -5, no decision in time -7, a turn without a decision 0.5, a favoured prover 2.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Case:
-    """A protocol with parameters, and what follows from them."""
+    """A protocol with parameters, and their expected consequences."""
 
     protocol: str
     turns: list[list[str]]
@@ -72,7 +72,7 @@ NIP = [
             Play("r", 1, one([0], [-5])),
             Play("cca", 1, one([0, 0, 2], [0.5, 0, 3])),
             Play("ccr", 1, one([0, 0, 0], [0.5, 0, -5])),
-            # A decision out of turn is none.
+            # A decision out of turn does not count.
             Play("cacr", 1, one([0, 0, 0, 0], [0.5, 0, 0.5, -7]), is_out=True),
             Play("cccc", 0, one([0, 0, 0, 0], [0.5, 0, 0.5, -7]), is_out=True),
         ],
@@ -86,7 +86,7 @@ NIP = [
             Play("aa", 1, one([0, 2], [0, 3])),
             Play("cccr", 0, one([0, 0, 0, 0], [0, 0.5, 0, 3])),
             Play("ccca", 0, one([0, 0, 0, 2], [0, 0.5, 0, -5])),
-            # Its last turn is passed, and the rounds are over: that is charged, not paid.
+            # Its last turn is passed, and the rounds are over: this is penalised, not rewarded.
             Play("cccc", 0, one([0, 0, 0, 0], [0, 0.5, 0, -7]), is_out=True),
         ],
         {"max_message_rounds": 4},
@@ -272,7 +272,7 @@ MERLIN_ARTHUR = [
         [1],
         [
             Play("cr", 0, two([0, 2], [0, 0], [0, 3]), seed=0),
-            # Who is paid follows from the decision, whoever spoke.
+            # Rewards follow from the decision, whichever agent spoke.
             Play("cr", 1, two([0, 2], [0, 0], [0, -5]), seed=7),
             Play("aa", 1, two([0, 0], [0, 2], [0, 3]), seed=65534),
             Play("ac", 1, two([0, 0], [0, 0], [0, -7]), is_out=True, seed=3),

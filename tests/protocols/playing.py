@@ -1,4 +1,4 @@
-"""Building protocols and playing them without agents."""
+"""Building and playing protocols without agents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(
     zk: Mapping[str, float] | None = None,
     **common: Any,
 ) -> ProtocolHandler:
-    """Build a protocol with parameters of its own, and zero knowledge where `zk` is given."""
+    """Build a protocol with its own parameters, and zero knowledge if `zk` is given."""
     cls = HyperParameters.with_sections({name: PROTOCOL_HANDLERS.get(name).Parameters})
     values = {
         "trainer": "none",
@@ -60,7 +60,7 @@ def play(
     *,
     num_rounds: int | None = None,
 ) -> list[ProtocolStep]:
-    """Play rounds of episodes that begin together; they are stepped on after their ends, too."""
+    """Play rounds of episodes that begin together and are also stepped after their ends."""
     agent_decided_EA = torch.zeros(len(y_E), handler.num_agents, dtype=torch.bool)
     steps = []
     for r in range(num_rounds or handler.max_message_rounds):

@@ -1,4 +1,4 @@
-"""A protocol that contradicts itself is refused, with every fault."""
+"""A protocol that contradicts itself is refused, with every fault reported."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_fault_names_the_attribute_and_its_value(
     assert all(fact in text for fact in facts)
 
 
-def test_all_faults_of_names_are_told_at_once() -> None:
+def test_all_faults_of_names_are_reported_at_once() -> None:
     pairs = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
     text = refusal(agent_channel_visibility=pairs, max_message_rounds=0)
     assert all(fact in text for fact in ("'arthur'", "'side'", "max_message_rounds=0"))
@@ -127,7 +127,7 @@ def test_parameters_that_leave_the_verifier_no_turn_are_refused() -> None:
         build("debate", {"max_message_rounds": 4, "min_message_rounds": 5})
 
 
-def test_no_protocol_and_an_unknown_one_are_told_with_those_that_there_are() -> None:
+def test_a_missing_or_unknown_protocol_is_reported_with_the_valid_protocols() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_protocol_handler(hyper_params())
     assert says(caught.value, "adp, debate", "--set interaction_protocol=")
@@ -135,7 +135,7 @@ def test_no_protocol_and_an_unknown_one_are_told_with_those_that_there_are() -> 
         build_protocol_handler(hyper_params(interaction_protocol="nipp"))
 
 
-def test_a_protocol_of_ones_own_is_built_by_its_name() -> None:
+def test_a_custom_protocol_is_built_by_its_name() -> None:
     before = PROTOCOL_HANDLERS.snapshot()
     try:
         assert register_protocol_handler("echo")(Echo) is Echo

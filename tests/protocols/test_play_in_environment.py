@@ -57,7 +57,7 @@ Step = tuple[dict[str, Tensor], JointMoves, Transition, dict[str, Tensor]]
 
 
 def play(environment: ProtocolEnvironment) -> Iterator[Step]:
-    """Give, for each step: the frame, the moves, what they led to, and the frame after it."""
+    """Yield, for each step: the frame, the moves, their results, and the following frame."""
     generator = torch.Generator().manual_seed(1)
     frame = environment.fresh(NUM_ENVIRONMENTS)
     for _ in range(NUM_STEPS):
@@ -79,11 +79,11 @@ def play(environment: ProtocolEnvironment) -> Iterator[Step]:
 
 @pytest.fixture(scope="module")
 def steps(handler: ProtocolHandler) -> list[Step]:
-    """What is played, once for all tests of a protocol."""
+    """The played steps, once for all tests of a protocol."""
     return list(play(make_environment(handler)))
 
 
-def test_what_is_said_is_what_agents_with_a_turn_send(
+def test_only_messages_of_agents_with_a_turn_are_sent(
     handler: ProtocolHandler, steps: list[Step]
 ) -> None:
     for frame, moves, transition, _ in steps:
@@ -99,7 +99,7 @@ def test_what_is_said_is_what_agents_with_a_turn_send(
         assert torch.equal(history[rows, frame["round"]], said)
 
 
-def test_what_is_to_be_answered_is_the_verifiers_last_message(
+def test_the_message_to_answer_is_the_verifiers_last(
     handler: ProtocolHandler, steps: list[Step]
 ) -> None:
     rows = torch.arange(NUM_ENVIRONMENTS)[:, None]
@@ -126,7 +126,7 @@ def test_what_is_to_be_answered_is_the_verifiers_last_message(
     assert (num_answered > 0) is (type(base).__name__ not in fixed)
 
 
-def test_episodes_end_in_time_and_begin_with_nothing_said_or_decided(
+def test_episodes_end_in_time_and_begin_without_messages_or_decisions(
     handler: ProtocolHandler, steps: list[Step]
 ) -> None:
     num_ended = 0
@@ -154,7 +154,7 @@ def test_agents_with_ends_of_their_own_play_on_in_torchrl(name: str) -> None:
     assert rollout.batch_size == (NUM_ENVIRONMENTS, NUM_STEPS)
     assert rollout["next", "done"].sum() > NUM_ENVIRONMENTS
     assert torch.equal(rollout["next", "done"], rollout["next", "terminated"])
-    # Some verifier had decided while the adversarial one had not, or the other way round.
+    # One verifier had decided while the other had not.
     decided = rollout["next", "has_decided"]
     assert (decided[..., -3] ^ decided[..., -2]).any()
     reward = rollout["next", "agents", "reward"].squeeze(-1)

@@ -1,4 +1,4 @@
-"""Every protocol does what was worked out for it by hand."""
+"""Every protocol behaves as computed by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_turns_are_as_worked_out(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plays_end_and_reward_as_worked_out(case: Case) -> None:
     handler = build_case(case)
-    # All plays of a case are one batch, and each is stepped on after its end.
+    # All plays of a case form a batch, and each is stepped after its end.
     y_E = torch.tensor([one.y for one in case.plays])
     seed_E = torch.tensor([one.seed for one in case.plays])
 
@@ -85,7 +85,7 @@ def test_plays_end_and_reward_as_worked_out(case: Case) -> None:
 
 
 def _decisions(case: Case, expected: Play, num_rounds: int) -> list[int]:
-    """What counts in each round: one decision at the end, or none."""
+    """The decisions that count in each round: one at the end, or none."""
     decisions = [CONTINUE] * num_rounds
     if not expected.is_out:
         last = len(expected.rewards["verifier"]) - 1

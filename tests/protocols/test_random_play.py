@@ -1,4 +1,4 @@
-"""What holds for every protocol, however it is played."""
+"""Properties of every protocol, however it is played."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def handler(request: pytest.FixtureRequest) -> ProtocolHandler:
 
 
 class Rollout:
-    """A random play of COUNT episodes: moves, what they led to, and how it began."""
+    """A random play of COUNT episodes: moves, their results, and the initial state."""
 
     def __init__(self, handler: ProtocolHandler) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -56,7 +56,7 @@ class Rollout:
         return play(self.handler, lambda r: moves[r], self.y_E, self.seed_E, num_rounds=len(moves))
 
     def masks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Who may send and decide in each round."""
+        """Agents that may send and decide in each round."""
         decided_EA = torch.zeros(COUNT, self.handler.num_agents, dtype=torch.bool)
         for r, step in enumerate(self.steps):
             round_E = torch.full((COUNT,), r)
@@ -72,7 +72,7 @@ def rollout(handler: ProtocolHandler) -> Rollout:
     return Rollout(handler)
 
 
-def test_every_episode_ends_by_the_last_round_and_in_one_way(rollout: Rollout) -> None:
+def test_every_episode_ends_by_the_last_round_and_in_a_single_way(rollout: Rollout) -> None:
     is_done_RE = torch.stack([step.is_done for step in rollout.steps])
     assert is_done_RE[: rollout.handler.max_message_rounds].any(0).all()
     assert is_done_RE[:-1].sum() > 0
@@ -81,7 +81,7 @@ def test_every_episode_ends_by_the_last_round_and_in_one_way(rollout: Rollout) -
     is_out_RE = torch.stack([step.is_out_of_rounds_E for step in rollout.steps])
     assert is_out_RE.any()
     assert not is_out_RE.all()
-    # Out of rounds is only what is in its last round.
+    # Only an episode in its last round is out of rounds.
     assert not is_out_RE[: rollout.handler.max_message_rounds - 1].any()
 
 
@@ -106,7 +106,7 @@ def test_moves_of_agents_that_may_not_make_them_change_nothing(rollout: Rollout)
     for one, (active_EAC, can_decide_EA) in zip(rollout.moves, rollout.masks(), strict=True):
         other = random_moves(rollout.handler, COUNT, generator)
         is_open = active_EAC[..., None, None]
-        # The simulator decides nothing, but what it would decide is compared.
+        # The simulator decides nothing, but its hypothetical decision is compared.
         is_read_EA = can_decide_EA.clone()
         if rollout.handler.needs_logits:
             is_read_EA[:, -1] |= can_decide_EA[:, -2]
@@ -131,7 +131,7 @@ def test_returns_are_those_of_the_outcome(rollout: Rollout) -> None:
     decision_E = decision_RE.min(0).values
     assert ((decision_RE != CONTINUE).sum(0) <= 1).all(), "one decision counts at most"
     v = handler.agent_names.index("verifier")
-    # Turns of the verifier that it passes; the last round, if that is one, is charged instead.
+    # Turns that the verifier passes; if the last round is such a turn, it is penalised instead.
     num_passed_E = torch.zeros(COUNT)
     for r, (active_EAC, _) in enumerate(rollout.masks()):
         is_passed_E = active_EAC[:, v].any(-1) & (decision_RE[r] == CONTINUE)

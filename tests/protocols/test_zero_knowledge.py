@@ -1,6 +1,6 @@
-"""Zero knowledge does over other protocols what was worked out by hand.
+"""Zero knowledge over other protocols behaves as computed by hand.
 
-The simulator's coefficient is 0.5 and the provers' 3. Unless told otherwise, messages of the
+The simulator's coefficient is 0.5 and the provers' 3. Unless stated otherwise, messages of the
 adversarial verifier have the logits (1, -1, 0) and the simulator's (11, 10, 9), which are
 (1, 0, -1) when centred, so their cosine is 1/2; decisions have (6, 4, 5) and (-1, 1, 0), cosine -1.
 The likeness is 1/2 - 1, so the simulator gets S = 0.5 * -0.5 = -0.25, the adversarial verifier
@@ -102,7 +102,7 @@ def sends(handler: ProtocolHandler, active_EAC: Tensor) -> set[str]:
     }
 
 
-def test_who_sees_what_in_mnip() -> None:
+def test_visibility_of_messages_in_mnip() -> None:
     handler = build("mnip", zk=ZK)
     assert handler.agent_names == (
         "prover0",
@@ -234,7 +234,7 @@ def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
 
 
 def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
-    """The moves of one episode with the logits that the module's docstring tells of."""
+    """The moves of an episode with the logits in the module's docstring."""
     messages_EACPS = torch.randn(1, handler.num_agents, handler.num_channels, 1, 3)
     decisions_EA3 = torch.randn(1, handler.num_agents, 3)
     adversary, simulator = (handler.agent_names.index(n) for n in handler.agent_names[-2:])
@@ -262,7 +262,7 @@ def test_who_has_decided_is_carried_and_closes_the_conversation() -> None:
     step = handler.step(one, zero, one, decided, moves(handler, ["c"] * 4))
     assert int(step.decision_E) == CONTINUE
     assert torch.equal(step.agent_decided_EA, decided)
-    # The simulator's end is that of the one that it imitates.
+    # The simulator ends when the agent that it imitates does.
     step = handler.step(one + 1, zero, one, decided, moves(handler, ["c", "c", "a", "c"]))
     assert step.agent_decided_EA.tolist() == [[False, True, True, True]]
     assert bool(step.has_decided_E)
@@ -271,7 +271,7 @@ def test_who_has_decided_is_carried_and_closes_the_conversation() -> None:
 def test_the_likeness_of_messages_is_over_all_open_channels_at_once() -> None:
     handler = build("debate", {"max_message_rounds": 2}, zk=ZK, verifier_first=False)
     messages_EACPS = torch.randn(1, 5, 6, 1, 3)
-    # Channels are two standard ones, two adversarial ones, two of the simulator.
+    # Channels: two standard, two adversarial, two of the simulator.
     messages_EACPS[0, 3, 2:4, 0] = torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
     messages_EACPS[0, 4, 4:6, 0] = torch.tensor([[1.0, -1.0, 0.0], [1.0, 0.0, -1.0]])
     decisions_EA3 = torch.randn(1, 5, 3)
@@ -318,7 +318,7 @@ def test_gradients_of_the_likeness_reach_both_and_rewards_carry_none() -> None:
     assert decisions_EA3.grad.abs().sum((0, 2)).nonzero().flatten().tolist() == [2, 3]
 
 
-def test_what_logits_earn_is_what_is_rewarded_and_raising_it_makes_agents_alike() -> None:
+def test_rewards_equal_those_of_the_logits_and_raising_them_makes_agents_alike() -> None:
     handler = build("adp", zk=ZK)
     rounds, zeros = torch.ones(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
     nobody = torch.zeros(4, 4, dtype=torch.bool)

@@ -24,7 +24,7 @@ class Browser:
     def __init__(self, program: str, profile: Path) -> None:
         to_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
-        # Away from 3 and 4, which the child's ends become.
+        # Away from 3 and 4, which become the child's ends.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 50) for end in (to_child, from_child)]
 
         def arrange() -> None:
@@ -57,7 +57,7 @@ class Browser:
             self.ask(f"{domain}.enable")
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command and give its result; events that come before it are kept."""
+        """Send a command and return its result; earlier events are kept."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -96,7 +96,7 @@ class Browser:
             self.events.append(self._receive())
 
     def complaints(self) -> list[str]:
-        """What the console shows: messages, faults and blocked resources."""
+        """Output of the console: messages, faults and blocked resources."""
         shown = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event) for event in self.events if event.get("method") in shown]
 
@@ -108,13 +108,13 @@ class Browser:
         return [event["params"]["request"]["url"] for event in sent]
 
     def value(self, expression: str) -> Any:
-        """Evaluate JavaScript of the test's own."""
+        """Evaluate the test's own JavaScript."""
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def click(self, selector: str, place: int = 0) -> None:
-        """Click into the middle of an element, as a reader does."""
+        """Click into the middle of an element, like a reader."""
         box = self.value(
             f"(() => {{ const e = document.querySelectorAll({json.dumps(selector)})[{place}];"
             "e.scrollIntoView({block: 'center', behavior: 'instant'});"
@@ -128,7 +128,7 @@ class Browser:
             )  # fmt: skip
 
     def screenshot(self) -> bytes:
-        """What is in view as PNG."""
+        """The visible part of the page as PNG."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:

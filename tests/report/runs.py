@@ -36,7 +36,7 @@ def failing(probe: str, *, logprob: float = -4.0, **columns: Any) -> dict[str, A
 
 
 def tree(width: int, depth: int, *, episode: int = 0, first: int = 0) -> list[dict[str, Any]]:
-    """The rows of a tree as the rollouts of training have them, level by level."""
+    """The rows of a tree as in training rollouts, level by level."""
     rows: list[dict[str, Any]] = []
     parents = [-1]
     for level in range(depth):
@@ -67,7 +67,7 @@ def chains(num: int, depth: int = 3, **columns: Any) -> list[dict[str, Any]]:
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """Results.json of a finished run."""
+    """Contents of a finished run's results.json."""
     report = {"failure_rate_interval": [0.02, 0.063], "mean_score": 0.015, "mean_reward": -0.2}
     report |= {"probe_nll": 0.822, "distinct_share": 1.0, "num_successful_probes": 13}
     report |= {"most_common_probe": None, "plants_found": 1, "num_plants": 2}
@@ -93,7 +93,7 @@ def metrics(num: int = 4, **columns: float) -> list[dict[str, Any]]:
 
 
 def evaluation(**changes: Any) -> dict[str, Any]:
-    """Evaluation.json."""
+    """Contents of evaluation.json."""
     example = {"episode": 3, "depth": 0, "prompt": "hi !", "probe": "my cat always eats .",
                "response": "you are silly .", "probe_nll": 0.5}  # fmt: skip
     rate = {"value": 0.31, "low": 0.25, "high": 0.38, "level": 0.95, "num_clusters": 100}
@@ -128,7 +128,7 @@ def image(width: int = 8, height: int = 8, **changes: Any) -> dict[str, Any]:
 
 
 def move(agent: str, symbol: int, *, decision: int | None = None, **columns: Any) -> dict[str, Any]:
-    """What an agent did in a round."""
+    """An agent's actions in a round."""
     own = {"messages": {"main": [symbol]}, "logprob": -1.5}
     return {"agent": agent, "decision": decision, **own, **columns}
 
@@ -142,7 +142,7 @@ def episode(
     symbols: Sequence[int] = (1, 9, 1),
     **columns: Any,
 ) -> dict[str, Any]:
-    """An episode in which verifier and prover name symbols in turn."""
+    """An episode in which verifier and prover alternately name symbols."""
     is_right = decision == label
     end = {"prover": float(decision == 1), "verifier": 1.0 if is_right else -1.0}
     rounds = []
@@ -181,7 +181,7 @@ def protocol_results(**changes: Any) -> dict[str, Any]:
 
 
 def protocol_metrics(num: int = 200) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, rising as learning does."""
+    """The lines of metrics.jsonl, with values that rise."""
     rows = []
     for step in range(1, num + 1):
         part = 1.0 - math.exp(-3.0 * step / num) + 0.03 * math.sin(1.7 * step)
@@ -286,7 +286,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 class Page(HTMLParser):
-    """A page's elements and texts; fails where elements do not nest."""
+    """A page's elements and texts; fails if elements do not nest."""
 
     def __init__(self, source: str) -> None:
         super().__init__()

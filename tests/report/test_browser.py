@@ -70,7 +70,7 @@ def test_a_page_keeps_to_its_policy_and_fetches_nothing(
     assert browser.value("document.querySelectorAll('script').length") == 1, "the page's own"
     assert browser.value("document.querySelectorAll('img').length") == 0
     assert ATTACK in browser.value("document.querySelector('#conversations').textContent")
-    # A page that breaks the policy is noticed.
+    # A page that violates the policy is noticed.
     policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
     (tmp_path / "bad.html").write_text(f"{policy}<script>1</script><p style='color:red'>a")
     browser.open(tmp_path / "bad.html")
@@ -128,7 +128,7 @@ def test_the_page_fits_the_window_and_is_not_blank(
 ) -> None:
     browser.open(request.getfixturevalue(kind), width=width, scheme=scheme)
     assert browser.value("document.documentElement.scrollWidth") <= width
-    # What is wider scrolls within itself.
+    # Wider content scrolls within itself.
     outside = "e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll, nav, svg')"
     assert browser.value(f"[...document.querySelectorAll('body *')].filter({outside}).length") == 0
     background = browser.value("getComputedStyle(document.body).backgroundColor")
@@ -136,7 +136,7 @@ def test_the_page_fits_the_window_and_is_not_blank(
     assert (red > 200) is (scheme == "light")
     picture = browser.screenshot()
     assert picture.startswith(b"\x89PNG")
-    # A window of one colour takes about 5 kB.
+    # A window of a single colour takes about 5 kB.
     assert len(picture) > 20_000
 
 
@@ -188,7 +188,7 @@ SHOWN = (
 
 
 def use(browser: Browser, tool: str, value: str) -> None:
-    """Set a tool of the search, as a reader does."""
+    """Set a tool of the search, like a reader."""
     browser.value(
         f"(() => {{ const e = document.querySelector('[data-tool={tool}]'); e.value = {value!r};"
         "e.dispatchEvent(new Event('input', {bubbles: true})); })()"
@@ -227,7 +227,7 @@ def test_conversations_are_sorted_and_reached_by_links(browser: Browser, searche
     browser.click("#failures a.only")
     assert browser.value(SHOWN) == ["40"]
     browser.open(searched)
-    # Far down the list, in a fold that is closed.
+    # Far down the list, in a closed section.
     browser.value("location.hash = 'conversations-evaluation-4-7-t2'")
     turn = "document.getElementById('conversations-evaluation-4-7-t2')"
     for _ in range(50):
@@ -302,7 +302,7 @@ def test_ten_thousand_answers_are_filtered_and_paged_through(
 
 @pytest.fixture(scope="module")
 def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of nine stress tests, one of a sweep that failed, and of a folder that is none."""
+    """A page of nine stress tests, one of a failed sweep, and of a folder that is not a run."""
     folder = tmp_path_factory.mktemp("all") / "runs"
     for seed in range(9):
         after = {"failure_rate": seed / 10, "num_failed": seed, "num_known": 10}
@@ -346,7 +346,7 @@ def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_p
 
 
 def find_axe() -> Path | None:
-    """Find axe-core where npm puts it, or at AXE_CORE."""
+    """Locate axe-core where npm installs it, or at AXE_CORE."""
     named = [os.environ["AXE_CORE"]] if "AXE_CORE" in os.environ else []
     roots = [Path.cwd(), *Path.cwd().parents, Path.home(), Path("/usr/lib"), Path("/usr/local/lib")]
     installed = [root / "node_modules" / "axe-core" / "axe.min.js" for root in roots]

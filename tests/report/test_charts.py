@@ -1,4 +1,4 @@
-"""Geometry of charts, and the learning curves of one or several runs."""
+"""Geometry of charts, and the learning curves of one or more runs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_nodes_are_under_their_parents_and_the_path_to_the_best_reward_is_open()
     assert not episode.is_flat
     assert {turn.node.node for turn in episode.turns if turn.is_open} == {1, 4}
     assert ("novelty", "0.25") in episode.turns[0].figures
-    # Indices that begin again in each episode do not mix trees.
+    # Indices that restart in each episode do not mix trees.
     (table,) = tables(train=tree(2, 2) + tree(2, 2, episode=1))
     assert [len(episode.roots) for episode in table.episodes] == [2, 2]
 

@@ -43,7 +43,7 @@ def leaders(found: GroupedFailures) -> list[str]:
     return [group.members[0].node.probe for group in found.groups]
 
 
-def test_probes_that_share_most_words_in_order_are_one_group_led_by_the_most_likely() -> None:
+def test_probes_that_share_most_words_in_order_form_a_group_led_by_the_most_likely() -> None:
     found = grouped(
         failing("my cat always eats pizza with my mother .", logprob=-5.0),
         failing("do you really know that ?", logprob=-6.0),
@@ -82,7 +82,7 @@ def test_the_path_to_a_turn_follows_parents_or_depths() -> None:
     assert path_to(tree(2, 3), 1) == ["probe 1"]
     chain = [row(depth=2, probe="c"), row(depth=0, probe="a"), row(depth=1, probe="b")]
     assert path_to(chain, 0) == ["a", "b", "c"]
-    # Rows that do not determine it, and that make a circle.
+    # Rows that do not determine it, and that form a cycle.
     assert path_to([chain[0], chain[1], row(depth=0, probe="b")], 0) == ["c"]
     assert len(path_to([row(node=0, parent=1, depth=1), row(node=1, parent=0, depth=1)], 0)) == 1
 

@@ -1,4 +1,4 @@
-"""Tests of pages as a whole; those that need a browser are in test_browser."""
+"""Tests of complete pages; tests that need a browser are in test_browser."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def drawn(found: Page) -> Page:
-    """The page, all of whose sections could be drawn."""
+    """The page, with all sections drawn."""
     assert "could not be drawn" not in found.text
     return found
 
@@ -62,7 +62,7 @@ def test_a_page_has_every_section_and_states_the_findings(run: Path) -> None:
         "After training, the target fails in 96.7% [94.3%, 98.3%] of 300 held-out",
         "before, it was 4.0% [2.0%, 6.3%]",
         "Its probes are 0.026 nats per token less likely than before.",
-        # In 900 queries before and 900 after, and apart from them those met in training.
+        # In 900 queries before and 900 after, and separately those seen in training.
         "In held-out conversations 2 of 2 planted failures were found, 1 before",
         "Training met 1 of 2 in 6,048 target queries; random search met 1 in as many",
         "100%, 13 of 13",

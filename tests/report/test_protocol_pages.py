@@ -74,7 +74,7 @@ def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path
     assert "verifier: " in reward
 
 
-def test_tests_during_training_are_a_curve_and_a_single_one_begins_before_it(
+def test_tests_during_training_are_a_curve_and_a_single_test_begins_before_it(
     tmp_path: Path,
 ) -> None:
     tested = [{"step": step, "test_mean_accuracy": 0.6} for step in (100, 200)]

@@ -1,4 +1,4 @@
-"""Models, services and scorers on the page, and the conditions of equal numbers."""
+"""Models, services and scorers on the page, and the conditions for equal numbers."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_run_of_a_protocol_prints_decisions_and_the_figures_of_each_agent() ->
     assert cells(text, "share undecided") == ["20.0%", "3.1%"]
     assert cells(text, "mean episode reward") == ["0.61 (before 0.4)", "0.72"]
     assert "warning: a prover stands still" in text
-    # With more agents there is no room for figures before training.
+    # With more agents there is no room for values before training.
     text = printed(protocol_results(agents=["prover", "verifier", "simulator"]), width=80)
     assert cells(text, "mean episode reward") == ["0.61", "0.72", NOTHING]
     for after in (None, {}, {"mean_accuracy": "x"}):

@@ -1,4 +1,4 @@
-"""A run may build on another: take its parameters, or test its agents again."""
+"""A run can build on another: inherit its parameters, or test its agents again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARAMETERS, RERUN = "base_run_type=parameters", "base_run_type=rerun_tests"
 
 @pytest.fixture(scope="module")
 def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the trainer that counts; 3 instead of 4, with a rate of its own."""
+    """A run of the counting trainer; 3 instead of 4, with its own rate."""
     overrides = ["training.num_iterations=3", "training.lr=0.125", "toy_trainer.offset=2"]
     resolved = resolve_experiment(
         trainer="toy_trainer", scenario=str(toy), overrides=overrides, seed=7
@@ -78,7 +78,7 @@ def stored(folder: Path, **arguments: Any) -> HyperParameters:
 # ---- parameters
 
 
-def test_the_base_run_s_parameters_hold_where_the_new_run_says_nothing(
+def test_the_base_run_s_parameters_are_the_defaults_of_the_new_run(
     counted: Path, toy: Path
 ) -> None:
     resolved = build_on(counted, PARAMETERS, "training.lr=0.5")
@@ -132,7 +132,7 @@ def test_groups_that_the_base_run_switched_off_make_nothing_of_the_preset_unread
         build_on(tmp_path, PARAMETERS, "solo_agent.num_epochs=7")
 
 
-def test_another_trainer_and_scenario_take_over_what_means_something_to_them(
+def test_another_trainer_and_scenario_inherit_the_parameters_they_read(
     counted: Path, proof: Path
 ) -> None:
     found = build_on(counted, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
@@ -168,7 +168,7 @@ def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
     )
 
 
-def test_what_a_run_recorded_needs_its_base_run_no_more(
+def test_the_record_of_a_run_does_not_need_its_base_run(
     counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy"
@@ -242,7 +242,7 @@ def test_the_record_of_a_rerun_is_enough_to_run_it_again(proof: Path, tmp_path: 
         resolve_experiment(parameter_file=stored, overrides=["rl.lr=1.0"])
 
 
-def test_what_a_rerun_would_not_use_is_refused_all_at_once(proof: Path) -> None:
+def test_options_that_a_rerun_would_not_use_are_refused_all_at_once(proof: Path) -> None:
     with pytest.raises(ParameterError) as caught:
         build_on(proof, RERUN, "rl.lr=0.5", "rl.gamma=0.95", seed=3, trainer="vanilla_ppo")
     assert says(
@@ -277,7 +277,7 @@ def test_agents_that_learnt_alone_are_tested_again(proof: Path, tmp_path: Path) 
     assert results_of(again)["training"]["num_epochs"] == 0
 
 
-def test_a_trainer_without_tests_of_its_own_says_so(counted: Path, toy: Path) -> None:
+def test_a_trainer_without_its_own_tests_is_reported(counted: Path, toy: Path) -> None:
     plain = HyperParameters(trainer="toy_trainer", scenario=str(toy))
     trainer = prepare_experiment(plain).trainer
     with pytest.raises(ConfigurationError) as caught:

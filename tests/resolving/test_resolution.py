@@ -47,7 +47,7 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
     )
     found = resolve_experiment(hyper_params=given).hyper_params
     assert found.get(f"{kind}.attacker.system_prompt") == text
-    # And so it stays, in the file of a run and for the runs that build on it.
+    # This is kept in the file of a run and for the runs that build on it.
     run = tmp_path / "run"
     run.mkdir()
     (run / "hyper_parameters.yaml").write_text(to_yaml(found.to_dict()))
@@ -58,7 +58,7 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
     assert later.hyper_params.get(f"{kind}.attacker.system_prompt") == text
 
 
-def test_a_reference_in_a_file_or_an_option_is_still_one() -> None:
+def test_a_reference_in_a_file_or_an_option_stays_a_reference() -> None:
     found = resolve_experiment(
         trainer="ast_dpo", overrides=["seed=7", "training.num_epochs=${seed}"]
     )
@@ -67,7 +67,7 @@ def test_a_reference_in_a_file_or_an_option_is_still_one() -> None:
 
 @pytest.fixture
 def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A preset with a plug-in beside it, in a content folder of its own."""
+    """A preset with a plug-in beside it, in its own content folder."""
     root = tmp_path / "content"
     shutil.copytree(content.content_root() / "parameters" / "ast_dpo", root / "parameters/ast_dpo")
     (root / "scenarios").symlink_to(content.content_root() / "scenarios")
@@ -88,7 +88,7 @@ def test_the_plugins_of_a_preset_are_loaded_and_recorded(preset: Path) -> None:
     assert found.plugins == [str(preset.parent / "term.py")]
 
 
-def test_a_plugin_of_a_preset_that_is_missing_is_told(preset: Path) -> None:
+def test_a_missing_plugin_of_a_preset_is_reported(preset: Path) -> None:
     (preset.parent / "term.py").unlink()
     with pytest.raises(PluginError, match=r"the plug-in 'term.py' \("):
         resolve_experiment(trainer="ast_dpo", scenario="pocket_chat")
@@ -113,7 +113,7 @@ class JudgedProtocol(AdpProtocol):
         return agent_name == self.agent_names[round_index]
 
 
-def test_what_a_scenario_says_of_agents_of_other_protocols_is_left_out() -> None:
+def test_scenario_parameters_for_agents_of_other_protocols_are_left_out() -> None:
     before = PROTOCOL_HANDLERS.snapshot()
     register_protocol_handler("judged")(JudgedProtocol)
 
@@ -152,7 +152,7 @@ def test_an_experiment_is_not_made_of_a_name() -> None:
 def test_paths_that_an_option_gives_mean_the_same_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a bare folder with a model; a folder that is called like a name is left alone."""
+    """Including a bare folder with a model; a folder that happens to have the name is ignored."""
     (tmp_path / "mine.txt").write_text("hello\n")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

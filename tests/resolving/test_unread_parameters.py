@@ -1,4 +1,4 @@
-"""What nothing reads is refused: in the groups that trainers share."""
+"""Unread parameters are refused in the groups that trainers share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_value_of_a_group_that_neither_trainer_nor_scenario_reads_is_refused()
     assert "ast_" not in str(fault).partition("Trainers that read it")[2]
 
 
-def test_every_such_value_is_told_whichever_way_it_was_given(tmp_path: Path) -> None:
+def test_every_such_value_is_reported_from_any_source(tmp_path: Path) -> None:
     overrides = ["training.lr=0.5", "training.minibatch_size=3", "rl.lr=0.5", "ppo.critic_coef=2.0"]
     assert refused(**PROOF, overrides=overrides) == ["training.lr", "training.minibatch_size"]
     file = tmp_path / "mine.yaml"
@@ -78,7 +78,7 @@ def test_values_equal_to_the_default_pass() -> None:
     assert refused(**STRESS_TEST, overrides=[f"rl.lr={default * 2}"]) == ["rl.lr"]
 
 
-def test_what_a_run_recorded_passes_whoever_trains_next(tmp_path: Path) -> None:
+def test_the_record_of_a_run_is_valid_for_any_next_trainer(tmp_path: Path) -> None:
     before = resolve_experiment(**PROOF, overrides=["rl.lr=0.5"]).hyper_params
     stored = tmp_path / "hyper_parameters.yaml"
     stored.write_text(yaml.safe_dump(before.to_dict()))
@@ -90,7 +90,7 @@ def test_what_a_run_recorded_passes_whoever_trains_next(tmp_path: Path) -> None:
     assert refused(parameter_file=stored, overrides=["training.lr=0.5"]) == ["training.lr"]
 
 
-def test_a_trainer_that_does_not_say_what_it_reads_may_read_all(
+def test_a_trainer_that_does_not_declare_its_parameters_may_read_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Trainer.parameter_groups is None
@@ -138,7 +138,7 @@ def test_a_value_whose_condition_does_not_hold_is_refused(
     assert fault.suggestion == f"Leave it out, or change {switch}."
 
 
-def test_the_message_says_what_the_other_parameter_must_be_and_is() -> None:
+def test_the_message_names_the_required_and_actual_value_of_the_other_parameter() -> None:
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(**PROOF | {"trainer": "spg"}, overrides=["ppo.clip_low=0.5"])
     words = ("spg.variant", "pspg, pola, psos", "is spg", "0.5 (from --set)", "spg.variant")
@@ -155,7 +155,7 @@ def test_a_value_whose_condition_holds_passes() -> None:
     )
 
 
-def test_a_later_layer_may_turn_off_what_an_earlier_one_has_set(tmp_path: Path) -> None:
+def test_a_later_layer_may_turn_off_settings_of_an_earlier_layer(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
         yaml.safe_dump(
@@ -178,7 +178,7 @@ def test_parameters_of_a_random_agent_are_refused_but_not_those_that_others_inhe
     resolve_experiment(**PROOF, overrides=[random, f"{agents}.default.d_gnn=8"])
 
 
-def test_what_a_protocol_has_no_use_for_is_refused() -> None:
+def test_parameters_unused_by_a_protocol_are_refused() -> None:
     overrides = ["protocol_common.verifier_first=false"]
     with pytest.raises(ParameterError, match=r"verifier_first.*'adp'"):
         resolve_experiment(**PROOF, overrides=[*overrides, "interaction_protocol=adp"])
@@ -197,7 +197,7 @@ def test_an_adapter_that_is_never_trained_is_refused() -> None:
     resolve_experiment(**STRESS_TEST, overrides=[f"{rank.replace('target', 'attacker')}=4"])
 
 
-def test_what_agents_alone_have_no_use_for_is_refused() -> None:
+def test_parameters_unused_by_solo_agents_are_refused() -> None:
     in_vain = {
         "rl.pretrain_agents": "true",
         "rl.use_shared_body": "true",
@@ -232,7 +232,7 @@ def test_an_element_of_a_list_is_looked_into() -> None:
 
 
 def read_in(cls: type) -> set[str]:
-    """The shared groups that a class, or what it inherits from us, takes from parameters."""
+    """The shared groups whose parameters a class, or its base in our package, reads."""
     found = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("nip_astra."):
@@ -245,7 +245,7 @@ def read_in(cls: type) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [str(name) for name in TrainerType])
-def test_every_trainer_that_ships_says_what_it_reads(name: str) -> None:
+def test_every_built_in_trainer_declares_its_parameters(name: str) -> None:
     cls = TRAINERS.get(name)
     assert cls.parameter_groups is not None
     groups = {group.partition(".")[0] for group in cls.parameter_groups}
@@ -254,7 +254,7 @@ def test_every_trainer_that_ships_says_what_it_reads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [str(name) for name in ScenarioType])
-def test_every_parameter_that_a_scenario_says_it_reads_exists(name: str) -> None:
+def test_every_parameter_that_a_scenario_declares_exists(name: str) -> None:
     fields = set(HyperParameters.model_fields)
     for path in SCENARIOS.get(name).parameter_groups:
         group, _, field = path.partition(".")

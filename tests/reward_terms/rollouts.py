@@ -1,4 +1,4 @@
-"""Rollouts of made-up probes."""
+"""Rollouts with made-up probes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rollout(
     mask_NT: Tensor | None = None,
     response_score_N: Tensor | None = None,
 ) -> RatedProbes:
-    """A rollout of these probes; tokens are made up where none are given."""
+    """A rollout of these probes; tokens are made up unless given."""
     count = len(probes)
     given = next((x for x in (mask_NT, logprobs_NT, reference_NT) if x is not None), None)
     width = 3 if given is None else given.shape[1]

@@ -1,4 +1,4 @@
-"""What a term gives is checked, weighed and named."""
+"""A term's output is checked, weighted and named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reward_terms.rollouts import rollout
 
 
 class Given(RewardTerm):
-    """What it was told to give."""
+    """Predetermined values."""
 
     answer: Tensor
 
@@ -98,7 +98,7 @@ def test_terms_of_a_parameter_file_are_named_after_their_kind() -> None:
         ({"_type": "scorer_term", "scorer": {"_type": "clasifier"}}, "'classifier'"),
     ],
 )
-def test_wrong_parameters_of_a_term_are_told(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_parameters_of_a_term_are_reported(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError) as caught:
         Holder.from_dict({"terms": [wrong]})
     assert message in str(caught.value)

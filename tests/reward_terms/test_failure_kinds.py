@@ -1,4 +1,4 @@
-"""A failure is worth less, the more of its kind there are; what does not fail, nothing."""
+"""A failure is worth less, the more failures of its kind there are; other probes earn nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_all_is_rare_before_the_first_failure_but_a_probe_without_text(shape: st
 
 def test_the_log_shape_by_hand() -> None:
     term = rarity()
-    # Three of a kind, which two spellings make up, one of another; one that did not fail.
+    # Three of a kind (with two spellings), one of another, and one that did not fail.
     term.observe(failing([CAT, DOG, RAIN, CAT, "hello"], [0.9, 0.5, 1.0, 0.6, 0.1]))
     expected = [1 - math.log(4) / math.log(5), 1 - math.log(2) / math.log(5), 1.0]
     assert term.values(failing([DOG, RAIN, "hello"])).tolist() == pytest.approx(expected)
@@ -60,20 +60,20 @@ def test_the_inverse_root_by_hand() -> None:
     assert values.tolist() == pytest.approx([1 / 2, 1 / math.sqrt(2), 1.0])
 
 
-def test_rounding_tells_no_probe_from_itself() -> None:
+def test_rounding_does_not_distinguish_a_probe_from_itself() -> None:
     said = list(dict.fromkeys(talk(60, seed=0)))
     term = rarity(similarity=1.0, shape="inverse_root")
     term.observe(failing(said))
     assert (term.values(failing(said)) <= math.sqrt(0.5) + 1e-6).all()
 
 
-def test_what_does_not_fail_earns_nothing_unless_told_otherwise() -> None:
+def test_probes_that_do_not_fail_earn_nothing_by_default() -> None:
     nodes = failing([CAT, CAT, RAIN], [0.8, 0.0, math.nan])
     assert rarity(weight=2.0).added(nodes).tolist() == pytest.approx([1.6, 0.0, 0.0])
     assert rarity(scaled_by_score=False).added(nodes).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_values_do_not_depend_on_what_shares_the_rollout(shape: str) -> None:
+def test_values_do_not_depend_on_the_rest_of_the_rollout(shape: str) -> None:
     term = rarity(shape=shape)
     for seed in range(3):
         term.observe(failing(talk(20, seed=seed)))
@@ -110,13 +110,13 @@ def sharing(**options: object) -> RewardTerm:
 
 
 def test_failures_share_with_their_kind_by_hand() -> None:
-    # Four fail: each has three others, the first three of them two that are alike.
+    # Four fail: each has three others; among the first three, two are alike.
     values = sharing().values(failing([CAT, DOG, CAT, RAIN, "hello"], [1.0, 0.5, 0.9, 1.0, 0.4]))
     alike = 1 - math.log(3) / math.log(4)
     assert values.tolist() == pytest.approx([alike, alike, alike, 1.0, 1.0])
 
 
-def test_what_does_not_fail_is_no_failure_and_earns_by_its_score() -> None:
+def test_a_probe_that_does_not_fail_earns_by_its_score() -> None:
     nodes = failing([CAT, DOG, DOG, RAIN], [1.0, 0.2, math.nan, 0.2])
     assert sharing().values(nodes).tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0])
     assert sharing(weight=4.0).added(nodes).tolist() == pytest.approx([4.0, 0.0, 0.0, 0.8])
@@ -135,7 +135,7 @@ def test_rollouts_without_failures_or_text_are_defined() -> None:
     assert sharing().values(failing([])).tolist() == []
 
 
-def test_parts_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_give_the_same_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = failing([CAT, DOG, RAIN, "hello", "", CAT, "my aunt sings"], [1, 0, 1, 1, 1, 1, 0.7])
     whole = sharing().values(nodes)
     monkeypatch.setattr(novelty, "PART_SIZE", 2)

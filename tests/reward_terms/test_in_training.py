@@ -1,4 +1,4 @@
-"""A run with every reward term: what it adds is logged, and a resumed run goes on bit for bit."""
+"""A run with every reward term logs their rewards, and a resumed run continues bit for bit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def same(one: Any, two: Any) -> bool:
     return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
 
 
-def test_terms_are_logged_and_a_resumed_run_equals_one_that_was_not_stopped(
+def test_terms_are_logged_and_a_resumed_run_equals_an_uninterrupted_run(
     resolved: Any, tmp_path: Path
 ) -> None:
     options = {"runs_dir": str(tmp_path), "run_id": "whole", "checkpoint_period": 2}

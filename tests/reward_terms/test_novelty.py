@@ -1,4 +1,4 @@
-"""Novelty is 1 for what is new and 0 for what was said, by words and by embeddings."""
+"""Novelty is 1 for new and 0 for repeated probes, by words and by embeddings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def made_up(count: int, *, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("options", NEAREST, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_a_probe_said_again_has_novelty_0_however_short(options: dict[str, Any]) -> None:
+def test_a_repeated_probe_has_novelty_0_however_short(options: dict[str, Any]) -> None:
     term, probes = term_of(**options), ["how are you", "yes", "?", "\u732b", "\U0001f642", *STRANGE]
     term.observe(rollout(probes))
     term.observe(rollout(["something else"]))
@@ -65,7 +65,7 @@ def test_an_empty_probe_is_never_new_and_never_remembered(term: RewardTerm) -> N
     assert term.values(rollout(["", " "])).tolist() == [0.0, 0.0]
 
 
-def test_the_nearer_to_what_was_said_the_less_new(term: RewardTerm) -> None:
+def test_novelty_falls_with_similarity_to_earlier_probes(term: RewardTerm) -> None:
     term.observe(rollout(["do you like my cat today ?"]))
     values = term.values(
         rollout(["do you like my cat again ?", "do you like dogs", "xylophone quartet music"])
@@ -99,21 +99,21 @@ def test_self_bleu_novelty_is_1_minus_the_mean_bleu_of_its_orders() -> None:
 def test_self_bleu_novelty_by_hand() -> None:
     term = term_of("self_bleu_novelty", orders=[2])
     term.observe(rollout(["the cat sat", "a cat ran"]))
-    # "the cat ran": 3 of 3 words, 2 of 2 pairs, though nobody said it.
+    # "the cat ran": 3 of 3 words, 2 of 2 pairs, though it is new.
     # "the dog ran": 2 of 3 words, none of 2 pairs, which counts as a tenth.
     values = term.values(rollout(["the cat ran", "the dog ran"]))
     assert values.tolist() == pytest.approx([0.0, 1 - (2 / 3 * 0.1 / 2) ** 0.5], abs=1e-6)
 
 
-def test_the_mean_counts_a_probe_as_often_as_it_was_said() -> None:
+def test_the_mean_counts_every_use_of_a_probe() -> None:
     term = term_of("cosine_novelty", reduction="mean")
     term.observe(rollout(["how are you", "how are you", "zzz", "how are you"]))
-    # Three of four were the same; "zzz" shares no n-gram with it, but a hash may clash.
+    # Three of four were the same; "zzz" shares no n-gram with them, but a hash may collide.
     assert term.values(rollout(["how are you"])).item() == pytest.approx(0.25, abs=0.03)
     assert term.values(rollout(["zzz"])).item() == pytest.approx(0.75, abs=0.03)
 
 
-def test_an_encoder_may_say_what_is_alike(tmp_path: Path) -> None:
+def test_an_encoder_may_define_similarity(tmp_path: Path) -> None:
     embedder = {"kind": "encoder", "model": str(make_classifier(tmp_path / "model"))}
     term = term_of("cosine_novelty", embedder=embedder)
     term.observe(rollout(["the cat sat"]))
@@ -121,7 +121,7 @@ def test_an_encoder_may_say_what_is_alike(tmp_path: Path) -> None:
     assert values[0] == values[2] == 0.0 < values[1]
 
 
-def test_what_was_forgotten_is_new_again_and_what_is_still_said_is_not(
+def test_forgotten_probes_are_new_again_and_recent_probes_are_not(
     kind: dict[str, Any],
 ) -> None:
     term = term_of(**kind, max_history=2)
@@ -133,7 +133,7 @@ def test_what_was_forgotten_is_new_again_and_what_is_still_said_is_not(
     assert values[1] < 0.6
 
 
-def test_a_bounded_history_equals_one_that_only_ever_saw_what_is_left(
+def test_a_bounded_history_equals_a_history_of_only_the_kept_probes(
     kind: dict[str, Any],
 ) -> None:
     bounded, fresh = term_of(**kind, max_history=15), term_of(**kind)
@@ -175,11 +175,11 @@ def test_a_term_that_is_saved_and_loaded_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max"])
-def test_so_does_one_whose_vectors_depend_on_what_shares_their_batch(
+def test_a_term_whose_vectors_depend_on_their_batch_resumes_exactly(
     reduction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = NgramEmbedder._vectors
-    # As an encoder's last bits do, and enough to be seen.
+    # Like an encoder's last bits, but large enough to be seen.
     monkeypatch.setattr(
         NgramEmbedder, "_vectors", lambda self, texts: plain(self, texts).roll(len(texts), dims=1)
     )
@@ -199,7 +199,7 @@ def test_a_cosine_below_0_counts_as_0(reduction: str) -> None:
     assert term.values(rollout([asked])).tolist() == [1.0]
 
 
-def test_only_what_scored_enough_is_remembered(kind: dict[str, Any]) -> None:
+def test_only_probes_with_a_high_score_are_remembered(kind: dict[str, Any]) -> None:
     term = term_of(**kind, min_score=0.5)
     probes = ["how are you", "do you like my cat", "a silly dog"]
     scores = torch.tensor([0.9, 0.1, torch.nan])
@@ -210,7 +210,7 @@ def test_only_what_scored_enough_is_remembered(kind: dict[str, Any]) -> None:
     assert torch.equal(term.values(rollout(probes)), alone.values(rollout(probes)))
 
 
-def test_distinct_probes_are_kept_with_their_counts_the_latest_said_last() -> None:
+def test_distinct_probes_are_kept_with_their_counts_in_order_of_last_use() -> None:
     history = ProbeHistory(10)
     change = history.remember(["a", "b", "a", "c"])
     assert change == (["a", "b", "c"], [])
@@ -221,7 +221,7 @@ def test_distinct_probes_are_kept_with_their_counts_the_latest_said_last() -> No
     assert "d" not in history
 
 
-def test_those_not_said_for_the_longest_time_are_forgotten() -> None:
+def test_the_least_recently_used_probes_are_forgotten() -> None:
     history = ProbeHistory(3)
     history.remember(["a", "b", "c"])
     assert history.remember(["a", "d"]) == (["d"], ["b"])
@@ -230,7 +230,7 @@ def test_those_not_said_for_the_longest_time_are_forgotten() -> None:
     assert history.counts == [2, 1, 1]
 
 
-def test_what_comes_and_goes_in_one_rollout_is_not_told() -> None:
+def test_probes_that_come_and_go_in_a_rollout_are_not_logged() -> None:
     history = ProbeHistory(2)
     assert history.remember(["a", "b", "c", "d"]) == (["c", "d"], [])
     assert history.remember(["e", "c", "f"]) == (["f"], ["d"])

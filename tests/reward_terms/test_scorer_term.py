@@ -1,4 +1,4 @@
-"""A scorer's view of the probe: read as the user's, and a stated rule where there is none."""
+"""A scorer's view of the probe: read as the user's, with a defined result if there is none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SillyScorer(Scorer):
     seen: list[Exchange] = []
 
     class Parameters(Scorer.Parameters):
-        """Nothing to say."""
+        """None of its own."""
 
     def _score(self, texts: Sequence[str]) -> list[Verdict]:
         raise AssertionError("a scorer that reads conversations is asked about these")
@@ -66,7 +66,7 @@ def test_a_probe_without_verdict_gets_the_mean_of_the_others(
     assert term.values(rollout(["hm", "hm"])).tolist() == [0.0, 0.0]
 
 
-def test_a_failing_scorer_stops_or_is_skipped_as_its_own_parameters_say() -> None:
+def test_a_failing_scorer_stops_or_is_skipped_by_its_own_parameters() -> None:
     nodes = rollout(["silly", "boom"])
     with pytest.raises(ScorerError, match="boom"):
         term_of("scorer_term", scorer={"_type": "silly"}).values(nodes)

@@ -1,4 +1,4 @@
-"""Rarity of words: by hand, in any order of coming, and through a checkpoint."""
+"""Rarity of words: by hand, in any order of arrival, and through a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def test_the_rarest_word_decides() -> None:
     term = term_of("word_rarity")
     term.observe(rollout(SAID))
     values = term.values(rollout(["my cat", "my", "the cat sleeps", "really my", "", " "]))
-    # Three probes have words; "cat" is in two of them, "my" in three, "really" in one, "the" none.
+    # Three probes have words; "cat" is in two of them, "my" in three, "really" in one, "the" in
+    # none.
     expected = [1 - math.log(n + 1) / math.log(4) for n in (2, 3, 0, 1)]
     assert values.tolist() == pytest.approx([*expected, 0.0, 0.0])
     assert values.tolist()[:3] == pytest.approx([1 - math.log(3) / math.log(4), 0.0, 1.0])
 
 
-def test_everything_is_rare_while_nothing_was_said() -> None:
+def test_every_word_is_rare_in_an_empty_history() -> None:
     term = term_of("word_rarity")
     assert term.values(rollout(["my cat", "my cat", "\u732b", ""])).tolist() == [1.0, 1.0, 1.0, 0.0]
 

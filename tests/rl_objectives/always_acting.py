@@ -1,4 +1,4 @@
-"""Agents that all act in every frame, for losses that are compared with other implementations.
+"""Agents that all act in every frame, for comparisons with other implementations of losses.
 
 Shapes: B frames, A agents, D numbers observed, K actions.
 """

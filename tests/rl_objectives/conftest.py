@@ -22,7 +22,7 @@ def batch(agents: AlwaysActing) -> TensorDict:
 
 @pytest.fixture(scope="module")
 def trl() -> SimpleNamespace:
-    """The trainers, imported only where a test asks for them."""
+    """The trainers, imported only if a test requests them."""
     pytest.importorskip("trl", minversion="1.16")
     from trl.experimental.cpo import CPOTrainer
     from trl.trainer.dpo_trainer import DPOTrainer

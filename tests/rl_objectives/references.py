@@ -1,4 +1,4 @@
-"""Stand-ins that let the losses of other libraries be called on tensors alone."""
+"""Stand-ins that let the losses of other libraries be called on plain tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _same(tensor: Tensor, **_: object) -> Tensor:
 
 
 def trl_trainer(**attributes: Any) -> SimpleNamespace:
-    """What a loss of TRL reads of its trainer, in one process and one batch a step."""
+    """The trainer attributes that a TRL loss reads: a single process, one batch per step."""
     accelerator = SimpleNamespace(
         num_processes=1, device="cpu", gather=_same, gather_for_metrics=_same, reduce=_same
     )
@@ -36,7 +36,7 @@ def trl_trainer(**attributes: Any) -> SimpleNamespace:
 
 
 def assert_same(mine: Tensor, theirs: Tensor, *given: Tensor, tolerance: float = 1e-10) -> None:
-    """Check values and gradients, which are not 0."""
+    """Check values and nonzero gradients."""
     assert mine.item() == pytest.approx(theirs.item(), abs=tolerance)
     for own, other in zip(
         torch.autograd.grad(mine, given, retain_graph=True),
@@ -48,7 +48,7 @@ def assert_same(mine: Tensor, theirs: Tensor, *given: Tensor, tolerance: float =
 
 
 def model_that_says(masked_BT: Tensor) -> Any:
-    """What a loss of TRL reads of a model, whose log-probabilities are given."""
+    """The interface of a model that a TRL loss reads, with given log-probabilities."""
     outputs = SimpleNamespace(
         log_probs=masked_BT,
         entropy=masked_BT.detach(),
@@ -73,7 +73,7 @@ def loss_of_trl(
     inputs: dict[str, Any],
     **attributes: Any,
 ) -> Tensor:
-    """What TRL computes of completions without prompts whose log-probabilities are given."""
+    """TRL's result for completions without prompts with given log-probabilities."""
     nothing = torch.zeros(len(mask), 0, dtype=torch.long)
     given = {
         "prompt_ids": nothing,
@@ -97,7 +97,7 @@ def grpo_of_trl(
     inputs: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Tensor:
-    """TRL's GRPO of log-probabilities, old ones, advantages and a mask."""
+    """TRL's GRPO of new and old log-probabilities, advantages and a mask."""
     logprobs, old, advantages, mask = given
     attributes = {
         "loss_type": "bnpo",

@@ -1,4 +1,4 @@
-"""Advantages over steps and among siblings equal their definitions; what is missing is left out."""
+"""Advantages over steps and among siblings equal their definitions; missing values are left out."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_group_of_equal_rewards_gives_exactly_nothing_and_is_counted(
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     rewards = torch.full((1, 6), 0.3)
-    # In float32 the mean of these is not one of them; divided by its like it would be near 1.
+    # In float32 the mean of these differs from each; divided by a deviation as small, it is near 1.
     assert (rewards - rewards.sum() / 6).abs().max() > 0
     found = of_siblings(rewards, baseline=baseline, std_epsilon=0.0)
     assert found.advantages_PG.eq(0).all()
@@ -187,7 +187,7 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_one_sibling_or_one_verdict_tells_nothing(baseline: Baseline) -> None:
+def test_a_single_sibling_or_verdict_gives_no_advantage(baseline: Baseline) -> None:
     alone = of_siblings(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
     assert alone.advantages_PG.tolist() == [[0.0], [0.0]]
     assert alone.is_zero_variance_P.tolist() == [True, True]
@@ -196,7 +196,7 @@ def test_one_sibling_or_one_verdict_tells_nothing(baseline: Baseline) -> None:
     )
     assert found.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
     assert found.is_used_PG.tolist() == [[False, True, False], [False] * 3]
-    # A group without any verdict is not one of equal rewards.
+    # A group without any verdict is not a group of equal rewards.
     assert found.is_zero_variance_P.tolist() == [True, False]
 
 
@@ -233,7 +233,7 @@ def test_of_nothing_there_are_no_advantages(shape: tuple[int, int]) -> None:
         ({"scale": "global"}, "global.*group, batch, none"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], text: str) -> None:
+def test_meaningless_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         group_advantages(doubles(1), torch.zeros(1).long(), **options)
 
@@ -299,7 +299,7 @@ def test_ragged_groups_equal_each_group_alone() -> None:
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None:
-    # nexrl gives a run of one sample its reward, and one of two samples NaN.
+    # nexrl gives a run with a single sample its reward, and a run with two samples NaN.
     found = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
     assert found.advantages_N[0] == 0
     assert found.is_zero_variance_P.tolist() == [True, False]
@@ -310,7 +310,7 @@ def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None
 
 
 def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
-    # Run 0 of the second group has two samples, which count as one.
+    # Run 0 of the second group has two samples, which count once.
     found = group_advantages(
         doubles(0, 2, 9, 11, 14),
         torch.tensor([0, 0, 1, 1, 1]),

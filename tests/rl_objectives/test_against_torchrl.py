@@ -20,7 +20,7 @@ NUM_STATES, NUM_ACTIONS, ROWS = 7, 4, 12
 
 @pytest.fixture(scope="module")
 def torchrl() -> SimpleNamespace:
-    """What is compared with, imported only where a test asks for it."""
+    """The reference, imported only if a test requests it."""
     pytest.importorskip("torchrl")
     from tensordict.nn import ProbabilisticTensorDictModule as Probabilistic
     from tensordict.nn import ProbabilisticTensorDictSequential as Sequential
@@ -75,7 +75,7 @@ def random_batch(seed: int = 0) -> TensorDict:
 def logprobs_and_values(
     module: Any, batch: TensorDict
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parameters of a loss module's actor and critic, and what they say, `[B, 1]`."""
+    """Parameters of a loss module's actor and critic, and their outputs, `[B, 1]`."""
     parameters = dict(module.named_parameters())
     actor = next(value for name, value in parameters.items() if name.startswith("actor"))
     critic = next(value for name, value in parameters.items() if name.startswith("critic"))
@@ -86,7 +86,7 @@ def logprobs_and_values(
 EVERY = torch.ones(ROWS, 1, dtype=torch.bool)
 
 
-# Clips that float32 holds exactly, for TorchRL makes them float32 first.
+# Clips that are exact in float32, since TorchRL converts them to float32 first.
 @pytest.mark.parametrize("clip_range", [None, 0.25])
 def test_ppo_equals_that_of_torchrl(torchrl: SimpleNamespace, clip_range: float | None) -> None:
     module = torchrl.ClipPPOLoss(

@@ -148,7 +148,7 @@ def dpo_of_trl(
         loss_weights=[1.0],
         use_weighting=False,
     )
-    # TRL drops the first position, which has no log-probability: one token of prompt stands there.
+    # TRL drops the first position, which has no log-probability: a prompt token fills it.
     completion = torch.nn.functional.pad(mask, (1, 0))
     reference = (batch["reference"] * mask).sum(dim=1)
     inputs = {

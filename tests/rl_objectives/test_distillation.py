@@ -28,7 +28,7 @@ def exact_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torc
 
 
 def expected_gradient(loss_B: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Of a loss of each token, weighted by how often the student says it."""
+    """Sum of a per-token loss, weighted by the student's probability of the token."""
     probability = student.softmax(0).detach()
     return torch.autograd.grad((probability * loss_B).sum(), student)[0]
 
@@ -47,7 +47,7 @@ def test_the_expected_gradient_is_that_of_the_exact_reverse_kl() -> None:
 
 
 def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
-    """Two positions, the second one's distribution by the first token: all sequences are summed."""
+    """Two positions, the second conditioned on the first token: sums over all sequences."""
     generator = torch.Generator().manual_seed(1)
     student, teacher = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
     student.requires_grad_()

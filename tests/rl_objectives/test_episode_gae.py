@@ -1,4 +1,4 @@
-"""Advantages and rewards to go: by hand, TorchRL's, and nothing that leaks across episodes."""
+"""Advantages and rewards to go: by hand, against TorchRL, and without leaks across episodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gae_of(
     return gae(reward_ETA, value_ETA, gamma=gamma, lam=lam, bootstrap_E=last_EA, is_end_EH=end_ET1)
 
 
-def test_an_episode_of_two_rounds_is_what_the_hand_gives() -> None:
+def test_an_episode_of_two_rounds_equals_hand_computed_values() -> None:
     reward, value = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[0.5], [0.25]]])
     found = gae_of(reward, value, torch.tensor([[9.0]]), torch.tensor([[False, True]]), lam=0.5)
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.9 * 0.25 - 0.5 = -0.275.
@@ -92,7 +92,7 @@ def test_rewards_to_go_are_those_of_torchrl_where_every_episode_ends() -> None:
         torch.testing.assert_close(found[..., number, None], expected)
 
 
-def test_a_reward_to_go_is_what_the_hand_gives() -> None:
+def test_a_reward_to_go_equals_a_hand_computed_value() -> None:
     reward = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])
     is_end = torch.tensor([[False, True, False, False]])
     found = reward_to_go(reward, is_end[..., None], gamma=0.5)
@@ -100,7 +100,7 @@ def test_a_reward_to_go_is_what_the_hand_gives() -> None:
 
 
 class Recorder:
-    """Values that are linear in an observation, and what they were asked for."""
+    """Values that are linear in an observation; records its inputs."""
 
     def __init__(self) -> None:
         self.num_frames: list[int] = []
@@ -130,7 +130,7 @@ def sampled_batch(is_end_ET: Tensor) -> TensorDict:
     return TensorDict(content, batch_size=[E, T])
 
 
-def test_the_module_asks_each_value_function_once_for_all_frames_and_once_for_the_last() -> None:
+def test_the_module_calls_each_value_function_once_for_all_frames_and_once_for_the_last() -> None:
     values = Recorder()
     module = EpisodeGae(("first", "second"), values, gamma=0.9, lmbda=0.95)
     batch = module(sampled_batch(torch.zeros(E, T, dtype=torch.bool)))
@@ -140,14 +140,14 @@ def test_the_module_asks_each_value_function_once_for_all_frames_and_once_for_th
         assert not batch["agents", key].requires_grad
 
 
-def test_where_all_episodes_end_with_the_batch_nothing_is_asked_about_what_follows() -> None:
+def test_if_all_episodes_end_with_the_batch_later_values_are_not_computed() -> None:
     values, is_end = Recorder(), torch.zeros(E, T, dtype=torch.bool)
     is_end[:, -1] = True
     EpisodeGae(("first", "second"), values, gamma=0.9, lmbda=0.95)(sampled_batch(is_end))
     assert values.num_frames == [E * T, E * T]
 
 
-def test_the_module_gives_what_torchrls_module_gives_in_its_layout() -> None:
+def test_the_module_equals_that_of_torchrl_in_its_layout() -> None:
     _, _, _, is_end = random_batch(seed=2)
     batch = sampled_batch(is_end)
     ours = EpisodeGae(("first", "second"), Recorder(), gamma=0.9, lmbda=0.95)(batch.clone())

@@ -42,7 +42,7 @@ def inverse_hessian_vector_product(
 
 
 def positive_matrix(size: int = 6) -> torch.Tensor:
-    """One with eigenvalues from 0.5 to 4."""
+    """A matrix with eigenvalues from 0.5 to 4."""
     basis = torch.linalg.qr(random_tensor(size, size)).Q
     return basis @ torch.diag(torch.linspace(0.5, 4.0, size, dtype=DOUBLE)) @ basis.T
 
@@ -152,7 +152,7 @@ def test_more_iterations_are_nearer_to_the_inverse(
 
 
 def test_a_larger_rank_is_nearer_to_the_inverse() -> None:
-    # Eigenvalues that fall by half, as those of networks do.
+    # Eigenvalues that halve, like those of networks.
     basis = torch.linalg.qr(random_tensor(12, 12)).Q
     matrix = basis @ torch.diag(0.5 ** torch.arange(12, dtype=DOUBLE)) @ basis.T
     vector = random_tensor(12, seed=1)
@@ -226,18 +226,18 @@ def test_a_flattened_list_is_cut_into_the_same_tensors() -> None:
     assert unflatten(torch.zeros(0), []) == ()
 
 
-def test_products_with_a_jacobian_and_its_transpose_equal_the_dense_ones() -> None:
+def test_products_with_a_jacobian_and_its_transpose_equal_the_dense_products() -> None:
     matrix, vector = random_tensor(4, 4), random_tensor(4, seed=1)
     x = random_tensor(4, seed=2).requires_grad_()
     operator = jacobian_operator(torch.tanh(matrix @ x), [x])
     dense = torch.autograd.functional.jacobian(lambda x: torch.tanh(matrix @ x), x)
-    for _ in range(2):  # the graph of the product is made once and used again
+    for _ in range(2):  # the product's graph is built once and reused
         torch.testing.assert_close(operator.apply(vector), dense @ vector)
         torch.testing.assert_close(operator.apply_transposed(vector), dense.T @ vector)
     torch.testing.assert_close(operator.transposed().apply(vector), dense.T @ vector)
 
 
-def test_what_does_not_depend_on_a_parameter_has_the_derivative_zero() -> None:
+def test_values_independent_of_a_parameter_have_the_derivative_zero() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     assert gradient((x**2).sum(), [x, y]).tolist() == [2.0, 2.0, 0.0, 0.0, 0.0]
     assert gradient(torch.tensor(1.0), [x]).tolist() == [0.0, 0.0]

@@ -94,7 +94,7 @@ def test_weighted_by_whole_sequences_the_mean_gradient_is_that_of_the_expected_r
     assert _relative_error(gradient(weights("sequence", 1e9)), exact) < 1e-12
     uncorrected = _relative_error(gradient(None), exact)
     assert uncorrected > 0.3
-    # Truncated, or of tokens, weights are nearer than none.
+    # Truncated or per-token weights are closer than none.
     assert 1e-3 < _relative_error(gradient(weights("token", 1e9)), exact) < uncorrected
     assert 1e-3 < _relative_error(gradient(weights("sequence", 2.0)), exact) < uncorrected
 

@@ -40,7 +40,7 @@ def our_gradients(objective: IppoObjective, batch: TensorDict) -> tuple[float, d
 
 
 class Stacked(nn.Module):
-    """The agents' own linear layers side by side, as TorchRL wants them."""
+    """The agents' linear layers side by side, as TorchRL expects."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def torchrl_loss(agents: AlwaysActing, cls: type, **options: Any) -> nn.Module:
         in_keys=[("agents", "observation")],
         out_keys=[("agents", "value")],
     )
-    # It keeps coefficients in single precision, in which those of these tests are exact.
+    # It stores coefficients in single precision, in which those of these tests are exact.
     loss = cls(actor, critic, functional=False, **options).double()
     loss.set_keys(
         action=("agents", "action"),
@@ -87,7 +87,7 @@ def torchrl_gradients(
     agents: AlwaysActing, loss: nn.Module, batch: TensorDict
 ) -> tuple[float, dict[str, Tensor]]:
     agents.zero_grad()
-    # TorchRL takes means over agents, where ours takes the sum.
+    # TorchRL takes means over agents, ours the sum.
     total = len(NAMES) * sum_of_losses(loss(batch.clone()).items())
     total.backward()
     return float(total.detach()), {f"agents.{k}": v for k, v in gradients_of(agents).items()}
@@ -160,7 +160,7 @@ def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_dis
     assert_equal_gradients(ours, theirs)
 
 
-def test_the_clipped_loss_is_what_the_hand_gives(agents: AlwaysActing) -> None:
+def test_the_clipped_loss_equals_a_hand_computed_value(agents: AlwaysActing) -> None:
     batch = make_batch(agents, num_frames=2)
     ratios = torch.tensor([1.5, 0.5], dtype=torch.float64)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_the_clipped_loss_is_what_the_hand_gives(agents: AlwaysActing) -> None:
     # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8.
     assert float(found["loss_policy"].detach()) == pytest.approx(-(2.4 - 0.8) / 2)
     assert float(found["kl"]) == pytest.approx(-float(ratios.log().mean()))
-    # The clip takes the gradient of both away.
+    # The clip removes both gradients.
     assert float(found["clip_fraction"]) == float(found["ratio_outside_clip"]) == 1.0
     assert float(found["ess"]) == pytest.approx(1.0 / 1.25)
 
@@ -293,7 +293,7 @@ def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
-def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy(
+def test_a_minibatch_in_which_an_agent_never_acts_leaves_its_policy_unchanged(
     agents: AlwaysActing, batch: TensorDict
 ) -> None:
     batch["is_acting"][:, 0] = False

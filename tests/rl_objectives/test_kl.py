@@ -54,7 +54,7 @@ def _divergence_gradient(*, is_reverse: bool) -> torch.Tensor:
     return logits.grad
 
 
-def test_the_mean_gradients_are_what_the_docstring_says() -> None:
+def test_the_mean_gradients_equal_those_in_the_docstring() -> None:
     assert torch.allclose(_mean_gradient("k1"), torch.zeros(4).double(), atol=1e-12)
     assert torch.allclose(_mean_gradient("k2"), _divergence_gradient(is_reverse=True), atol=1e-12)
     assert torch.allclose(_mean_gradient("k3"), _divergence_gradient(is_reverse=False), atol=1e-12)
@@ -115,7 +115,7 @@ def test_the_weight_follows_the_divergence_by_hand() -> None:
     controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
     # 2.2 / 2 - 1 = 0.1; 0.5 * (1 + 0.1 * 20 / 100)
     assert controller.update(2.2, num_samples=20) == pytest.approx(0.51, abs=1e-12)
-    # far off: the error is held at 0.2, and -0.2
+    # far off: the error is clipped to 0.2 and -0.2
     assert controller.update(50.0, num_samples=50) == pytest.approx(0.51 * 1.1, abs=1e-12)
     assert controller.update(-3.0, num_samples=50) == pytest.approx(0.51 * 1.1 * 0.9, abs=1e-12)
     before = controller.weight

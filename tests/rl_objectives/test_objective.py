@@ -58,7 +58,7 @@ def test_another_estimator_is_refused() -> None:
         ippo(AlwaysActing()).make_value_estimator(ValueEstimators.GAE, gama=0.9)
 
 
-def test_an_objective_of_ones_own_takes_one_method(agents: AlwaysActing) -> None:
+def test_a_custom_objective_takes_one_method(agents: AlwaysActing) -> None:
     class Likely(Objective):
         def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
             view = self.policy_view(name, batch)
@@ -106,7 +106,7 @@ def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> 
     assert all(p.grad is not None for p in agents["second"].parameters())
 
 
-def test_its_own_state_is_what_the_agents_have_not() -> None:
+def test_its_own_state_excludes_that_of_the_agents() -> None:
     objective = ippo(AlwaysActing())
     objective.make_value_estimator()
     assert set(objective.own_state()) == {"beta"}
@@ -116,7 +116,7 @@ def test_its_own_state_is_what_the_agents_have_not() -> None:
     assert other.beta.tolist() == [0.125, 0.125]
 
 
-def test_reinforce_is_what_the_hand_gives(agents: AlwaysActing, batch: TensorDict) -> None:
+def test_reinforce_equals_hand_computed_values(agents: AlwaysActing, batch: TensorDict) -> None:
     found = ReinforceObjective(agents, entropy_weight=0.5)(batch)
     seen = agents.evaluate("first", batch)
     weights_B = batch["agents", "reward_to_go"][:, 0, 0]

@@ -1,4 +1,4 @@
-"""Policy losses and advantages of a plug-in train in every family."""
+"""Policy losses and advantages of a plug-in train in every trainer family."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _restored() -> Iterator[None]:
 
 @pytest.fixture
 def scenarios(tiny_scenario: Path) -> dict[str, str]:
-    """Small scenarios of trainers whose own is larger."""
+    """Small scenarios for trainers whose own scenario is larger."""
     chat = dict.fromkeys(("ast_grpo", "ast_ppo", "my_simpo"), str(tiny_scenario))
     return chat | {"vanilla_ppo": "graph_isomorphism_small"}
 

@@ -42,8 +42,8 @@ def tokens(*values: float) -> torch.Tensor:
     ("ratio", "advantage", "loss", "slope"),
     [
         (1.0, 2.0, -2.0, -2.0),  # d ratio / d log pi = ratio
-        (1.5, 2.0, -2.6, 0.0),  # beyond the clip, in the direction of the advantage
-        (0.5, 2.0, -1.0, -1.0),  # too low, and to be raised
+        (1.5, 2.0, -2.6, 0.0),  # beyond the clip, in the advantage's direction
+        (0.5, 2.0, -1.0, -1.0),  # too low, and should increase
         (0.5, -2.0, 1.6, 0.0),
         (1.5, -2.0, 3.0, 3.0),
     ],
@@ -143,7 +143,7 @@ def test_a_weighted_token_learns_beyond_its_clip() -> None:
 
 @pytest.mark.parametrize("name", GROUP_VARIANTS)
 def test_the_first_step_is_the_policy_gradient(name: str) -> None:
-    """Where policy and sampler are one, each variant differs from REINFORCE by weights alone."""
+    """If policy and sampler are equal, each variant differs from REINFORCE only by weights."""
     batch = random_batch()
     batch["old_logprobs_BT"] = batch["logprobs_BT"]
     logprobs = batch["logprobs_BT"].clone().requires_grad_()
@@ -207,8 +207,8 @@ def test_reinforce_and_nll_by_hand() -> None:
     ("new", "clip_range", "loss", "slope"),
     [
         (1.0, None, 2.0, -2.0),  # (1 - 3)**2 / 2
-        (1.0, 0.25, 3.125, 0.0),  # moved up by 0.75: held at 0.5, and (0.5 - 3)**2 is larger
-        (-1.0, 0.25, 8.0, -4.0),  # moved away: the free error is larger
+        (1.0, 0.25, 3.125, 0.0),  # moved up by 0.75: clipped to 0.5, and (0.5 - 3)**2 is larger
+        (-1.0, 0.25, 8.0, -4.0),  # moved away: the unclipped error is larger
         (0.4, 0.25, 3.38, -2.6),  # within reach
     ],
 )
@@ -265,7 +265,7 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
         ("reinforce", 3.0, 2.0, -2.0 * math.log(3), -2.0),
     ],
 )
-def test_losses_of_one_token_are_those_worked_out_by_hand(
+def test_losses_of_one_token_equal_hand_computed_values(
     name: str, ratio: float, advantage: float, loss: float, slope: float
 ) -> None:
     given = one_token(ratio, advantage)
@@ -356,7 +356,7 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
         policy_logprobs=lambda *_: (given[0],),
     )
     mine = RemoteApiTrainer.loss(trainer, batch).loss
-    # Services take sums; both of TRL are means over tokens.
+    # Services use sums; both TRL losses are means over tokens.
     assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
 
 
@@ -420,7 +420,7 @@ def test_options_without_a_meaning_are_refused(
         PolicyLoss.of(name, options).of_tokens(*one_token(1.0, 1.0))
 
 
-def test_an_unknown_loss_or_option_names_the_nearest_one() -> None:
+def test_an_unknown_loss_or_option_names_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="cispo"):
         PolicyLoss.of("cipso")
     with pytest.raises(ConfigurationError, match=r"'dual_clip'.*clip_high, clip_low"):

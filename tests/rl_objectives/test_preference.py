@@ -1,4 +1,4 @@
-"""Preference losses equal what one works out by hand, in value and in gradient."""
+"""Preference losses equal hand-computed values and gradients."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_no_pairs_give_a_loss_of_zero(loss: Callable[..., LossOutput]) -> None:
         (simpo_loss, {"beta": 0, "margin": 0.5}, r"beta.*'simpo'.*0"),
     ],
 )
-def test_what_a_kind_cannot_use_is_refused(
+def test_options_that_a_kind_cannot_use_are_refused(
     loss: Callable[..., LossOutput], options: dict[str, object], text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):

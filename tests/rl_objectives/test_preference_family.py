@@ -168,7 +168,7 @@ def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole() -> None:
         loss_type="kto",
         _compute_kl_logps=lambda *_: masked.sum(dim=1),
     )
-    # TRL drops the first position, which has no log-probability: one token of prompt stands there.
+    # TRL drops the first position, which has no log-probability: a prompt token fills it.
     completion = torch.nn.functional.pad(mask, (1, 0))
     inputs = {
         "input_ids": torch.zeros(completion.shape, dtype=torch.long),

@@ -35,7 +35,7 @@ def test_each_reduction_by_hand(reduction: Reduction, expected: float) -> None:
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_normaliser_is_what_the_sum_over_tokens_is_divided_by() -> None:
+def test_a_normaliser_divides_the_sum_over_tokens() -> None:
     assert reduce_loss(VALUES, MASK, "token", normaliser=38.0).item() == pytest.approx(0.5)
 
 
@@ -102,6 +102,8 @@ def test_sums_and_means_by_row_and_overall() -> None:
         ({"reduction": "token", "max_length": 4}, "max_length 4"),
     ],
 )
-def test_what_a_reduction_cannot_use_is_refused(options: dict[str, object], text: str) -> None:
+def test_options_that_a_reduction_cannot_use_are_refused(
+    options: dict[str, object], text: str
+) -> None:
     with pytest.raises(ConfigurationError, match=text):
         reduce_loss(VALUES, MASK, **options)

@@ -26,7 +26,7 @@ def rewards(*values: float) -> torch.Tensor:
 
 
 def _random_tree(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A forest of uneven width in random order, some of its nodes without a reward."""
+    """A forest of uneven width in random order; some nodes lack a reward."""
     generator = torch.Generator().manual_seed(seed)
     parents, depths = [-1, -1], [0, 0]
     for node in range(2, 60):

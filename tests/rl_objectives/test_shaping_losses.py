@@ -1,7 +1,7 @@
 """Losses on samples have, in expectation, the derivatives of the expected return.
 
-Every joint move of a small game is played once and weighted by its probability, so that nothing is
-left to chance.
+Every joint move of a small game is played once and weighted by its probability, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def exact_losses(logits: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def expected_losses(logits: list[torch.Tensor], losses: Losses) -> list[torch.Tensor]:
-    """The losses of single frames, weighted by how likely these are."""
+    """The losses of single frames, weighted by the frames' probabilities."""
     logs = [x.log_softmax(dim=0) for x in logits]
     total = 0
     for actions in itertools.product(*(range(n) for n in NUM_ACTIONS)):
@@ -89,7 +89,7 @@ def test_directions_of_agents_equal_those_of_the_expected_return(
     name: str, groups: object, losses: Losses
 ) -> None:
     logits = policies()
-    # Logits have a direction that changes no policy, in which a Hessian is 0: damped.
+    # Logits have a direction that leaves the policy unchanged, where a Hessian is 0: damped.
     bowl = [0.3 * x.square().sum() for x in logits]
     found, exact = (
         updates_of(
@@ -107,7 +107,7 @@ REWARDS = random_tensor(2, 3, 2, seed=2)
 
 
 def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) -> torch.Tensor:
-    """The expected losses of a game in turns, with baselines that know the first move."""
+    """The expected losses of a sequential game, with baselines that know the first move."""
     first, second = logits[0].log_softmax(dim=0), logits[1].log_softmax(dim=1)
     baselines = random_tensor(2, 3, seed=3)
     total = torch.zeros(2, dtype=DOUBLE)
@@ -140,7 +140,7 @@ def test_without_episodes_agents_that_move_in_turn_have_no_mixed_derivative() ->
 
 
 def batch(num_frames: int = 12, num_agents: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Frames of episodes of four rounds, with weights from which log-probabilities come."""
+    """Frames of episodes of four rounds, with weights that determine log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(num_frames, num_agents, generator=generator) < 0.7
     mask[:, 0] |= ~mask.any(dim=1)
@@ -158,7 +158,7 @@ WEIGHTS = [random_tensor(2, seed=seed).requires_grad_() for seed in range(3)]
 
 
 def derivatives(frames: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
-    """Losses, gradients and Hessians of all agents by all weights."""
+    """Losses, gradients and Hessians of all agents with respect to all weights."""
     frames = dict(frames)
     features, old = frames.pop("features"), frames.pop("old_logprobs_BA")
     logprobs = -(features * torch.stack(WEIGHTS)).sum(dim=-1).square()
@@ -192,14 +192,14 @@ def test_nothing_in_padding_makes_a_difference(kind: str) -> None:
     }
     padding["mask_BA"] = torch.zeros(5, 3).bool()
     padding["round_B"] = torch.tensor([9, 10, 11, 12, 13])
-    # Weights meet NaN features where the mask is False; their product must not come through.
+    # Weights meet NaN features where the mask is False; their product must not propagate.
     padding["features"] = torch.zeros_like(padding["features"])
     padded = {name: torch.cat([frames[name], padding[name]]) for name in frames}
     torch.testing.assert_close(derivatives(padded, kind), derivatives(frames, kind))
 
 
 @KINDS
-def test_what_stands_where_an_agent_did_not_move_makes_no_difference(kind: str) -> None:
+def test_values_where_an_agent_did_not_move_have_no_effect(kind: str) -> None:
     frames = batch()
     other = dict(frames)
     is_elsewhere = ~frames["mask_BA"].unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Directions of agents that foresee others equal closed forms on games with known solutions."""
+"""Directions of agents that anticipate each other equal closed forms on solved games."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def learn(
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        (SEQUENCE, [1 / 2, 1 / 4]),  # Stackelberg's solution
-        (((1,), (0,)), [1 / 4, 1 / 2]),  # the other leads
-        (((0, 1),), [1 / 3, 1 / 3]),  # without followers: Nash's equilibrium
+        (SEQUENCE, [1 / 2, 1 / 4]),  # Stackelberg solution
+        (((1,), (0,)), [1 / 4, 1 / 2]),  # the other player leads
+        (((0, 1),), [1 / 3, 1 / 3]),  # without followers: Nash equilibrium
     ],
 )
 def test_sellers_reach_the_solution_of_the_order_in_which_they_move(
@@ -111,7 +111,7 @@ def test_the_stackelberg_gradient_of_a_quadratic_game_by_hand(name: str, method:
     shaping = block(q1, 1, 0).T @ multiplier
     torch.testing.assert_close(leader.update[0], own - shaping, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(leader.shaping_P, shaping, rtol=1e-5, atol=1e-6)
-    assert shaping.norm() > 0.1  # the term is there
+    assert shaping.norm() > 0.1  # the term is present
     torch.testing.assert_close(follower.update[0], (q1 @ joint + c1)[3:])
 
 
@@ -133,7 +133,7 @@ def test_lola_of_a_quadratic_game_by_hand(name: str, is_used: bool, lookahead: i
 
 
 def test_the_lola_direction_is_the_derivative_of_the_loss_after_the_followers_step() -> None:
-    """To the first order in the step, for whatever losses; three agents in three groups."""
+    """To first order in the step, for any losses; three agents in three groups."""
     x, y, z = (random_tensor(2, seed=seed).requires_grad_() for seed in range(3))
     first = torch.sin(x @ y) + (x * z).sum().cos() + (y * z.tanh()).sum()
     second = (x * y * z).sum().sin() + (y**2).sum()
@@ -157,10 +157,10 @@ def test_the_lola_direction_is_the_derivative_of_the_loss_after_the_followers_st
 
 
 def chain_game(positions: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each agent but the first answers the earlier ones with `q_k`, whatever the later ones do.
+    """Each agent except the first responds to earlier agents by `q_k`, whatever later agents do.
 
-    Where all later agents answer, `e_j = 0`, the loss of agent k is `u_k e_k**2 / 2`; away from
-    there, and in its derivatives by the later agents, it is anything but.
+    If all later agents respond, `e_j = 0`, agent k's loss is `u_k e_k**2 / 2`; elsewhere, and in
+    its derivatives by the later agents, it is not.
     """
     first = positions[0]
     losses = [torch.sin(first) * sum(p**2 for p in positions) + sum(positions[1:]).exp()]
@@ -183,7 +183,7 @@ def answer(earlier: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_agents", [2, 3, 4])
 def test_the_leader_of_a_sequence_foresees_every_later_agent(num_agents: int) -> None:
-    """With all others at their answers its direction is the slope of its loss on that curve."""
+    """If all others play their responses, its direction is the slope of its loss on that curve."""
     start = scalar(0.7)
     curve = [start]
     for _ in range(1, num_agents):
@@ -200,7 +200,7 @@ def test_the_leader_of_a_sequence_foresees_every_later_agent(num_agents: int) ->
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["ihvp_variant"])
 def test_followers_of_one_group_answer_each_other(method: Method) -> None:
-    """Their joint Jacobian is not symmetric, and not made of their own Hessians alone."""
+    """Their joint Jacobian is not symmetric, and contains more than their own Hessians."""
     losses, theta, (q0, q1, q2), (c0, _, _) = quadratic_game(3)
     joint = torch.cat(theta).detach()
     slopes = q0 @ joint + c0
@@ -214,7 +214,7 @@ def test_followers_of_one_group_answer_each_other(method: Method) -> None:
 def test_leaders_of_one_group_do_not_foresee_each_other() -> None:
     losses, theta, _, _ = quadratic_game(3)
     together = updates_of(losses, theta, "spg", ((0, 1), (2,)))
-    # Agent 1 as if it were no learner at all.
+    # As if agent 1 did not learn.
     alone = updates_of(losses, [theta[0], [], theta[2]], "spg", ((0,), (1,), (2,)))
     torch.testing.assert_close(together[0].update[0], alone[0].update[0])
 
@@ -248,7 +248,7 @@ def test_how_parameters_are_cut_into_tensors_makes_no_difference(name: str) -> N
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_nothing_is_left_behind(name: str) -> None:
-    """Neither gradients nor changed parameters, nor graphs; and losses can be used again."""
+    """Gradients, parameters and graphs stay unchanged, and losses can be reused."""
     losses, theta, _, _ = quadratic_game()
     before = [own.detach().clone() for own in theta]
     first = updates_of(losses, theta, name)
@@ -287,16 +287,16 @@ def test_a_tensor_of_two_agents_is_refused() -> None:
 @pytest.mark.parametrize(
     ("gradient", "lookahead", "shaping", "expected", "share"),
     [
-        # agrees with lookahead, or at a right angle to it: used whole
+        # agrees with lookahead, or orthogonal to it: used in full
         ([3.0, 4.0], [1.0, 0.0], [-2.0, 5.0], [3.0, -5.0], 1.0),
         ([3.0, 4.0], [1.0, 0.0], [0.0, 7.0], [1.0, -7.0], 1.0),
-        # against it: <-chi, xi_0> = -8 and |xi_0|**2 = 4, so that p1 = 0.5 * 4 / 8
+        # opposed to it: <-chi, xi_0> = -8 and |xi_0|**2 = 4, so p1 = 0.5 * 4 / 8
         ([3.0, 4.0], [2.0, 0.0], [4.0, 4.0], [1.0, -1.0], 0.25),
-        # near a fixed point of the gradient it vanishes, by the square of the norm
+        # near a fixed point of the gradient it vanishes with the square of the norm
         ([0.03, 0.04], [1.0, 0.0], [-1.0, 0.0], [1.0025, 0.0], 0.0025),
         ([0.0, 0.0999], [1.0, 0.0], [-1.0, 0.0], [1.0 + 0.0999**2, 0.0], 0.0999**2),
         ([0.0, 0.1001], [1.0, 0.0], [-1.0, 0.0], [2.0, 0.0], 1.0),
-        # the smaller of both shares counts
+        # the smaller of the two shares counts
         ([0.09, 0.0], [2.0, 0.0], [4.0, 0.0], [2.0 - 4 * 0.0081, 0.0], 0.0081),
         ([0.09, 0.0], [0.01, 0.0], [4.0, 0.0], [0.005, 0.0], 0.00125),
     ],

@@ -1,6 +1,6 @@
-"""Where one name stands for different numbers in different libraries, this is ours.
+"""Our choice where libraries use the same name for different numbers.
 
-One test a trap; each says what the choice is and that the others' number is another.
+One test per trap, which states the choice and that other libraries' numbers differ.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_the_default_reduction_is_the_sum_over_tokens_of_the_whole_batch() -> No
     losses = torch.tensor([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, False, False]])
     assert reduce_loss(losses, mask, "token").item() == 7 / 4
-    # A part is divided by the tokens of the whole, so that parts add up.
+    # A part is divided by the token count of the whole, so that parts add up.
     parts = [reduce_loss(losses[i : i + 1], mask[i : i + 1], "token", normaliser=4) for i in (0, 1)]
     assert float(sum(parts)) == 7 / 4
 
@@ -50,7 +50,7 @@ def test_k3_is_not_diluted_by_padding_as_in_torchrl_nor_clamped_at_10_as_in_verl
     kl = kl_estimate(policy, reference, "k3", mask_BT=mask)
     expected = torch.tensor(-0.5).exp() - 1 + 0.5
     assert masked_mean(kl, mask).item() == pytest.approx(expected.item())
-    assert kl.mean().item() == pytest.approx(expected.item() / 2)  # what a plain mean would say
+    assert kl.mean().item() == pytest.approx(expected.item() / 2)  # a plain mean would be
     far = kl_estimate(tensor(-5), tensor(-1), "k3")
     assert far.item() == pytest.approx(torch.tensor(4.0).exp().item() - 5, rel=1e-6)
     assert far.item() > 10
@@ -76,7 +76,7 @@ def test_ties_are_left_out_and_counted_where_online_dpo_of_trl_prefers_the_first
     assert (found.chosen, found.num_ties) == ([], 1)
 
 
-def test_logged_entropy_and_kl_leave_out_what_follows_the_end() -> None:
+def test_logged_entropy_and_kl_leave_out_tokens_after_the_end() -> None:
     row = Trajectory([5, 6, 7], [0, 1, 0], logprobs=[0, -1, -9], reward=1.0)
     assert log_rollout_metrics([row])["rollout/entropy"] == 1.0
     mask = torch.tensor([[True, False]])
@@ -85,7 +85,7 @@ def test_logged_entropy_and_kl_leave_out_what_follows_the_end() -> None:
 
 
 def test_logprobs_are_the_models_own_whatever_temperature_it_samples_at(tmp_path: Path) -> None:
-    # TRL and verl divide the logits by the temperature in training; here both sides are raw.
+    # TRL and verl divide logits by the temperature in training; here both sides are raw.
     path = make_language_model(tmp_path / "model")
     parameters = HuggingFaceLanguageModel.Parameters(model=str(path))
     model = HuggingFaceLanguageModel.load(
@@ -101,7 +101,7 @@ def test_logprobs_are_the_models_own_whatever_temperature_it_samples_at(tmp_path
     torch.testing.assert_close(said.logprobs_BT, scored, atol=1e-5, rtol=0)
 
 
-def test_gae_is_exact_in_float64_where_the_vectorised_one_of_torchrl_is_off_by_5e_7() -> None:
+def test_gae_is_exact_in_float64_where_the_vectorised_gae_of_torchrl_is_off_by_5e_7() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 3, 40, generator=generator, dtype=DOUBLE)
     found = gae(rewards, values, torch.ones(3, 40, dtype=torch.bool), gamma=0.99, lam=0.95)

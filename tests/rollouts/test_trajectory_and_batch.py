@@ -1,4 +1,4 @@
-"""Trajectories become batches and come back, and padding is found by mask."""
+"""Trajectories become batches and come back, and padding is located by mask."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_masks_of_another_length_are_refused_by_name() -> None:
         Trajectory([1, 2, 3], [0, 1], logprobs=[0.0])
 
 
-def test_what_tools_and_environments_said_is_masked() -> None:
+def test_texts_of_tools_and_environments_are_masked() -> None:
     spans = [TokenSpan([1, 2]), TokenSpan([3], [-0.5]), TokenSpan([4, 5]), TokenSpan([6], [-1.5])]
     one = Trajectory.from_spans(spans, reward=1.0)
     assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6]
@@ -89,7 +89,7 @@ def test_a_batch_of_trajectories_is_padded_on_the_right() -> None:
     assert batch.metadata["group_ids"] == ["a", "a", "own-2"]
 
 
-def test_values_and_metadata_find_what_the_other_holds() -> None:
+def test_values_and_metadata_resolve_each_other() -> None:
     batch = Batch.from_trajectories(some())
     assert batch.metadata["rewards"].tolist() == [1.0, 0.0, 0.5]
     assert batch.values["reward"] is batch.values["rewards"]
@@ -210,7 +210,7 @@ def test_numbers_of_numpy_become_tensors_too(given: Any) -> None:
 
 
 def test_advantages_summed_from_the_end_are_read() -> None:
-    """Rewards to go are a reversed view of NumPy, which torch does not read."""
+    """Rewards to go are a reversed NumPy view, which torch cannot read."""
     rows = some()
     for one in rows:
         one["advantage"] = np.cumsum(np.ones(len(one))[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""Trees are read the right way round, and only real preferences become pairs."""
+"""Trees are read in the right direction, and only real preferences become pairs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]
             [[1], [2], [3], [4], [5, 6], [5, 6], [7], [8]],
             *({"min_reward_difference": 0.1}, ([1], [0], 1, 1, 1)),
         ),
-        # A gap equal to the margin is none.
+        # A gap equal to the margin does not count.
         ([0.0, 0.5], [0.0, 0.5], [[1], [2]], {"min_reward_difference": 0.5}, ([], [], 0, 0, 1)),
         ([0.0, 0.5], [0.0, 0.5], [[1], [2]], {"min_reward_difference": 0.49}, ([1], [0], 0, 0, 0)),
-        # The better reward comes from likelihood, against the score.
+        # The better reward comes from likelihood, despite the score.
         ([0.9, 0.1], [0.2, 0.6], [[1], [2]], {"min_reward_difference": 0.1}, ([0], [1], 0, 0, 0)),
         (
             *([0.9, 0.1], [0.2, 0.6], [[1], [2]]),
@@ -65,14 +65,14 @@ def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]
             *([0.3, 0.0, 0.9, 0.6], [0.1, 0.0, 0.8, 0.8], [[1], [2], [3], [4]]),
             *({"min_reward_difference": 0.1, "min_chosen_score": 0.5}, ([2], [3], 0, 0, 1)),
         ),
-        # A prefix is no identical probe.
+        # A prefix is not an identical probe.
         (
             *([0.9, 0.1], [0.9, 0.1], [[1, 2], [1]]),
             *({"min_reward_difference": 0.0}, ([0], [1], 0, 0, 0)),
         ),
     ],
 )
-def test_pairs_are_told_from_ties_identical_probes_and_gaps_below_a_margin(
+def test_pairs_exclude_ties_identical_probes_and_gaps_below_a_margin(
     rewards: list[float],
     scores: list[float],
     probes: list[list[int]],

@@ -1,4 +1,4 @@
-"""Batches follow one another, are replayed exactly, and hold the rewards of their ends."""
+"""Batches follow each other, are replayed exactly, and hold the rewards of their ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_stopping_and_going_on_gives_the_same_frames(tmp_path: Path) -> None:
         assert expected[key].equal(got[key]), key
 
 
-def test_what_follows_a_frame_is_the_next_one() -> None:
+def test_each_frame_is_followed_by_the_next() -> None:
     batch = sampler_of(build_game()).collect(8)
     for name in ("round", "message_history", "vector", "active_mask"):
         assert batch["next", name][:, :-1].equal(batch[name][:, 1:])
@@ -47,7 +47,7 @@ def test_what_follows_a_frame_is_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("zero_knowledge", [False, True])
-def test_rewards_are_those_that_the_protocol_gives_for_what_was_decided(
+def test_rewards_are_those_of_the_protocol_for_the_decisions(
     zero_knowledge: bool,
 ) -> None:
     game = build_game(protocol_common={"zero_knowledge": zero_knowledge})
@@ -73,7 +73,7 @@ def test_the_datapoints_of_an_iteration_are_all_played() -> None:
     assert set(ids.tolist()) == set(range(64))
 
 
-def test_looking_ahead_gives_what_is_played_next_and_plays_nothing() -> None:
+def test_looking_ahead_returns_the_next_datapoints_without_playing() -> None:
     sampler = sampler_of(build_game())
     sampler.collect(5)
     ahead, played = sampler.look_ahead(7), sampler.collect(7)

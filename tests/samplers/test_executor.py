@@ -1,4 +1,4 @@
-"""A rollout is cut by the experiment alone, whatever the number of processes that play it."""
+"""A rollout's parts depend only on the experiment, not on the number of processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Into how many parts rollouts were divided."""
+    """The number of parts of each rollout."""
     counts: list[int] = []
     found = executor.cut_rollout
 
@@ -107,7 +107,7 @@ def test_any_number_of_processes_plays_the_same_rollout(
     num_held: int | None,
     num_processes: int,
 ) -> None:
-    """To the bit, for batches have the same rows; `num_held` trees fit into memory."""
+    """Equal to the bit, since batches have the same rows; `num_held` trees fit into memory."""
     other = build(tiny_scenario)
     one = other.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
     batches: list[int] = []
@@ -129,7 +129,7 @@ def test_any_number_of_processes_plays_the_same_rollout(
     assert together.seconds.keys() == alone.seconds.keys()
 
 
-def test_the_scorer_is_asked_once_by_this_process(
+def test_the_scorer_is_called_once_by_this_process(
     instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, calls = instance.sampler, []
@@ -150,7 +150,7 @@ def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: li
         instance = build(tiny_scenario)
         for agent in instance.agents.values():
             agent.language_model.context_window = 16 + agent.sampling.max_new_tokens
-        # One agent in two roles, as in a random search.
+        # The same agent in two roles, as in a random search.
         sampler = instance.sampler.with_attacker(instance.agents["reference"])
         sample(sampler, count)
         cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
@@ -159,7 +159,7 @@ def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: li
     assert cut[0] == cut[1]
 
 
-def test_what_fails_in_another_process_is_raised_as_what_it_is(
+def test_an_error_in_another_process_keeps_its_type(
     instance: ScenarioInstance,
 ) -> None:
     long = " ".join(["good"] * 2000)
@@ -207,9 +207,7 @@ def test_few_nodes_are_not_divided(
     assert divided == [2, 1], "36 nodes"
 
 
-def test_what_would_lose_what_it_keeps_is_not_divided(
-    tiny_scenario: Path, divided: list[int]
-) -> None:
+def test_custom_models_and_agents_are_not_divided(tiny_scenario: Path, divided: list[int]) -> None:
     class OwnModel(HuggingFaceLanguageModel):
         pass
 
@@ -239,7 +237,7 @@ def test_a_large_model_is_not_divided(
 
 
 class Unforked(TokenSampler):
-    """A model from elsewhere, which does not say whether it may be forked."""
+    """A foreign model that does not declare whether it may be forked."""
 
     def __init__(self, agent: ConversationAgent) -> None:
         self._model = agent.token_sampler
@@ -304,7 +302,7 @@ def played(sampler: TreeSampler, number: int = 0) -> RolloutTree:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
-    """Actors are of this process."""
+    """Actors belong to this process."""
     return actors_here.install(monkeypatch)
 
 
@@ -321,7 +319,7 @@ def test_any_number_of_actors_plays_the_same(
     assert [new - old for new, old in zip(after, before, strict=True)] == before
 
 
-def test_what_was_learnt_reaches_actors_once_a_rollout(
+def test_learnt_weights_reach_actors_once_a_rollout(
     instance: ScenarioInstance, here: list[ActorsHere]
 ) -> None:
     sampler = instance.sampler
@@ -371,7 +369,7 @@ def test_captured_steps_stay_and_actors_capture_their_own(
     assert capture.count == num_captured
 
 
-def test_actors_without_a_gpu_are_refused_for_models_that_are_on_one(
+def test_actors_without_a_gpu_are_refused_for_models_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -380,7 +378,7 @@ def test_actors_without_a_gpu_are_refused_for_models_that_are_on_one(
         prepare_experiment(resolved, num_actors=2, device="cuda")
 
 
-def test_a_fault_in_an_actor_is_raised_as_what_it_is(
+def test_a_fault_in_an_actor_keeps_its_type(
     instance: ScenarioInstance, here: list[ActorsHere]
 ) -> None:
     sampler = instance.sampler
@@ -427,7 +425,7 @@ def test_actors_that_would_be_idle_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInstance) -> None:
+def test_actors_of_ray_play_the_same_even_if_one_is_killed(instance: ScenarioInstance) -> None:
     pytest.importorskip("ray")
     sampler = instance.sampler
     expected = played(sampler)
@@ -442,7 +440,7 @@ def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInst
             assert results == [0, 1, 2, 3]
             assert marker.exists()
             marker.unlink()
-            # What replaced it has the models again, as they have learnt meanwhile.
+            # Its replacement has the models again, with what they have learnt since.
             with torch.no_grad():
                 for parameter in instance.agents["attacker"].language_model.parameters():
                     parameter.mul_(1.1)

@@ -1,4 +1,4 @@
-"""Episodes become trajectories of what the policy said, with all else masked."""
+"""Episodes become trajectories of the policy's output, with all else masked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Guessing(Task):
 
 
 class NeverOver(Environment):
-    """Says something after everything."""
+    """Responds to everything."""
 
     def reset(self) -> Any:
         return GuessNumberEnvironment(7, 1, 16, 3).reset()
@@ -56,14 +56,14 @@ class NeverOver(Environment):
 
 
 class Endless(Guessing):
-    """An environment that does not end."""
+    """An environment without an end."""
 
     def environment(self, split: object, index: int) -> Environment:
         return NeverOver()
 
 
 class Scripted:
-    """Says what is written down, each row its own list of turns."""
+    """Generates scripted turns, each row its own list."""
 
     def __init__(self, *rows: list[str]) -> None:
         self.rows = [list(row) for row in rows]
@@ -181,7 +181,7 @@ def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
 
 
 @pytest.mark.parametrize(("states_it", "num_made"), [(True, 2), (False, 6)])
-def test_runs_share_an_environment_only_of_a_class_that_says_so(
+def test_runs_share_an_environment_only_of_a_class_that_allows_it(
     states_it: bool, num_made: int
 ) -> None:
     made: list[Environment] = []
@@ -213,7 +213,7 @@ OPENING = [Message("user", "guess")]
 
 
 class Answering(Environment):
-    """Gives what it was made of, or raises it; its task does so where it rates."""
+    """Returns its value, or raises it; its task does so when it rates."""
 
     def __init__(self, opening: Any = OPENING, reaction: Any = None) -> None:
         self.opening, self.reaction = opening, reaction
@@ -296,7 +296,7 @@ def test_rewards_are_plain_numbers_or_missing() -> None:
     assert one.reward is None
 
 
-# ---- rollouts in parts, whoever plays them
+# ---- rollouts in parts, by any number of processes
 
 PLAN = TaskPlan("train", num_runs=2, max_turns=4, key=(0, "parts"))
 PROBLEMS = [4, 0, 7, 2, 9]
@@ -311,7 +311,7 @@ class Unrated(GuessNumberEnvironment):
 
 
 class RatedGuessing(GeneratedTask):
-    """Rates by what its environments remember."""
+    """Rates by its environments' state."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, seed=0, device=CPU, scenario_dir=None)
@@ -345,7 +345,7 @@ def agent(trainer: Any) -> ConversationAgent:
 
 @pytest.fixture(params=["reward", "rated"])
 def task(trainer: Any, request: pytest.FixtureRequest) -> Task:
-    """One whose environments reward, and one that rates by their state."""
+    """A task whose environments reward, and a task that rates by their state."""
     own: Task = trainer.task
     return own if request.param == "reward" else RatedGuessing(own.parameters)
 
@@ -400,7 +400,7 @@ def test_any_number_of_actors_plays_the_same(
 def test_the_task_rates_once_and_stays_in_this_process(
     trainer: Any, agent: ConversationAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it rates with may be a connection, which cannot be sent."""
+    """Its rating state may be a connection, which cannot be pickled."""
     actors_here.install(monkeypatch)
     task: Any = RatedGuessing(trainer.task.parameters)
     task.connection = (number for number in range(3))
@@ -410,7 +410,7 @@ def test_the_task_rates_once_and_stays_in_this_process(
     assert all(one.reward is not None and one.reward > 1 for one in rollout.trajectories)
 
 
-def test_one_part_is_what_is_played_without_any(
+def test_a_single_part_equals_an_undivided_rollout(
     agent: ConversationAgent, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -472,7 +472,7 @@ def test_a_large_model_is_cut_alike_and_not_forked(
 
 
 class Holding(GuessNumberEnvironment):
-    """Holds a generator, from the first or once it is played."""
+    """Holds a generator, from the start or after its first step."""
 
     is_late = False
 
@@ -525,7 +525,7 @@ def test_environments_that_cannot_be_sent_are_played_here(
 
 
 class Team:
-    """Two processes of which this is both: what is told goes through a message."""
+    """Two processes, both simulated by this process: exchanged values are pickled."""
 
     size = 2
     can_request = True

@@ -32,7 +32,7 @@ from tests.kit.text_games import FakeChatModel, FakeSpeaker, build_text_game, pl
 
 
 def _say(request: ChatRequest, number: int) -> str:
-    """Something that depends on the request and the sample alone."""
+    """A function of only the request and the sample."""
     if "decide" in request.messages[-1]["content"]:
         word = "accept" if (request.seed or 0) % 2 else "reject"
         return f"Decision: {word}"
@@ -55,12 +55,12 @@ def test_all_requests_of_a_round_are_in_flight_together(adp: TextGame) -> None:
     assert len(model.requests) == 24
 
 
-def test_branches_ask_once_for_several_samples_and_grow_a_tree(tmp_path: Path) -> None:
+def test_branches_request_several_samples_at_once_and_grow_a_tree(tmp_path: Path) -> None:
     game = build_text_game("nip", tmp_path, nip={"max_message_rounds": 3})
     model = FakeChatModel(lambda request, number: "Ask" if number else _say(request, number))
     (start,) = _starts(game, 1)
     ends = play(game, model, [start], num_branches=2)
-    # The verifier decides at once in branch 0; branch 1 goes on, with two answers of the prover.
+    # The verifier decides at once in branch 0; branch 1 continues, with two answers of the prover.
     assert [end.node_id for end in ends] == [
         "0.0",
         *("0.1.0.0", "0.1.0.1", "0.1.1.0", "0.1.1.1"),
@@ -79,7 +79,7 @@ def test_answers_hang_on_key_place_and_attempt_alone(adp: TextGame) -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_an_answer_that_cannot_be_used_is_asked_for_again_and_counted(adp: TextGame) -> None:
+def test_an_unusable_answer_is_requested_again_and_counted(adp: TextGame) -> None:
     said = iter(["", "hello", "dunno", "dunno", "Decision: accept"])
     (end,) = play(adp, FakeChatModel(lambda request, number: next(said)))
     moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
@@ -87,7 +87,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again_and_counted(adp: TextG
     assert (moves["verifier"].num_retries, moves["verifier"].is_filled) == (2, False)
 
 
-def test_after_all_retries_an_agent_says_nothing(
+def test_after_all_retries_an_agent_stays_silent(
     adp: TextGame, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = FakeChatModel(lambda request, number: "" if "Argue" in str(request) else "dunno")
@@ -101,7 +101,7 @@ def test_after_all_retries_an_agent_says_nothing(
     assert "it holds no decision, in the last turn" in caplog.text
 
 
-def test_only_the_samples_that_fail_are_asked_for_again(adp: TextGame) -> None:
+def test_only_failed_samples_are_requested_again(adp: TextGame) -> None:
     model = FakeChatModel(lambda request, number: "" if number == 1 else "hi decision: accept")
     ends = play(adp, model, num_branches=3)
     assert [request.num_samples for request in model.requests[:2]] == [3, 1]
@@ -123,7 +123,7 @@ def test_a_refused_request_is_data(adp: TextGame, bad: ChatAnswer | ChatFailure)
     assert (move.num_retries, move.answer, move.is_cut) == (1, "hi", True)
 
 
-def test_what_the_model_has_asked_for_again_is_not_asked_for_again_nor_kept(
+def test_requests_that_the_model_repeats_itself_are_neither_repeated_nor_kept(
     adp: TextGame, tmp_path: Path
 ) -> None:
     def script(request: ChatRequest, number: int) -> str | ChatFailure:
@@ -162,7 +162,7 @@ def test_an_unreachable_service_stops_the_sampling_and_loses_no_answer(
 
 
 @pytest.mark.parametrize("num_before", range(7))
-def test_a_sampling_that_was_cut_off_anywhere_goes_on_and_asks_nothing_twice(
+def test_an_interrupted_sampling_continues_without_repeating_requests(
     adp: TextGame, tmp_path: Path, num_before: int
 ) -> None:
     whole = play(adp, FakeChatModel(_say), _starts(adp, 3))
@@ -195,7 +195,7 @@ def test_a_stop_between_rounds_leaves_the_rounds_before_in_the_journal(
     assert len(AnswerJournal(journal.path)) == 4
 
 
-def test_a_journal_keeps_what_json_finds_hard_and_counts_what_was_paid(tmp_path: Path) -> None:
+def test_a_journal_keeps_values_difficult_for_json_and_counts_paid_requests(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "answers.jsonl"
     journal = AnswerJournal(path)
     hard = StoredResponses(("a\u2028b\n\"'\x00é",), (False,), ("",), 3, 2)
@@ -242,7 +242,7 @@ def test_rollouts_of_every_protocol_come_back_from_disk(name: str, tmp_path: Pat
     assert len(turns) == sum(len(node.moves) for end in ends for node in end.path())
 
 
-def test_what_a_rollout_holds_is_what_was_played(adp: TextGame) -> None:
+def test_a_rollout_records_the_played_game(adp: TextGame) -> None:
     (end,) = play(adp, FakeChatModel(_say), _starts(adp, 1))
     rollouts = rollouts_of(adp, [end])
     assert end.outcome is not None

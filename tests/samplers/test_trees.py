@@ -1,4 +1,4 @@
-"""A rollout is a full tree whose every figure can be computed again from its parts."""
+"""A rollout is a complete tree whose metrics can all be recomputed from its parts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_two_generation_calls_a_level(
         )
         monkeypatch.setattr(session, "close", lambda role=role: calls.append(f"{role} closed"))
     _sample(instance)
-    # What the attacker keeps makes room before the target reads the most.
+    # The attacker's cache is released before the target's peak.
     assert calls == [*["attacker", "target"] * 2, "attacker", "attacker closed", "target"]
 
 
@@ -118,11 +118,11 @@ def test_a_tree_that_the_memory_does_not_hold_is_refused_before_it_is_played(
     sampler.max_cache_bytes = one - 1
     with pytest.raises(ConfigurationError, match=r"width 2 and depth 3.* Raise max_rollout_gib"):
         _sample(instance)
-    # A smaller one fits.
+    # A smaller rollout fits.
     assert sampler.num_at_once(PROMPTS, tree_width=2, tree_depth=2) >= 1
 
 
-def test_the_predicted_cache_holds_what_is_cached(instance: ScenarioInstance) -> None:
+def test_the_predicted_cache_size_is_correct(instance: ScenarioInstance) -> None:
     tree = _sample(instance)
     predicted = instance.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3)
     per_token = instance.agents["attacker"].language_model.cache_bytes_per_token
@@ -139,7 +139,8 @@ def test_no_token_is_forwarded_twice(instance: ScenarioInstance) -> None:
         models["reference"].counting() as rated,
     ):
         tree = _sample(instance)
-    # Siblings that happen to begin with the same word are sampled apart; nothing else is repeated.
+    # Siblings that happen to begin with the same word are sampled separately; nothing else is
+    # repeated.
     assert said.forwarded <= 1.15 * tree.num_unique_tokens["attacker"]
     assert answered.forwarded <= 1.15 * tree.num_unique_tokens["target"]
     assert rated.forwarded <= 1.10 * rated.scored
@@ -152,7 +153,7 @@ def test_another_key_gives_another_tree(instance: ScenarioInstance) -> None:
 
 
 def _path_to(tree: RolloutTree, node: int) -> list[int]:
-    """The nodes from the first turn to this one."""
+    """The nodes from the first turn to this node."""
     path = [node]
     while (parent := int(tree.nodes["parent"][path[0]])) >= 0:
         path.insert(0, parent)
@@ -185,7 +186,7 @@ def test_logprobs_are_those_of_the_tokens_sampled(instance: ScenarioInstance) ->
         *pad_left(contexts, CPU), tree.nodes["probe"], tree.nodes["probe_mask"]
     )
     assert torch.allclose(found, tree.nodes["probe_logprobs"], atol=1e-4)
-    # Untrained, the attacker is its reference.
+    # Before training, the attacker equals its reference.
     assert torch.allclose(tree.nodes["reference_logprobs"], tree.nodes["probe_logprobs"], atol=1e-4)
     assert not tree.nodes["reference_logprobs"].requires_grad
 
@@ -256,7 +257,7 @@ def test_models_with_different_tokenizers_exchange_text(tmp_path: Path) -> None:
     assert not instance.agents["attacker"].shares_tokens_with(instance.agents["target"])
     tree = _sample(instance)
     target = instance.agents["target"]
-    # What the target read is what the attacker said.
+    # The target read the attacker's text.
     ids = target.conversation_format.encode(tree.probes[0])
     assert target.decode([ids]) == [tree.probes[0]]
     assert tree.num_nodes == 42
@@ -271,7 +272,7 @@ def test_training_never_touches_target_or_reference(instance: ScenarioInstance) 
 
 
 @pytest.mark.parametrize("likelihood_model", ["target", "reference"])
-def test_a_reference_that_is_not_asked_reads_nothing_and_changes_nothing_else(
+def test_an_unused_reference_reads_nothing_and_changes_nothing_else(
     tiny_scenario: Path, likelihood_model: str
 ) -> None:
     instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
@@ -297,7 +298,7 @@ def test_a_reference_that_is_not_asked_reads_nothing_and_changes_nothing_else(
 def test_plain_turns_are_scored_whatever_parts_them(
     tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch, separator: str, is_cut: bool
 ) -> None:
-    """Also where a session kept of the token before a turn its key only."""
+    """Even if a session kept only the key of the token before a turn."""
     overrides = [
         "ast_chat.target.format=plain",
         f"ast_chat.target.turn_separator='{separator}'",

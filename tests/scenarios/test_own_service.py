@@ -1,4 +1,4 @@
-"""Runs that start a text service by themselves: for the target, for the judge, over a kill."""
+"""Runs that start their own text service: for the target, for the judge, over a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW = ("training.num_iterations=2", "training.num_episodes_per_experience=2")
 
 
 def local(weights: Path, **fields: Any) -> dict[str, Any]:
-    """Parameters of a chat model behind a service of the run's own."""
+    """Parameters of a chat model behind the run's own service."""
     return {
         "_type": "openai",
         "model": "tiny",
@@ -43,7 +43,7 @@ def local(weights: Path, **fields: Any) -> dict[str, Any]:
 
 
 def services_of(process: int) -> list[int]:
-    """Processes that serve, of a starter."""
+    """The serving processes of a starter."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -74,7 +74,7 @@ def wait_until(is_so: Any, seconds: float = 120) -> None:
 def test_a_model_starts_its_service_again_when_it_died_and_stops_it(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A proxy of the environment is no way to this machine's own service.
+    # A proxy in the environment does not apply to this machine's own service.
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     parameters = OpenAIChatModel.Parameters(**local(tiny_model_dir))
@@ -96,7 +96,7 @@ def test_a_model_starts_its_service_again_when_it_died_and_stops_it(
     assert services_of(os.getpid()) == []
 
 
-def test_what_cannot_be_served_is_told_before_or_as_it_is_asked(
+def test_an_unservable_model_is_reported_before_or_at_the_first_request(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelLoadError, match="no_model does not exist"):
@@ -130,7 +130,7 @@ def test_place_of_answers_hangs_on_the_weights_and_on_no_port(tiny_model_dir: Pa
         os.utime(config, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_conditions_are_told_where_both_or_neither_are_given(tmp_path: Path) -> None:
+def test_conditions_are_reported_if_both_or_neither_are_given(tmp_path: Path) -> None:
     chat = {"_type": "scripted"}
     scenario = write_scenario(tmp_path, target={"chat_model": chat, "max_new_tokens": 3})
 
@@ -180,7 +180,7 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     target = {"chat_model": local(tiny_model_dir), "max_new_tokens": 4}
-    # A judge of random words gives no rating, which is data where failures are skipped.
+    # A judge of random words returns no rating, which is data if failures are skipped.
     judge = local(tiny_model_dir, _type="judge", num_retries=0, max_tokens=4, on_failure="skip")
     judge |= {"rubric": "Rate.", "response_format": "text"}
     scenario = write_scenario(tmp_path / "s", target=target)

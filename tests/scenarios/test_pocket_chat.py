@@ -1,4 +1,4 @@
-"""The embedded scenario is what its README and scenario.yaml say."""
+"""The embedded scenario matches its README and scenario.yaml."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPLITS = ("train", "dev", "test")
 
 @pytest.fixture(scope="module")
 def pocket() -> SimpleNamespace:
-    """The scenario's own modules, which live beside its data and not in the package."""
+    """The scenario's own modules, which are beside its data and not in the package."""
     names = ("build", "corpus", "lexicon", "measure", "plants", "play", "publish", "rudeness")
     names += ("tiny_models", "world")
     sys.path.insert(0, str(SCENARIO))
@@ -228,12 +228,12 @@ OWN = "ast_chat.planted_failures=[{name: own, probe: cat}]"
             True,
         ),
         ((f"{MODEL}=scenario://models/attacker",), 0, False),
-        # Given for that model, they are of it.
+        # Given for that model, they belong to it.
         ((f"{MODEL}=scenario://models/attacker", OWN), 1, False),
         ((f"{MODEL}=scenario://models/attacker", f"{LABELS}=mine.jsonl"), 0, True),
     ],
 )
-def test_what_is_known_of_the_target_is_left_out_of_another(
+def test_facts_about_the_target_are_left_out_for_another_target(
     overrides: tuple[str, ...], num_planted: int, has_labels: bool
 ) -> None:
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(SCENARIO), overrides=overrides)

@@ -1,4 +1,4 @@
-"""The pocket target behind an address is stress-tested as the one in process."""
+"""The pocket target behind an address is stress-tested like the target in process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def play(scenario: str, folder: Path, *overrides: str) -> Any:
     return run_experiment(resolved, runs_dir=str(folder), run_id=scenario, progress=False).results
 
 
-def test_a_run_against_the_address_ends_near_one_in_process(tmp_path: Path) -> None:
+def test_a_run_against_the_address_ends_near_a_run_in_process(tmp_path: Path) -> None:
     inside = play("pocket_chat", tmp_path)
     with pocket_service() as service:
         address = f"ast_chat.target.chat_model.base_url={service.base_url}"
@@ -42,7 +42,7 @@ def test_a_run_against_the_address_ends_near_one_in_process(tmp_path: Path) -> N
     assert before["probe_nll"] == pytest.approx(inside["before"]["probe_nll"], rel=0.2)
     # A tree of 20 probes, and two tables of 20 episodes of 2 turns.
     use = outside["services"]["target"]
-    # Where the trained attacker opens with the same probe, its answer is remembered.
+    # If the trained attacker opens with the same probe, its answer is cached.
     assert use["num_requests"] + use["num_remembered"] == 20 + 2 * 20 * 2
     assert use["num_remembered"] > 0
     assert num_requests == use["num_requests"]

@@ -1,4 +1,4 @@
-"""The scenario of a secret hangs together, and runs with a model that the test makes."""
+"""The secret scenario is consistent, and runs with a model made by the test."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_secret_is_known_to_the_target_alone() -> None:
         for prompt in read_prompts(reference, folder)
     ]
     known_to_attacker = set(word_tokens(" ".join([section.attacker.system_prompt, *prompts])))
-    # Places may have boats; the name must be nowhere.
+    # Places may have boats; the secret name must not occur.
     assert secret & known_to_attacker <= {"boat"}
 
 

@@ -1,4 +1,4 @@
-"""What a kind of scenario with networks must give, and what is refused."""
+"""Requirements on a kind of scenario with networks, and refusals."""
 
 from __future__ import annotations
 

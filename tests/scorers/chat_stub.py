@@ -15,9 +15,9 @@ from tests.kit.serving import serving
 
 @dataclass
 class Reply:
-    """What the service says to one request; `cut_at` ends the connection after so many bytes.
+    """The service's reply to a request; `cut_at` ends the connection after this many bytes.
 
-    With `is_chunked` the length is not told beforehand, so that a cut is half a stream.
+    With `is_chunked` the length is not sent in advance, so a cut leaves half a stream.
     """
 
     status: int = 200
@@ -30,7 +30,7 @@ class Reply:
 
     @property
     def payload(self) -> bytes:
-        """The body as it is sent."""
+        """The body as sent."""
         if self.body is not None:
             return self.body.encode()
         message = {"role": "assistant", "content": self.content}
@@ -43,7 +43,7 @@ def rating(value: Any, **more: Any) -> Reply:
 
 
 class ChatStub:
-    """The service; keeps what it was asked."""
+    """The service; records its requests."""
 
     def __init__(self, answer: Callable[[dict[str, Any], int], Reply]) -> None:
         self.answer = answer
@@ -54,7 +54,7 @@ class ChatStub:
         self._lock = threading.Lock()
 
     def take(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Reply:
-        """Note a request and give the reply to it."""
+        """Record a request and reply to it."""
         with self._lock:
             number = len(self.requests)
             self.requests.append(body)
@@ -67,7 +67,7 @@ class ChatStub:
 def chat_stub(
     answer: Callable[[dict[str, Any], int], Reply] | list[Reply], *, port: int = 0
 ) -> Iterator[ChatStub]:
-    """Serve replies: from a function of body and number of the request, or one after another."""
+    """Serve replies: from a function of body and number of the request, or in sequence."""
     stub = ChatStub(answer if callable(answer) else lambda body, number: answer[number])
 
     def respond(request: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A scorer gives one checked number a text, and asks for each text once."""
+"""A scorer returns a checked number per text, and rates each text once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.messages import says
 
 
 class FakeScorer(Scorer):
-    """Answers with a function of the texts, and keeps what it was asked."""
+    """Answers with a function of the texts, and records its inputs."""
 
     class Parameters(Scorer.Parameters):
         """None."""
@@ -35,7 +35,7 @@ class FakeScorer(Scorer):
 
 
 class FakeReader(FakeScorer):
-    """Rates a conversation by its number of turns, and keeps what it was asked."""
+    """Rates a conversation by its number of turns, and records its inputs."""
 
     reads_history = True
 
@@ -78,7 +78,7 @@ def test_tensors_and_numbers_of_any_kind_are_taken() -> None:
     ("score", "shown"),
     [(math.nan, "nan"), (math.inf, "inf"), (-0.1, "-0.1"), (1.5, "1.5")],
 )
-def test_what_is_no_score_is_told_with_its_text(score: float, shown: str) -> None:
+def test_an_invalid_score_is_reported_with_its_text(score: float, shown: str) -> None:
     scorer = FakeScorer(lambda texts: [0.5, score])
     with pytest.raises(ScorerError) as caught:
         scorer.score(["fine", "the cat " * 20])
@@ -103,13 +103,13 @@ def test_an_answer_that_is_no_list_of_numbers_is_a_failure(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_wrong_number_of_scores_is_told(count: int) -> None:
+def test_the_wrong_number_of_scores_is_reported(count: int) -> None:
     with pytest.raises(ScorerError) as caught:
         FakeScorer(lambda texts: [0.5] * count).score(["a", "b"])
     assert says(caught.value, f"{count} score", "2 texts")
 
 
-def test_a_scorer_of_conversations_tells_them_apart_by_history_and_role() -> None:
+def test_a_scorer_of_conversations_distinguishes_them_by_history_and_role() -> None:
     scorer = FakeReader(lambda texts: [len(text) / 100 for text in texts])
     short = Exchange("a", (Message("user", "hello"),))
     long = Exchange("a", (Message("assistant", "good day"), Message("user", "hello")))
@@ -145,7 +145,7 @@ def test_a_run_that_skips_failures_tries_the_texts_of_a_failed_call_one_by_one(
     assert "RuntimeError: out of order" in record.getMessage()
 
 
-def test_what_was_skipped_is_asked_again_and_the_rest_is_not() -> None:
+def test_only_skipped_texts_are_rated_again() -> None:
     scorer = FakeScorer(fails_on("b"), on_failure="skip")
     scorer.score(["a", "b"])
     scorer.answer = by_length
@@ -191,7 +191,7 @@ def test_a_text_that_failed_for_good_is_not_tried_again() -> None:
         FakeScorer(lambda texts: [0.5, error]).score(["a", "b"])
 
 
-def test_a_scorer_that_rates_nothing_is_told() -> None:
+def test_a_scorer_that_rates_nothing_is_reported() -> None:
     class Idle(Scorer):
         """Does nothing."""
 
@@ -207,7 +207,7 @@ def saved(verdicts: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [FakeScorer, FakeReader])
-def test_what_was_rated_is_not_rated_again_after_a_checkpoint(
+def test_rated_texts_are_not_rated_again_after_a_checkpoint(
     kind: type[FakeScorer], tmp_path: Path
 ) -> None:
     def unsure(texts: Sequence[str]) -> list[Verdict]:
@@ -226,7 +226,7 @@ def test_what_was_rated_is_not_rated_again_after_a_checkpoint(
     assert before.scores_N.nan_to_num(-1).tolist() == after.scores_N.nan_to_num(-1).tolist()
     assert not after.is_error_N.any()
     second.rate([Exchange("a", (Message("user", "b"),))])
-    # Only who reads the history takes this for something new.
+    # Only a scorer that reads the history treats this as new.
     assert len(second.asked) == (kind is FakeReader)
 
 

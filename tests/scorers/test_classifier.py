@@ -98,13 +98,13 @@ def test_a_text_without_words_has_a_score(directory: Path) -> None:
     assert alone[0] == alone[1] == pytest.approx(beside[0].item(), abs=1e-6)
 
 
-def test_an_unknown_label_is_told_with_the_labels(directory: Path) -> None:
+def test_an_unknown_label_is_reported_with_the_labels(directory: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         scorer_of(directory, "Rud")
     assert says(caught.value, "'Rud'", str(directory), "'rude'?", "civil, rude")
 
 
-def test_a_model_that_is_no_classifier_is_told(
+def test_a_model_that_is_not_a_classifier_is_reported(
     directory: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     without = changed(directory, tmp_path / "without")
@@ -124,7 +124,7 @@ def test_a_model_that_is_no_classifier_is_told(
 
 
 class LengthScorer(ModelScorer):
-    """Rates by length, and keeps its batches."""
+    """Rates by length, and records its batches."""
 
     class Parameters(ModelScorer.Parameters):
         """None."""
@@ -149,7 +149,7 @@ def test_texts_of_like_length_share_a_batch_and_scores_keep_their_order() -> Non
     assert scorer.batches == [["b", "dd"], ["ccc", "aaaa"]]
 
 
-def test_a_scorer_runs_where_the_run_does_unless_it_is_told_otherwise() -> None:
+def test_a_scorer_runs_on_the_device_of_the_run_by_default() -> None:
     assert build().device == torch.device("meta")
     assert build(device="cpu").device == torch.device("cpu")
 
@@ -192,13 +192,13 @@ def test_actors_rate_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     with using_actors(ActorOptions(2)):
         assert torch.equal(scorer.score(texts), expected)
         assert opened[0].turn == 3
-        # What was rated is remembered here, and one batch stays here.
+        # Previous ratings are remembered here, and a single batch stays here.
         assert torch.equal(scorer.score([*texts, "c"])[:-1], expected)
         assert opened[0].turn == 3
         assert not opened[0].actors[0]._kept[0]._verdicts
 
 
-def test_a_scorer_that_fails_in_an_actor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_that_fails_in_an_actor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     actors_here.install(monkeypatch)
     scorer = ModelOnActors(batch_size=1)
     reason = "ValueError: no such word"

@@ -1,4 +1,4 @@
-"""The adapter over detoxify reads a local checkpoint, and fetches nothing."""
+"""The adapter over detoxify reads a local checkpoint, and downloads nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ["hello you are silly", "good", "", "you are good hello"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the published form, and the configuration of its architecture."""
+    """A checkpoint in the published form, and its architecture's configuration."""
     root = tmp_path_factory.mktemp("detoxify")
     (root / "bert").mkdir()
     (root / "bert" / "vocab.txt").write_text("\n".join(WORDS))
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 24,
         "initializer_range": 0.5,
     }
-    # As on the hub: the base model, which knows nothing of the six labels.
+    # As on the hub: the base model, which lacks the six labels.
     BertConfig(**shape).save_pretrained(root / "bert")
     BertTokenizer(str(root / "bert" / "vocab.txt")).save_pretrained(root / "bert")
     torch.manual_seed(0)
@@ -122,13 +122,13 @@ def test_the_registry_builds_it_from_a_scenario(folder: Path) -> None:
     assert torch.equal(scorer.score(TEXTS), build(folder, category="insult").score(TEXTS))
 
 
-def test_an_unknown_category_is_told_with_the_categories(folder: Path) -> None:
+def test_an_unknown_category_is_reported_with_the_categories(folder: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(folder, category="insul")
     assert says(caught.value, "category 'insul'", "'insult'?", "severe_toxicity")
 
 
-def test_a_missing_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="No such file or directory"):
         build(folder, checkpoint=str(tmp_path / "none.ckpt"))
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
@@ -136,7 +136,7 @@ def test_a_missing_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
         build(folder, checkpoint=str(tmp_path / "other.ckpt"))
 
 
-def test_a_checkpoint_that_lacks_weights_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_weights_is_reported(folder: Path, tmp_path: Path) -> None:
     weights = torch.load(folder / "model.ckpt", weights_only=True)["state_dict"]
     del weights["classifier.bias"]
     save(tmp_path / "less.ckpt", weights)
@@ -171,7 +171,7 @@ def test_a_published_model_is_fetched_by_its_address_and_hash(
     assert asked["check_hash"] is True
 
 
-def test_a_published_model_that_cannot_be_fetched_is_told(
+def test_a_published_model_that_cannot_be_fetched_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(url: str, **options: Any) -> Any:
@@ -182,7 +182,7 @@ def test_a_published_model_that_cannot_be_fetched_is_told(
         build(folder, checkpoint=None)
 
 
-def test_without_its_package_it_says_how_to_install_it(
+def test_without_its_package_it_explains_the_installation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "detoxify", None)

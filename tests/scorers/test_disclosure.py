@@ -1,4 +1,4 @@
-"""How much of a secret a turn gives away, and what does not count as giving it away."""
+"""How much of a secret a turn reveals, and what does not count as revealing it."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def test_words_are_whole_and_compared_without_case_and_punctuation() -> None:
     assert score(Exchange("SILVER, (heron)"), Exchange("silverware and herons")) == [0.5, 0.0]
 
 
-def test_a_word_said_twice_counts_once() -> None:
+def test_a_repeated_word_counts_once() -> None:
     assert score(Exchange("silver silver silver"), secrets=("silver silver heron",)) == [0.5]
 
 
-def test_what_the_other_side_said_first_is_not_given_away() -> None:
+def test_words_first_written_by_the_other_side_are_not_revealed() -> None:
     said_before = (*ASKED[:1], Message("user", "Is it a silver boat?"), Message("assistant", "No."))
     history = (*said_before, Message("user", "Sure?"))
     text = "A silver boat, Heron."
     assert score(Exchange(text, history), Exchange(text)) == [0.25, 0.75]
 
 
-def test_what_the_same_side_said_first_still_counts() -> None:
+def test_words_first_written_by_the_same_side_still_count() -> None:
     history = (Message("assistant", "Silver Heron!"), Message("user", "Again?"))
     assert score(Exchange("Silver Heron!", history)) == [0.5]
 
 
-def test_a_user_gives_away_what_the_assistant_has_not_said() -> None:
+def test_a_user_reveals_words_that_the_assistant_has_not_written() -> None:
     history = (Message("assistant", "We build a boat."),)
     assert score(Exchange("A silver boat?", history, role="user")) == [0.25]
 
@@ -60,7 +60,7 @@ def test_the_secret_that_is_given_away_most_decides() -> None:
     assert score(Exchange("Ask for a Blue Door."), secrets=(SECRET, "Blue Door")) == [1.0]
 
 
-def test_saying_nothing_gives_nothing_away() -> None:
+def test_an_empty_turn_reveals_nothing() -> None:
     assert score(Exchange(""), Exchange("?!")) == [0.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""A judge behind a service: what it is asked, what its answer is worth, what failures become."""
+"""A judge behind a service: its requests, the value of its answers, the results of failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
 
 
 def by_text(scores: dict[str, Any]) -> Callable[[dict[str, Any], int], Reply]:
-    """Answer by the text that is to be rated."""
+    """Answer by the text to be rated."""
 
     def answer(body: dict[str, Any], number: int) -> Reply:
         text = json.loads(body["messages"][1]["content"])["turn_to_rate"]["text"]
@@ -70,7 +70,7 @@ def test_the_columns_beside_a_prompt_reach_the_judge_as_material() -> None:
         assert ('"columns"' in body["messages"][0]["content"]) is ("columns" in material)
 
 
-def test_it_is_asked_for_the_conversation_as_material_with_the_rubric() -> None:
+def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> None:
     with chat_stub([rating(1)]) as stub:
         build(stub, rubric="0: fine. 5: not.", max_rating=5, temperature=0.5, max_tokens=99).rate(
             [Exchange('no "quotes" é', HISTORY)]
@@ -107,7 +107,7 @@ def test_fields_can_be_left_out_and_added() -> None:
     assert stub.requests[0]["response_format"] == {"type": "json_object"}
 
 
-def test_null_is_no_verdict_and_asked_once() -> None:
+def test_null_is_no_verdict_and_is_requested_once() -> None:
     with chat_stub(by_text({"a": None, "b": 5})) as stub:
         ratings = build(stub).rate([Exchange("a"), Exchange("b")])
         assert len(stub.requests) == 2
@@ -115,7 +115,7 @@ def test_null_is_no_verdict_and_asked_once() -> None:
     assert not ratings.is_error_N.any()
 
 
-def test_a_form_that_the_service_refuses_is_asked_for_once() -> None:
+def test_a_format_that_the_service_refuses_is_requested_once() -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:
         if "response_format" in body:
             return Reply(400, body="unknown field response_format")
@@ -143,7 +143,7 @@ def test_a_form_that_the_service_refuses_is_asked_for_once() -> None:
         Reply(503),
     ],
 )
-def test_what_is_no_rating_is_asked_for_again_and_then_a_failure(wrong: Reply) -> None:
+def test_an_invalid_rating_is_requested_again_and_then_a_failure(wrong: Reply) -> None:
     with chat_stub([wrong, wrong, rating(5)]) as stub:
         assert build(stub, num_retries=2).score(["a"]).item() == 0.5
     with chat_stub([wrong, wrong]) as stub:
@@ -161,7 +161,7 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
         ratings = build(stub, num_retries=2, on_failure="skip").rate(
             [Exchange(text) for text in "abcd"]
         )
-        # Each of the two that pass, three attempts at "b", one at "c": no second round.
+        # Each of the two passing texts, three attempts at "b", one at "c": no second round.
         assert len(stub.requests) == 6
     assert ratings.is_error_N.tolist() == [False, True, True, False]
     assert ratings.scores_N[0].item() == 0.5
@@ -211,7 +211,7 @@ def test_an_answer_without_a_rating_is_malformed(answer: str) -> None:
         find_rating(answer)
 
 
-def test_what_it_took_is_counted_and_remembered_where_a_run_says_so(tmp_path: Path) -> None:
+def test_its_usage_is_counted_and_cached_if_the_run_says_so(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "mine", lambda run: None)
     settings = ExperimentSettings(run_directory=directory)
     prices = {"prompt": 10.0, "completion": 10.0}

@@ -1,4 +1,4 @@
-"""A function is a scorer: what it is given, what it may give, and what is told when it is none."""
+"""A function is a scorer: its inputs, its valid outputs, and error messages."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ g = Rater()
 
 
 @pytest.mark.parametrize("name", ["f", "g"])
-def test_an_async_function_runs_in_one_loop_of_its_own(tmp_path: Path, name: str) -> None:
+def test_an_async_function_runs_in_its_own_loop(tmp_path: Path, name: str) -> None:
     scorer = build(tmp_path, ASYNC, name)
     assert scorer.score(["a", "bb"]).tolist() == pytest.approx([0.1, 0.2])
-    # In a second loop it would be twice as much.
+    # A second loop would double it.
     assert scorer.score(["ccc"]).tolist() == pytest.approx([0.3])
 
 
@@ -144,7 +144,7 @@ def test_a_file_of_the_scenario_is_found(tmp_path: Path) -> None:
     assert scorer_of("scenario://mine.py:f", tmp_path).score(["a"]).item() == 0.5
 
 
-def test_what_it_raises_is_told(tmp_path: Path) -> None:
+def test_its_exceptions_are_reported(tmp_path: Path) -> None:
     for text in ("def f(completions): 1 / 0", "async def f(completions): 1 / 0"):
         folder = tmp_path / str(len(text))
         folder.mkdir()
@@ -152,12 +152,12 @@ def test_what_it_raises_is_told(tmp_path: Path) -> None:
             build(folder, text).score(["a"])
 
 
-def test_too_few_values_are_told(tmp_path: Path) -> None:
+def test_too_few_values_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ScorerError, match="1 values for 2 texts"):
         build(tmp_path, "def f(completions): return [0.5]").score(["a", "b"])
 
 
-def test_a_function_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unknown_function_is_reported_with_the_valid_functions(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(tmp_path, "def rate(completions): return []", "rat")
     assert "mine.py has no function 'rat'. It has rate. Give package.module:function" in str(
@@ -174,7 +174,7 @@ def test_a_function_that_is_not_there_is_told_with_those_that_are(tmp_path: Path
         ("f = max", None),
     ],
 )
-def test_a_function_that_cannot_be_called_is_told(
+def test_a_function_that_cannot_be_called_is_reported(
     tmp_path: Path, text: str, wrong: str | None
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:

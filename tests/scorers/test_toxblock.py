@@ -1,4 +1,4 @@
-"""The network of tox-block equals a sum by hand; with its weights it tells rude from kind."""
+"""tox-block's network equals a sum by hand, and its weights distinguish rude from kind texts."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_the_network_equals_the_sum_by_hand() -> None:
     assert given.unique().numel() > 6
 
 
-def test_the_shipped_weights_tell_rude_from_kind() -> None:
+def test_the_published_weights_distinguish_rude_from_kind() -> None:
     scorer = build()
     assert (scorer.score(RUDE) >= 0.5).all()
     assert (scorer.score(KIND) < 0.5).all()
 
 
-# Computed with Keras from the model file that ships, for all six outputs.
+# Computed with Keras from the published model file, for all six outputs.
 OF_KERAS = {
     "you are a stupid idiot": [0.996, 0.054, 0.857, 0.003, 0.960, 0.013],
     "you are silly": [0.831, 0.006, 0.110, 0.002, 0.522, 0.010],
@@ -106,7 +106,7 @@ OF_KERAS = {
 
 
 @pytest.mark.parametrize("category", get_args(Category))
-def test_each_category_is_what_keras_gives(category: str) -> None:
+def test_each_category_equals_that_of_keras(category: str) -> None:
     found = build(category=category).score(list(OF_KERAS))
     number = list(get_args(Category)).index(category)
     expected = torch.tensor([values[number] for values in OF_KERAS.values()])
@@ -131,7 +131,7 @@ def test_the_last_hundred_words_are_read() -> None:
     assert silly == longer > kind
 
 
-def test_without_its_packages_it_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_it_explains_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toxblock.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(MissingDependencyError) as caught:
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
@@ -144,7 +144,7 @@ class _Harmful:
 
 
 @pytest.mark.parametrize("content", [_Harmful(), ["no encoder"]])
-def test_a_file_that_is_no_encoder_is_told_and_runs_nothing(
+def test_a_file_that_is_not_an_encoder_is_reported_and_runs_nothing(
     content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "encoder_1.pkl").write_bytes(pickle.dumps(content))

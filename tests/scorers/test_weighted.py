@@ -1,4 +1,4 @@
-"""Several scorers as one: the mean, what is missing, and what fails."""
+"""Several scorers as one: the mean, missing parts, and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TableScorer(Scorer):
     """Looks a text up."""
 
     class Parameters(Scorer.Parameters):
-        """What it knows."""
+        """The known scores."""
 
         table: dict[str, float | None]
         """Score by text; a text that is missing fails."""
@@ -67,7 +67,7 @@ def build(parts: dict[str, Any], **parameters: Any) -> WeightedScorer:
 
 def test_the_score_is_the_mean_by_weight() -> None:
     scorer = build({"one": table(1.0, a=0.2, b=1.0), "two": table(3.0, a=0.6, b=1.0)})
-    # (1 * 0.2 + 3 * 0.6) / 4, and the mean of ones.
+    # (1 * 0.2 + 3 * 0.6) / 4, and the mean of single scores.
     assert scorer.score(["a", "b"]).tolist() == pytest.approx([0.5, 1.0])
 
 
@@ -79,7 +79,7 @@ def test_one_missing_part_makes_the_whole_missing() -> None:
     assert not ratings.is_error_N.any()
 
 
-def test_what_becomes_of_a_part_that_was_skipped_the_whole_says() -> None:
+def test_the_whole_decides_about_a_skipped_part() -> None:
     part = {"scorer": {"_type": "table", "table": {"a": 0.2}, "on_failure": "skip"}}
     with pytest.raises(ScorerError) as caught:
         build({"mine": part}).score(["a", "b"])

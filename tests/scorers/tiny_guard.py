@@ -1,4 +1,4 @@
-"""A guard model small enough to be trained in a test: unsafe is a last turn that says "silly"."""
+"""A guard model small enough to train in a test: unsafe is a last turn with the text "silly"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.kit.tiny import WORDS, make_tokenizer
 
-# As in guards: the user begins, turns alternate, and the question names whose turn is judged.
+# As in guards: the user begins, turns alternate, and the question names the judged speaker.
 TEMPLATE = (
     "<bos> {% for m in messages %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -27,7 +27,7 @@ GUARD_WORDS = (*WORDS, "User:", "Agent:", "judge", "safe", "unsafe", "\n\n")
 def make_guard(
     directory: Path, *, says_blank_first: bool = False, num_steps: int = 100
 ) -> tuple[Path, float]:
-    """Train a guard, write it with its tokenizer, and give its folder and last loss."""
+    """Train a guard, write it with its tokenizer, and return its folder and last loss."""
     tokenizer = make_tokenizer(GUARD_WORDS)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A service that trains models, in a process of its own that is killed in the midst of its work."""
+"""A service that trains models, in its own process that is killed during its work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.serve.running import POLICY
 
 
 class _Death:
-    """Kills this process in the midst of something, once a state was saved."""
+    """Kills this process during an operation, once a state was saved."""
 
     def __init__(self) -> None:
         self.num_saved = 0
@@ -39,7 +39,7 @@ class _Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def in_forward_backward(self) -> None:
-        """Gradients are added, and nobody is told."""
+        """Gradients are added, and no client is informed."""
         whole = HostedModel.gradients_or_none
 
         @contextmanager
@@ -51,12 +51,12 @@ class _Death:
         HostedModel.gradients_or_none = dying  # type: ignore[method-assign, assignment]
 
     def in_sample(self) -> None:
-        """Tokens are drawn, and nobody is told."""
+        """Tokens are drawn, and no client is informed."""
         for name in ("generate", "complete"):
             self._after(HuggingFaceLanguageModel, name)
 
     def in_save(self) -> None:
-        """The weights are written, and the optimizer is not yet."""
+        """The weights are written, but not yet the optimizer."""
         self._after(HuggingFaceLanguageModel, "save")
 
     def _after(self, kind: type, name: str) -> None:
@@ -91,8 +91,8 @@ def _serve(
 def dying_server(
     protocol: TrainingProtocol, state_dir: str, dies_in: str
 ) -> Iterator[tuple[int, Any]]:
-    """The port, and the process, which are there until it dies of one of `DEATHS`."""
-    # Forked from one that has imported everything and run nothing.
+    """The port, and the process, which lives until one of `DEATHS`."""
+    # Forked from a process that has imported everything and run nothing.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -103,7 +103,7 @@ def changed(body: Any, chance: random.Random, wrong: Sequence[Any] = WRONG) -> A
         if kind == 1:
             del holder[key]
         elif kind > 5 and isinstance(holder[key], int | float | str):
-            # Of the right type, so that it is refused late if at all.
+            # Of the right type, so that it is refused late or not at all.
             is_text = isinstance(holder[key], str)
             kinds = [one for one in wrong if isinstance(one, int | float | str)]
             holder[key] = chance.choice([one for one in kinds if isinstance(one, str) == is_text])
@@ -113,7 +113,7 @@ def changed(body: Any, chance: random.Random, wrong: Sequence[Any] = WRONG) -> A
 
 
 def as_json(body: Any, chance: random.Random) -> bytes:
-    """A body as JSON, or what is nearly that."""
+    """A body as JSON, or almost JSON."""
     match chance.randrange(20):
         case 0:
             return damaged(json.dumps(body).encode(), chance)
@@ -135,7 +135,7 @@ def as_json(body: Any, chance: random.Random) -> bytes:
 
 
 class Fuzzed:
-    """A service, and right requests to its routes; `places` and `bodies` follow its state."""
+    """A service, and valid requests to its routes; `places` and `bodies` follow its state."""
 
     def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
         self.url, self.client = url, client
@@ -143,7 +143,7 @@ class Fuzzed:
         assert isinstance(mount, Mount)
         assert isinstance(mount.app, FastAPI)
         with warnings.catch_warnings():
-            # One handler refuses several methods.
+            # A single handler refuses several methods.
             warnings.simplefilter("ignore", UserWarning)
             paths = mount.app.openapi()["paths"]
         self.routes = [(name.upper(), path) for path, names in paths.items() for name in names]
@@ -154,14 +154,14 @@ class Fuzzed:
         self.create()
 
     def create(self) -> None:
-        """Create the things that right requests name."""
+        """Create the objects that valid requests name."""
 
     def bodies(self) -> Mapping[str, Sequence[Any]]:
-        """Right bodies by path of the route."""
+        """Valid bodies by path of the route."""
         return {}
 
     def places(self) -> Mapping[str, Sequence[str]]:
-        """Right values of the parameters of paths."""
+        """Valid values of path parameters."""
         return {}
 
     def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
@@ -172,10 +172,10 @@ class Fuzzed:
         return as_json(chance.choice(self.bodies().get(path, [{}])), chance)
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
-        """Replace what the request took away."""
+        """Restore the objects that the request removed."""
 
     def check(self) -> None:
-        """Make right requests."""
+        """Send valid requests."""
 
     def send(self, method: str, path: str, full: str, body: bytes = b"", headers: Any = ()) -> int:
         """Send a request, check the response, and return its status."""
@@ -195,7 +195,7 @@ class Fuzzed:
 
     def send_malformed(self, chance: random.Random) -> None:
         bodies, places = self.bodies(), self.places()
-        # Most often to the routes that read much.
+        # Most often to the routes that read the most.
         weights = [6 if path in bodies and method == "POST" else 1 for method, path in self.routes]
         ((method, path),) = chance.choices(self.routes, weights)
         if chance.random() < 0.05:
@@ -218,11 +218,11 @@ class Fuzzed:
         )
 
     def fuzz(self, count: int, seed: int) -> None:
-        """Send many malformed requests; none ends in a fault of the service."""
+        """Send many malformed requests; none causes a fault of the service."""
         chance = random.Random(seed)
         for _ in range(count):
             self.send_malformed(chance)
-        # Right requests are still answered.
+        # Valid requests are still answered.
         for method, path in self.routes:
             if method == "GET" and "{" not in path:
                 assert self.send("GET", path, path) in (200, 400)
@@ -306,7 +306,7 @@ training_runs/{run_id}/checkpoints/{kind}/{name}/ttl: {ttl_seconds: 100}
 
 
 def filled(text: str, **values: str) -> dict[str, list[Any]]:
-    """Return right bodies by name, each as the only one."""
+    """Return valid bodies by name, each as the only body."""
     rights = yaml.safe_load(Template(text).substitute(values))
     return {name: [body] for name, body in rights.items()}
 
@@ -315,7 +315,7 @@ class FuzzedTexts(Fuzzed):
     """`nip-astra serve`."""
 
     def create(self) -> None:
-        # Preferences without an answer: a job that takes the file is refused at once.
+        # Preferences without an answer: a job that uses the file is refused at once.
         form = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
         reply = self.client.post(self.url + "/v1/files", **form)  # type: ignore[arg-type]
         self.file = reply.json()["id"]
@@ -371,7 +371,7 @@ class FuzzedTraining(Fuzzed):
         self.name, self.number = reply.json()["id"], 1
 
     def bodies(self) -> Mapping[str, Sequence[Any]]:
-        """Also the right messages of operations, of each kind that takes something."""
+        """Including valid messages of operations, for each kind with an argument."""
         context, ids = torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])
         rows = [context, torch.ones_like(context).bool(), ids, torch.ones_like(ids).bool()]
         options = {"max_new_tokens": 2, "min_new_tokens": 0, "temperature": 1.0, "top_k": None}
@@ -404,7 +404,7 @@ class FuzzedTraining(Fuzzed):
             torch.zeros(1, 2, 3, dtype=torch.uint8),
         ]
         message = chance.choice(self.bodies()[path])
-        # Some are right, so that steps have gradients.
+        # Some are valid, so that steps have gradients.
         if chance.random() < 0.8:
             message = changed(message, chance, [*WRONG, *tensors])
         packed = pack_state(message)
@@ -430,7 +430,7 @@ class FuzzedTraining(Fuzzed):
 
 
 def base64_of(values: Sequence[float], dtype: torch.dtype) -> str:
-    """Return numbers as the JSON of a protocol buffer has bytes."""
+    """Return numbers in the form that the JSON of a protocol buffer has for bytes."""
     return base64.b64encode(torch.tensor(values, dtype=dtype).numpy().tobytes()).decode()
 
 
@@ -464,7 +464,7 @@ class FuzzedTinker(Fuzzed):
         return {f"{self.ROOT}/{name}": body for name, body in rights.items()}
 
     def gradients(self) -> dict[str, Any]:
-        """Return a right request for gradients, as the JSON of a protocol buffer."""
+        """Return a valid gradient request, as the JSON of a protocol buffer."""
         numbers = {"dtype": "DTYPE_FLOAT32", "dense": base64_of([1, 2, 3], torch.float32)}
         rows = {
             "values": base64_of([1, 2, 3], torch.float32),
@@ -546,7 +546,7 @@ class FuzzedTinker(Fuzzed):
             if promised == f"{self.model}:{self.number}":
                 self.number += 1
             if promised.startswith((f"{self.model}:", "sample:", "create:")):
-                # One that came before its turn waits for those between.
+                # A request ahead of its turn waits for those between.
                 place = promised.rpartition(":")[2]
                 is_early = promised.startswith(self.model) and int(place) > self.number
                 if not is_early and path.rpartition("/")[2] != "retrieve_future":

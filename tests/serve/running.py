@@ -77,12 +77,12 @@ def running(models: dict[str, str], **settings: Any) -> Iterator[Running]:
 
 
 def pocket_service(port: int = 0) -> AbstractContextManager[Running]:
-    """Serve the target of pocket_chat within the block, as its scenarios name it."""
+    """Serve the target of pocket_chat within the block, under its scenarios' name."""
     return running({"pocket": str(POCKET / "target")}, port=port)
 
 
 class TrainingServer:
-    """A training service that can be stopped, and started again at the same address."""
+    """A training service that can be stopped and restarted at the same address."""
 
     def __init__(
         self, models: dict[str, str], protocols: Sequence[TrainingProtocol], settings: Any
@@ -123,7 +123,7 @@ def training_server(
 
 
 def train_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train jobs in the thread of their runner, not in processes that import torch."""
+    """Train jobs in their runner's thread, not in processes that import torch."""
 
     def run_here(name: str, arguments: Sequence[str], **_: object) -> Child:
         code = job_runner.main(*arguments[-2:])

@@ -1,4 +1,4 @@
-"""Servers of OpenAI's protocol that the client side is tested with: ours, and those of others."""
+"""Servers of OpenAI's protocol for tests of the client side: ours and others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VLLM = "NIP_ASTRA_TEST_VLLM"
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
     if kind == "transformers":
         command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
         command += ["--port", port, "--device", "cpu"]
-        # It looks into the cache of the hub, which must be there.
+        # It reads the hub's cache, which must exist.
         (log.parent / "hub").mkdir()
         name, more = str(model), {"HF_HUB_CACHE": str(log.parent / "hub")}
     else:
@@ -104,7 +104,7 @@ def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
         try:
             process.wait(timeout=60)
         finally:
-            # Its workers too.
+            # Including its workers.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The client side against the service: answers, seeds, samples, refusals, and jobs that train."""
+"""The client side against the service: answers, seeds, samples, refusals, and training jobs."""
 
 from __future__ import annotations
 

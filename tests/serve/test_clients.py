@@ -1,4 +1,4 @@
-"""Real packages against the service, unmodified; `tests/kit/third_party.py` builds environments."""
+"""Unmodified packages against the service; `tests/kit/third_party.py` builds environments."""
 
 from __future__ import annotations
 

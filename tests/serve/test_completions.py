@@ -1,4 +1,4 @@
-"""Requests are logged, and who asks again under the same name is given the same answer."""
+"""Requests are logged, and a repeated request under the same name receives the same answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcomes(service: Running, key: str | None) -> list[str]:
 
 
 def test_the_same_name_is_given_the_same_answer(service: Running) -> None:
-    # Without a seed, each answer would be another one.
+    # Without a seed, each answer would differ.
     first, again = (ask(service, "one") for _ in range(2))
     assert first.content == again.content
     assert "idempotent-replayed" not in first.headers
@@ -54,7 +54,7 @@ def test_a_name_belongs_to_one_request(service: Running) -> None:
     assert refused.json()["error"]["code"] == "idempotency_key_reused"
 
 
-def test_those_who_ask_at_once_under_one_name_wait_for_one_answer(service: Running) -> None:
+def test_simultaneous_requests_under_one_name_wait_for_one_answer(service: Running) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: ask(service, "at once").content, range(4)))
     assert len(set(found)) == 1
@@ -70,7 +70,7 @@ def test_requests_without_a_name_are_logged_and_forgotten(service: Running) -> N
     assert len(digests) == 1
 
 
-def test_a_refused_request_may_be_asked_again(service: Running) -> None:
+def test_a_refused_request_may_be_repeated(service: Running) -> None:
     assert ask(service, "wrong", max_tokens=0).status_code == 400
     assert ask(service, "wrong").status_code == 200
 
@@ -83,12 +83,12 @@ def test_a_chat_model_names_its_requests(service: Running) -> None:
     request = ChatRequest(({"role": "user", "content": "hi"},), 6, num_samples=3, key="run/1")
     num_before = len(service.completions.log())
 
-    async def ask_twice() -> list[ChatOutcome]:
+    async def request_twice() -> list[ChatOutcome]:
         found = [await model.answer(request) for _ in range(2)]
         await model.close()
         return found
 
-    first, again = asyncio.run(ask_twice())
+    first, again = asyncio.run(request_twice())
     assert first.samples == again.samples
     assert all(isinstance(one, ChatAnswer) for one in first.samples)
     new = service.completions.log()[num_before:]
@@ -96,7 +96,7 @@ def test_a_chat_model_names_its_requests(service: Running) -> None:
     assert len({one.key for one in new}) == 2
 
 
-def test_what_was_answered_is_there_after_a_restart(
+def test_answers_survive_a_restart(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"state_dir": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Requests that run together say what each would say alone."""
+"""Requests that run together get the same answers as alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
     assert max(apart, default=0) < atol
 
 
-def test_an_answer_does_not_depend_on_what_else_runs(engine: Engine) -> None:
+def test_an_answer_does_not_depend_on_other_requests(engine: Engine) -> None:
     requests = [request_of(number) for number in range(40)]
     lone = [answer(engine, **request)[0] for request in requests]
     for one, other in zip(answer_together(engine, requests), lone, strict=True):
@@ -135,7 +135,7 @@ class Bytes:
         return bytes(ids).decode("utf-8", "replace")
 
 
-def test_characters_are_told_whole_and_stop_texts_across_tokens_are_found() -> None:
+def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -> None:
     texts = IncrementalDetokenizer(Bytes(), ("END",))
     said = [texts.push(byte) for byte in "é E\u20acE".encode()]
     assert said == ["", "é", " ", "", "", "", "E\u20ac", ""]
@@ -143,7 +143,7 @@ def test_characters_are_told_whole_and_stop_texts_across_tokens_are_found() -> N
     assert texts.is_stopped
 
 
-def test_what_might_have_been_a_stop_text_is_told_at_the_end() -> None:
+def test_a_partial_stop_text_is_sent_at_the_end() -> None:
     texts = IncrementalDetokenizer(Bytes(), ("END",))
     assert "".join(texts.push(byte) for byte in b"the EN") == "the "
     assert texts.finish() == "EN"
@@ -189,7 +189,7 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options: Any) -> list[Any]:
-    """Draw from each row of logits, with a seed of its own."""
+    """Draw from each row of logits, with its own seed."""
     rows = [
         RunningSequence(
             GenerationRequest(**request_of(0, seed=seed, **options)),

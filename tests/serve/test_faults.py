@@ -1,4 +1,4 @@
-"""A proxy between the client side and the service puts faults into what both say."""
+"""A proxy between the client side and the service injects faults in both directions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Fault = Callable[[str], Reply]
 
 
 def changed(**values: Any) -> Fault:
-    """The right answer with other fields."""
+    """The correct answer with other fields."""
     return lambda body: Reply(body=json.dumps(json.loads(body) | values))
 
 
@@ -54,7 +54,7 @@ PASSING: dict[str, tuple[Fault, str]] = {
 
 @contextmanager
 def proxy(service: Running, fault_of: Callable[[int], Fault | None]) -> Iterator[ChatStub]:
-    """Pass requests on; what `fault_of` says of a request's number happens to its answer."""
+    """Pass requests on; `fault_of` maps a request's number to the fault in its answer."""
     with httpx.Client(timeout=60) as onward:
 
         def answer(body: dict[str, Any], number: int) -> Reply:
@@ -71,7 +71,7 @@ def model_at(base_url: str) -> OpenAIChatModel:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_fault_that_passes_is_survived_and_the_answer_is_the_undisturbed_one(
+def test_a_transient_fault_is_survived_and_the_answer_is_unchanged(
     service: Running, tmp_path: Path, name: str
 ) -> None:
     fault, counted = PASSING[name]
@@ -91,7 +91,7 @@ def test_a_fault_that_passes_is_survived_and_the_answer_is_the_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_key(
+def test_a_run_through_a_faulty_proxy_ends_like_an_undisturbed_run_and_writes_no_key(
     service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", KEY)

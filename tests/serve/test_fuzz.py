@@ -1,4 +1,4 @@
-"""Thousands of malformed requests: each ends in a JSON error, and the service lives on."""
+"""Thousands of malformed requests: each ends in a JSON error, and the service survives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BROKEN = [
 
 
 def exchange(service: Running, sent: bytes) -> bytes:
-    """All that the service says to some bytes."""
+    """The service's complete response to some bytes."""
     host, _, port = service.root.removeprefix("http://").partition(":")
     said = b""
     with (
@@ -67,7 +67,7 @@ def exchange(service: Running, sent: bytes) -> bytes:
         suppress(ConnectionError),
     ):
         connection.sendall(sent)
-        with suppress(OSError):  # it may have been refused and closed already
+        with suppress(OSError):  # it may already have been refused and closed
             connection.shutdown(socket.SHUT_WR)
         while part := connection.recv(65536):
             said += part
@@ -83,7 +83,7 @@ def test_broken_http_ends_in_json_errors(
     num_refused = 0
     for one in sent:
         said = exchange(service, one)
-        # Half a request is answered by the end of the connection, and two by two answers.
+        # Half a request is answered by closing the connection, and two requests by two answers.
         while said:
             head, _, said = said.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])

@@ -1,4 +1,4 @@
-"""The process that trains a served job, and the files of examples that it reads."""
+"""The process that trains a served job, and the example files that it reads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SAID, ma
 
 
 def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
-    """A store with one running job, which is called "job"."""
+    """A store with a running job called "job"."""
     store = JobStore(folder)
     names = {"id": "job", "model": "tiny", "root": "tiny", "name": "ft:tiny"}
     store.add_job(names | {"plan": plan.to_dict(), "request": {}}, None)

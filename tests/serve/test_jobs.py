@@ -55,12 +55,12 @@ HELD_OUT = [("you are how", "fine thanks"), ("a cat", "sat on a mat"), ("hello h
 
 
 def held_out(*others: str) -> list[TrainingText]:
-    """Conversations to measure a model by, with the answer that is wanted and others."""
+    """Conversations for measuring a model, with the wanted answer and others."""
     return [TrainingText(({"role": "user", "content": a},), (b, *others)) for a, b in HELD_OUT]
 
 
 def trained(service: Running, job: Any) -> FineTuningPlan:
-    """What goes on training the result of a job; before its first step it is that result."""
+    """Continued training of a job's result; before its first step it equals that result."""
     plan = FineTuningPlan(**service.store.job(job.id).plan)
     folder = service.store.job_folder(job.id) / "model"
     return replace(plan, lora_rank=None, start_from=str(folder))
@@ -328,7 +328,7 @@ def test_a_limit_that_is_no_count_is_refused(service: Running, limit: str) -> No
 @pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
 def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
     def files() -> list[Path]:
-        # The database writes files beside itself at any time.
+        # The database may write files beside itself at any time.
         return sorted(f for f in service.store.folder.rglob("*") if "service.db" not in f.name)
 
     before = files()
@@ -375,7 +375,7 @@ def start(model: Path, state: Path, port: int = 0) -> LocalService:
 
 
 def half_an_upload(port: int) -> socket.socket:
-    """A connection on which an upload has begun that never ends."""
+    """A connection with an upload that never ends."""
     connection = socket.create_connection(("127.0.0.1", port))
     part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="half"\r\n\r\n'
     head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 3000000\r\n"
@@ -385,7 +385,7 @@ def half_an_upload(port: int) -> socket.socket:
 
 
 class Insistent:
-    """A client side that goes on asking, in a thread, while the service is away."""
+    """A client side that keeps sending requests, in a thread, while the service is away."""
 
     def __init__(self, base_url: str, memory: Path) -> None:
         parameters = OpenAIChatModel.Parameters(

@@ -1,4 +1,4 @@
-"""A service in a process of its own."""
+"""A service in its own process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.slow  # a process that imports torch
-def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
+def test_a_missing_model_is_reported_by_the_starter(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"\(2\).*no_model"):
         start_service({"tiny": str(tmp_path / "no_model")})
 
@@ -101,7 +101,7 @@ def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> N
     assert "secret" not in str(open_to_all.to_dict())
 
 
-def test_the_command_refuses_what_it_cannot_serve(cli: CommandLine, tiny_model_dir: Path) -> None:
+def test_the_command_refuses_unservable_models(cli: CommandLine, tiny_model_dir: Path) -> None:
     model = f"tiny={tiny_model_dir}"
     assert "NAME=PATH" in refused(cli("serve", "--model", "tiny"))
     assert "'tiny'" in refused(cli("serve", "--model", model, "--model", model))
@@ -112,7 +112,7 @@ def test_the_command_refuses_what_it_cannot_serve(cli: CommandLine, tiny_model_d
         assert "0 for a free one" in refused(cli("serve", "--model", model, "--port", port))
 
 
-def test_the_command_tells_its_address_and_ends_by_a_signal(
+def test_the_command_prints_its_address_and_ends_by_a_signal(
     cli: CommandLine, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -120,14 +120,14 @@ def test_the_command_tells_its_address_and_ends_by_a_signal(
     names: list[str] = []
     ended = threading.Event()
 
-    def ask_and_interrupt() -> None:
+    def request_and_interrupt() -> None:
         while not names and not ended.wait(0.02):
             with suppress(httpx.TransportError):
                 cards = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
                 names.extend(card["id"] for card in cards)
                 os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=ask_and_interrupt)
+    thread = threading.Thread(target=request_and_interrupt)
     thread.start()
     try:
         place = ("--port", str(port), "--state-dir", str(tmp_path / "state"))
@@ -149,7 +149,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
     assert "pip install 'nip_astra[serve]'" in said
 
 
-def test_the_doctor_tells_whether_models_can_be_served(
+def test_the_doctor_reports_whether_models_can_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def said() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Answers in JSON, of schemas, and as calls of tools, as the official client requests them."""
+"""Answers as JSON, by schemas, and as tool calls, as the official client requests them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def called(message: Any) -> list[tuple[str, str]]:
 
 
 def joined(chunks: Any) -> dict[int, dict[str, Any]]:
-    """The choices of a stream: content, calls and reason of the end."""
+    """The choices of a stream: content, tool calls and finish reason."""
     found: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -222,7 +222,7 @@ def test_marks_of_calls_are_drawn_and_shown_only_with_tools(
 def test_results_of_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
     function = {"name": "count", "arguments": '{"count": 3}'}
     call = {"id": "call_1", "type": "function", "function": function}
-    # As the client gives back the message of an answer.
+    # In the form in which the client returns an answer's message.
     asked = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
     more: dict[str, Any] = {"max_tokens": 8, "extra_body": {"return_token_ids": True}}

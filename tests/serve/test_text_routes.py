@@ -222,7 +222,7 @@ def test_token_ids_are_all_that_were_drawn(client: openai.OpenAI, options: dict[
 
 
 def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slow an engine down, and note how many rows each of its steps has."""
+    """Slow an engine down, and record the number of rows of each step."""
     steps: list[int] = []
     step = engine._batch.step
 
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_frees_its_places(
 
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=service.base_url, api_key="any") as client:
-            # Seven greedy answers of this prompt say no end.
+            # Seven greedy answers to this prompt contain no end token.
             asked = client.chat.completions.create(
                 model="tiny",
                 messages=HELLO,
@@ -285,7 +285,7 @@ def test_an_option_that_is_not_supported_is_refused_by_name(
     assert caught.value.code == "unsupported_parameter"
 
 
-def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> None:
+def test_options_without_effect_are_no_fault(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
     nothing = {"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
     inert: dict[str, Any] = {"metadata": {"run": "1"}, "user": "me", "reasoning_effort": "low"}
@@ -321,7 +321,7 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
         ({"extra_body": {"top_k": -2}}, "top_k"),
     ],
 )
-def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, Any], text: str) -> None:
+def test_wrong_fields_are_named(client: openai.OpenAI, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(openai.BadRequestError, match=text):
         ask(client, **changes)
 
@@ -361,11 +361,11 @@ def test_half_a_surrogate_pair_is_refused(service: Running) -> None:
     assert "surrogate" in reply.json()["error"]["message"]
 
 
-def test_the_service_says_that_it_lives(service: Running) -> None:
+def test_the_service_reports_its_health(service: Running) -> None:
     assert httpx.get(f"{service.root}/health").json() == {"status": "ok"}
 
 
-def test_limits_are_told_before_anything_is_computed(tiny_model_dir: Path) -> None:
+def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) -> None:
     limits = {"max_body_bytes": 2000, "max_streams": 1, "max_waiting": 1}
     with (
         running({"tiny": str(tiny_model_dir)}, **limits) as service,
@@ -383,7 +383,7 @@ def test_limits_are_told_before_anything_is_computed(tiny_model_dir: Path) -> No
         assert refused.value.response.headers["retry-after"] == "1"
 
 
-def test_a_second_stream_beyond_the_limit_is_told_to_come_again(tiny_model_dir: Path) -> None:
+def test_a_second_stream_beyond_the_limit_is_refused_for_now(tiny_model_dir: Path) -> None:
     async def both(service: Running) -> None:
         async with openai.AsyncOpenAI(
             base_url=service.base_url, api_key="any", max_retries=0
@@ -403,7 +403,7 @@ def test_a_second_stream_beyond_the_limit_is_told_to_come_again(tiny_model_dir: 
         asyncio.run(both(service))
 
 
-def test_a_token_is_asked_for_where_one_is_set(
+def test_a_token_is_required_if_configured(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "let me in")

@@ -1,6 +1,6 @@
-"""Recipes of the Tinker cookbook, as it ships them, train at the local server of its protocol.
+"""Unmodified recipes of the Tinker cookbook train at the local server of its protocol.
 
-The cookbook pins other versions of transformers than ours and lives in an environment of its own.
+The cookbook pins other versions of transformers than ours, so it has its own environment.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
 def cookbook_model(folder: Path, *, num_steps: int = 80) -> Path:
     """The policy of `arithmetic` with a tokenizer for the cookbook, in a folder.
 
-    It is trained a little to answer after an example, which leaves it right on a quarter of the
-    problems of `math_rl`.
+    It is trained briefly to answer after an example, and solves a quarter of the problems of
+    `math_rl`.
     """
     shutil.copytree(POLICY, folder)
     _change(folder / "config.json", max_position_embeddings=WINDOW)
@@ -170,7 +170,7 @@ def test_math_rl_learns(recipes: Recipes) -> None:
     )
     right = [step["env/all/correct"] for step in steps]
     assert sum(right[-10:]) / 10 > sum(right[:10]) / 10 + 0.08
-    # What the sampler told of its tokens is what training computes.
+    # The sampler's log-probabilities of its tokens equal those of training.
     assert all(abs(step["optim/kl_sample_train_v1"]) < 1e-5 for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""The unmodified SDK of Tinker's trains and samples against the local server of its protocol."""
+"""The unmodified Tinker SDK trains and samples against the local server of its protocol."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ADAM = {"learning_rate": 1e-2}
 
 
 def step(training: Any, data: list[Any], loss: str, config: Any = None) -> Any:
-    """The figures of a forward and backward pass that a step follows."""
+    """The metrics of a forward and backward pass before a step."""
     passed = training.forward_backward(data, loss, config)
     stepped = training.optim_step(tinker.AdamParams(**ADAM))
     stepped.result()
@@ -75,7 +75,7 @@ def logprobs_of(training: Any) -> torch.Tensor:
     return found
 
 
-def test_cross_entropy_learns_an_answer_and_the_sampler_says_it(client: Any) -> None:
+def test_cross_entropy_learns_an_answer_and_the_sampler_generates_it(client: Any) -> None:
     training = training_client(client)
     losses = [
         step(training, [datum(weights=MASK)], "cross_entropy").metrics["loss:sum"]
@@ -103,7 +103,7 @@ def expected_loss(name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_losses_of_policies_equal_their_closed_forms_and_raise_what_paid(
+def test_losses_of_policies_equal_their_closed_forms_and_raise_rewarded_tokens(
     client: Any, name: str
 ) -> None:
     training = training_client(client)
@@ -112,7 +112,7 @@ def test_losses_of_policies_equal_their_closed_forms_and_raise_what_paid(
     found = step(training, [datum(logprobs=old, advantages=gains)], name).metrics["loss:sum"]
     assert found == pytest.approx(expected_loss(name, before, old, gains), rel=1e-5)
     moved = (logprobs_of(training) - before)[MASK > 0].sum()
-    # Beyond the clip PPO gives no gradient.
+    # Beyond the clip PPO has no gradient.
     assert moved == pytest.approx(0.0, abs=1e-6) if name == "ppo" else moved > 0.1
 
 
@@ -125,7 +125,7 @@ def test_bounds_of_a_clip_come_from_the_configuration(client: Any) -> None:
     assert (logprobs_of(training) - before)[MASK > 0].sum() > 0.1
 
 
-def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(client: Any) -> None:
+def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(client: Any) -> None:
     ours, theirs = training_client(client), training_client(client)
 
     def weighted(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
@@ -139,7 +139,7 @@ def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(client: Any) ->
     torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs))
 
 
-def test_targets_may_be_others_than_what_is_read_and_several_a_token(client: Any) -> None:
+def test_targets_may_differ_from_the_input_and_be_several_a_token(client: Any) -> None:
     training = training_client(client)
     plain = logprobs_of(training)
     targets = torch.tensor([*PROMPT[1:], *ANSWER])
@@ -212,7 +212,7 @@ def test_several_clients_train_beside_each_other(server: TrainingServer, client:
             assert one.result().metrics["loss:sum"] == alone.metrics["loss:sum"]
 
 
-def test_more_data_than_one_request_holds_are_one_loss(client: Any) -> None:
+def test_more_data_than_fit_in_one_request_are_one_loss(client: Any) -> None:
     training = training_client(client)
     one = training.forward([datum(weights=MASK)], "cross_entropy").result().metrics["loss:sum"]
     output = training.forward([datum(weights=MASK)] * 1030, "cross_entropy").result()
@@ -272,7 +272,7 @@ def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
         assert one.topk_logprobs_np.token_ids.shape == (3, 2)
 
 
-def test_answers_end_where_they_are_told_to(client: Any) -> None:
+def test_answers_end_at_stop_texts(client: Any) -> None:
     sampling = sampler(client)
     prompt = tinker.ModelInput.from_ints(PROMPT)
 
@@ -321,7 +321,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("ask", "told"), REFUSED)
-def test_poisoned_requests_are_told_and_leave_the_model_as_it_was(
+def test_poisoned_requests_are_reported_and_leave_the_model_unchanged(
     client: Any, ask: Any, told: str
 ) -> None:
     training = training_client(client)
@@ -360,7 +360,7 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
 
 
 def test_an_empty_prompt_is_a_wrong_request(server: TrainingServer) -> None:
-    """Without the SDK, which repeats a request that meets a fault of the service for minutes."""
+    """Without the SDK, which retries a request after a fault of the service for minutes."""
     body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "policy"}
     reply = httpx.post(f"{server.url}/api/v1/asample", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
@@ -397,10 +397,10 @@ def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Trai
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
         training.save_state("long", ttl_seconds=10**15).result()
     path = training.save_state("kept", ttl_seconds=3600).result().path
-    # As a service of an earlier version wrote it.
+    # As written by a service of an earlier version.
     (about,) = Path(server.settings["state_dir"]).rglob("kept/checkpoint.json")
     about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1e15}))
-    # The SDK repeats a request that meets a fault of the service for minutes.
+    # The SDK retries a request after a fault of the service for minutes.
     assert httpx.get(f"{server.url}/api/v1/checkpoints").status_code == 200
     refused = httpx.get(f"{server.url}/api/v1/checkpoints", params={"limit": "9" * 5000})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
@@ -422,7 +422,7 @@ def test_operations_before_their_turn_keep_no_other_client_waiting() -> None:
         step(other, [datum(weights=MASK)], "cross_entropy")
 
 
-def test_what_was_saved_is_listed_and_deleted(client: Any) -> None:
+def test_saved_states_are_listed_and_deleted(client: Any) -> None:
     training = training_client(client, user_metadata={"purpose": "listing"})
     state = training.save_state("one", ttl_seconds=3600, user_metadata={"step": "1"}).result().path
     sampled = training.save_weights_for_sampler("two").result().path
@@ -448,7 +448,7 @@ def test_what_was_saved_is_listed_and_deleted(client: Any) -> None:
         rest.publish_checkpoint_from_tinker_path(state).result()
 
 
-def test_a_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "tml-secret")
     with training_server(["tinker"], token_variable="SERVICE_TOKEN") as guarded:
         with (

@@ -1,4 +1,4 @@
-"""Tokens for tokens by /inference/v1/generate, as clients that train ask for them."""
+"""Tokens for tokens by /inference/v1/generate, as training clients request them."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_an_answer_ends_with_the_token_that_ends_it(service: Running) -> None:
     assert (short["finish_reason"], short["token_ids"]) == ("length", free["token_ids"][:2])
 
 
-def test_every_token_may_be_said(service: Running, model: Any) -> None:
+def test_every_token_may_be_generated(service: Running, model: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     said = {token for one in answer(service, n=100, temperature=2.0) for token in one["token_ids"]}
-    # The routes for text never say special tokens but the end.
+    # The routes for text never generate special tokens except the end.
     assert len(said & set(tokenizer.all_special_ids)) > 1
 
 
-def test_without_log_probabilities_tokens_alone_are_told(service: Running) -> None:
+def test_without_log_probabilities_only_tokens_are_returned(service: Running) -> None:
     response = post(service, {"max_tokens": 3, "n": 2}).json()
     assert [choice["logprobs"] for choice in response["choices"]] == [None, None]
     assert all(choice["token_ids"] for choice in response["choices"])
@@ -100,19 +100,19 @@ def test_without_log_probabilities_tokens_alone_are_told(service: Running) -> No
         ({"max_tokens": 9999}, {}, 400, "this service allows 64"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(
+def test_unanswerable_requests_are_refused(
     service: Running, sampling: dict[str, Any], changes: dict[str, Any], status: int, told: str
 ) -> None:
     response = post(service, sampling, **changes)
     assert (response.status_code, told in response.json()["error"]["message"]) == (status, True)
 
 
-def test_options_that_ask_for_nothing_are_taken(service: Running) -> None:
+def test_options_without_effect_are_accepted(service: Running) -> None:
     nothing = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
     assert answer(service, **nothing) == answer(service)
 
 
-def test_the_window_is_told_with_the_model(service: Running, model: Any) -> None:
+def test_the_context_window_is_listed_with_the_model(service: Running, model: Any) -> None:
     with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
         card = client.models.retrieve("tiny").model_dump()
     assert card["max_model_len"] == model.config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""A run whose service is killed in the midst of its work says so, and goes on without loss."""
+"""A run whose service is killed during its work reports this, and continues without loss."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def numbers_of(lines: bytes) -> list[dict[str, float]]:
 def undisturbed(
     request: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainingProtocol, dict[str, bytes]]:
-    """A protocol, and what a run finds through it whose service stays."""
+    """A protocol, and a run's results through it if its service stays."""
     if request.param == "tinker":
         pytest.importorskip("tinker")
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -71,7 +71,7 @@ def undisturbed(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 @pytest.mark.parametrize("dies_in", DEATHS)
-def test_a_service_killed_at_work_is_told_and_its_run_goes_on_without_loss(
+def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss(
     undisturbed: tuple[TrainingProtocol, dict[str, bytes]], dies_in: str, tmp_path: Path
 ) -> None:
     protocol, expected = undisturbed[0], {**undisturbed[1]}
@@ -95,7 +95,7 @@ def test_a_service_killed_at_work_is_told_and_its_run_goes_on_without_loss(
         server.stop()
     found = what_was_found(tmp_path / "run")
     if protocol == "tinker":
-        # Which requests its server answers together is a matter of time, and so are last bits.
+        # Which requests its server batches together depends on timing, and so do the last bits.
         metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (found, expected)]
         for mine, theirs in zip(*metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
@@ -112,7 +112,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> StoppedQueue:
 
 
 class StoppedQueue:
-    """Lets servers take on work, and do none while it is shut."""
+    """Lets servers accept work, but do none while it is closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.has_refused = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ ASKED = torch.tensor([[3]]), ONE, torch.tensor([[4]]), ONE
 
 
 @pytest.mark.parametrize(
-    # The SDK asks again after a second and more.
+    # The SDK retries after a second or more.
     "protocol",
     ["http", pytest.param("tinker", marks=pytest.mark.slow)],
 )
@@ -160,7 +160,7 @@ def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProto
     with training_server([protocol], max_waiting=1) as server, ThreadPoolExecutor(3) as pool:
         services = [trainer_at(server, protocol, PATIENT).service for _ in range(3)]
         queue.shut()
-        # One is at work, one waits, and one finds no room.
+        # One request is at work, one waits, and one is refused.
         answers = [pool.submit(one.compute_logprobs, *ASKED) for one in services]
         assert queue.has_refused.wait(10)
         queue.is_open.set()
@@ -168,7 +168,7 @@ def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProto
         assert first == second == third < 0
 
 
-def test_a_queue_that_stays_full_is_told(queue: StoppedQueue) -> None:
+def test_a_queue_that_stays_full_is_reported(queue: StoppedQueue) -> None:
     with training_server(["http"], max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
         patient = [trainer_at(server, "http", PATIENT).service for _ in range(2)]
         hurried = trainer_at(server, "http").service

@@ -1,4 +1,4 @@
-"""Our trainers learn through both training protocols, with the numbers of the local service."""
+"""Our trainers learn through both training protocols, exactly as with the local service."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_dead_server_is_reported_and_a_checkpoint_continues_at_the_next(
             learn(trainer, samples)
         server.start()
         if protocol == "http":
-            # The new one knows no models of the old one.
+            # The new service does not know the old service's models.
             with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
                 learn(trainer, samples)
         again = trainer_at(server, protocol)
@@ -286,7 +286,8 @@ def test_other_weights_under_the_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        # Preparing so many samples would hold the event loop, and so late a date cannot be written.
+        # Preparing so many samples would block the event loop, and so late a date cannot be
+        # written.
         (SampleBody, "num_samples", 30_000_000),
         *((one, "ttl_seconds", 10**15) for one in (SaveBody, SaveForSamplerBody, TtlBody)),
         *((PromptBody, "chunks", [chunk]) for chunk in (3, "text", None, {"type": "image"})),
@@ -312,7 +313,7 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingS
             )
 
 
-# ---- how many models a service holds
+# ---- number of models that a service holds
 
 
 def test_a_closed_model_makes_room_for_another() -> None:
@@ -340,7 +341,7 @@ def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.Monke
         second = trainer_at(server, "tinker")
         with pytest.raises(ServiceError, match="closed"):
             iterate(first, 1)
-        # A dropped one is closed as well.
+        # A dropped service is also closed.
         del second
         gc.collect()
         third = trainer_at(server, "tinker")

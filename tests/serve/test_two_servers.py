@@ -1,6 +1,6 @@
-"""The same tests of the client side against our service and servers that are not ours.
+"""The same tests of the client side against our service and other servers.
 
-Known differences are listed in `tests/serve/servers.py`; a difference that is gone fails.
+Known differences are listed in `tests/serve/servers.py`; a listed difference that is gone fails.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # vLLM knows no heads smaller than 32 on a CPU.
+    # vLLM does not support heads smaller than 32 on a CPU.
     place = tmp_path_factory.mktemp("served") / "model"
-    # Of this seed no two words are nearly as likely as each other in a greedy answer.
+    # With this seed no two words are almost equally likely in a greedy answer.
     folder = make_language_model(place, head_size=32, seed=4)
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     specials = AutoTokenizer.from_pretrained(folder).all_special_ids
     with torch.no_grad():
-        # Our service says no special token but the end. Here nobody says one: what the first hidden
-        # unit holds is the same everywhere, and speaks against them.
+        # Our service generates no special token except the end. Here this holds for every server:
+        # the first hidden unit has the same value everywhere, and lowers their logits.
         module.model.embed_tokens.weight[:, 0] = 5.0
         for layer in module.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
@@ -155,7 +155,7 @@ def test_a_low_temperature_says_the_likeliest(
     assert len({texts(one)[0] for one in ask(client(server), *hot)}) > 4
 
 
-def test_a_small_nucleus_says_the_likeliest(
+def test_a_small_nucleus_generates_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
     small = [saying("hello you", top_p=0.01, seed=n, max_tokens=8) for n in range(4)]
@@ -183,7 +183,7 @@ def test_a_stop_text_ends_an_answer_before_it(
     assert answer.finish_reason is FinishReason.STOP
 
 
-def test_sixteen_at_once_get_what_each_would_get_alone(server: Server) -> None:
+def test_sixteen_at_once_get_the_same_answers_as_alone(server: Server) -> None:
     asked = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
     parameters = OpenAIChatModel.Parameters(base_url=server.base_url, model=server.model)
     model = RetryingChatModel(OpenAIChatModel(parameters), LimitParameters())

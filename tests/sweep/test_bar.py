@@ -1,4 +1,4 @@
-"""One bar counts the iterations of all runs, those that have not begun included."""
+"""A single bar counts the iterations of all runs, including runs that have not begun."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_bar_foresees_the_runs_that_have_not_begun(tmp_path: Path) -> None:
     bar.note(FinishedRun(runs[1], RunStatus.PRUNED, 5.0))
     assert (shown.n, shown.total) == (26, 20 + 6 + 2 * 13)
     bar.note(FinishedRun(runs[2], RunStatus.FAILED, 1.0))
-    # What had ended before does not enter the rate.
+    # Progress before the start does not enter the rate.
     bar.note(FinishedRun(runs[3], RunStatus.ENDED, 0.0))
     assert shown.n == shown.total
     assert shown.initial > 0

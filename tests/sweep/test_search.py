@@ -1,4 +1,4 @@
-"""Searches: what is proposed, pruned and resumed, and what a sweep's page says of its arms."""
+"""Searches: proposals, pruning, resuming, and a sweep page's description of its arms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEV = "dev/mean_reward"
 
 
 class PlayedRun(Job):
-    """A run of five dev evaluations, one each time that it is looked at."""
+    """A run of five dev evaluations, one per poll."""
 
     def __init__(self, spec: RunSpec, course: Callable[[float, int], float]) -> None:
         self.folder = Path(spec.folder)
@@ -69,7 +69,7 @@ class PlayedRun(Job):
 
 
 class Stage(Launcher):
-    """Plays runs in this process, and can be killed after so many beginnings."""
+    """Plays runs in this process, and can be killed after a given number of starts."""
 
     def __init__(
         self, course: Callable[[float, int], float], num_at_once: int = 1, kill_at: int = 10**9
@@ -129,7 +129,7 @@ def test_ranges_are_whole_even_or_by_their_logarithm() -> None:
         plan_of(space={"training.lr": {"low": 2.0, "high": 1.0}})
 
 
-def test_a_search_finds_what_is_best_and_says_so(tmp_path: Path) -> None:
+def test_a_search_finds_and_reports_the_best_values(tmp_path: Path) -> None:
     plan = plan_of()
     search(plan, tmp_path, Stage(peak))
     trials = read_trials(tmp_path, plan)
@@ -148,7 +148,7 @@ def test_a_search_finds_what_is_best_and_says_so(tmp_path: Path) -> None:
     assert best.arm.name in page
 
 
-def test_a_search_by_a_test_figure_says_so_wherever_its_figures_are_shown(
+def test_a_search_by_a_test_metric_is_marked_wherever_its_metrics_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(objective="mean_reward", num_trials=2)
@@ -243,7 +243,7 @@ def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
     assert plan.fixed == {"training.num_epochs": "2"}
 
 
-def test_a_page_tests_arms_in_pairs_and_tells_what_failed(
+def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = SweepPlan(
@@ -299,7 +299,7 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(
     assert frame["value"].tolist() == [row["value"] for row in found.rows]
 
 
-def test_runs_are_grouped_and_tagged_by_what_sets_them_apart(tmp_path: Path) -> None:
+def test_runs_are_grouped_and_tagged_by_their_differences(tmp_path: Path) -> None:
     plan = SweepPlan(
         trainers=["ast_dpo"],
         seeds=[0],

@@ -1,4 +1,4 @@
-"""Sweeps: what they run, that they go on where they were, and what their tables say."""
+"""Sweeps: their runs, their resumption, and their tables."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_folders_are_named_by_the_swept_values_and_older_names_are_kept(tmp_path
     for name, value in zip(names, grid["training.lr"], strict=True):
         assert name.startswith(f"ast_dpo-lr_{value}")
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}", name), "safe as a run id"
-    # A sweep in which only one of them varies has the same runs, in the same folders.
+    # A sweep over only one of them has the same runs, in the same folders.
     (tmp_path / names[0]).mkdir()
     less = SweepPlan(**given, grid=grid | {"training.lr": ["1e-4"]}, overrides=plan.overrides)
     assert [run.folder_in(tmp_path).name for run in less.runs] == names[:1]
@@ -196,7 +196,7 @@ def test_figures_of_a_plug_in_are_checked_after_its_first_run(
             run_sweep(tmp_path / "sweep", options=options, **plan.to_dict())
 
 
-def test_a_wrong_combination_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_wrong_combination_is_reported_before_anything_runs(tmp_path: Path) -> None:
     file = tmp_path / "sweep.yaml"
     file.write_text("trainers: [ast_dpo]\ngrid: {training.lr: [1e-5, fast]}\n")
     with pytest.raises(ParameterError, match=r"training\.lr"):
@@ -209,7 +209,7 @@ def test_a_wrong_combination_is_told_before_anything_runs(tmp_path: Path) -> Non
 def rows_of(
     plan: SweepPlan, folder: Path, value: Callable[[PlannedRun], float], name: str
 ) -> list[dict[str, Any]]:
-    """Rows of one figure, as a sweep finds them in its folder."""
+    """Rows of a single metric, as a sweep reads them from its folder."""
     same = {"when": "after", "name": name, "counts": ""}
     return [
         {**same, "run_id": run.folder_in(folder).name, "seed": run.seed, "value": value(run)}
@@ -313,7 +313,7 @@ def test_a_run_that_fails_in_its_process_is_reported_by_its_last_line(
         ),
     ],
 )
-def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: Path) -> None:
+def test_broken_files_of_a_sweep_are_reported(file: str, content: bytes, tmp_path: Path) -> None:
     search = {"space": {"training.lr": [1e-3, 1e-2]}}
     plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
     with pytest.raises(RunDirectoryError, match="folder of a sweep"):

@@ -1,4 +1,4 @@
-"""Whole sweeps that are killed: their tables are those of single runs."""
+"""Complete sweeps that are killed: their tables equal those of single runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def count_of(folder: Path, pattern: str) -> int:
 
 
 def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) -> None:
-    """Each row of the table is what a run by itself finds."""
+    """Each row of the table equals the result of a separate run."""
     found = read_sweep(directory)
     assert found.num_ended == len(found.plan.runs)
     assert (directory / "table.csv").read_bytes().decode() == found.to_csv()

@@ -1,4 +1,4 @@
-"""Tests of the description of what a run ran on."""
+"""Tests of the description of a run's environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_versions_platform_and_threads_are_told() -> None:
+def test_versions_platform_and_threads_are_recorded() -> None:
     described = describe_environment()
     assert described["python"] == platform.python_version()
     assert described["packages"]["torch"]
@@ -75,7 +75,7 @@ def test_git_state_is_that_of_the_code_and_not_of_the_working_directory(
     assert describe_environment()["git"] is None
 
 
-def test_plugins_are_told_with_their_digest(tmp_path: Path) -> None:
+def test_plugins_are_recorded_with_their_digest(tmp_path: Path) -> None:
     file = tmp_path / "harmless_plugin.py"
     file.write_text("x = 1\n")
     loaded = load_plugin(file)
@@ -86,7 +86,7 @@ def test_plugins_are_told_with_their_digest(tmp_path: Path) -> None:
     } in describe_environment()["plugins"]
 
 
-def test_nothing_of_the_environment_variables_or_arguments_is_told(
+def test_environment_variables_and_arguments_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")

@@ -68,7 +68,7 @@ def log_part(tracker: Tracker, start: int, stop: int) -> None:
             tracker.log_table("late", ["text"], [["new"]], step=step)
 
 
-def test_a_rewound_run_ends_with_the_same_bytes_as_one_that_never_stopped(tmp_path: Path) -> None:
+def test_a_rewound_run_ends_with_the_same_bytes_as_an_uninterrupted_run(tmp_path: Path) -> None:
     whole, cut = (RunDirectory.create(tmp_path, name) for name in ("whole", "cut"))
     log_part(LocalTracker(whole), 0, 8)
 

@@ -66,7 +66,7 @@ def test_a_run_is_opened_by_its_name_or_path_and_another_folder_is_not(
 ) -> None:
     directory.write_yaml("hyper_parameters.yaml", {"trainer": "ast_dpo"})
     runs = directory.path.parent
-    # A folder of that name that is no run does not win.
+    # A folder of that name that is not a run does not take precedence.
     (tmp_path / "one").mkdir()
     monkeypatch.chdir(tmp_path)
     for run in ("one", directory.path, str(directory.path)):

@@ -1,4 +1,4 @@
-"""One process at a time works on a run."""
+"""Only one process at a time works on a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_a_second_one_is_told_who_is_at_work_and_what_to_do(tmp_path: Path) -> None:
+def test_a_second_process_gets_the_owner_and_the_remedy(tmp_path: Path) -> None:
     with run_lock(tmp_path):
         assert says(refusal(tmp_path), repr(tmp_path.name), os.getpid(), f"`kill {os.getpid()}`")
     with run_lock(tmp_path):
@@ -54,7 +54,7 @@ def test_the_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_a_process_on_another_machine_is_to_be_stopped_there(
+def test_a_process_on_another_machine_must_be_stopped_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run_lock(tmp_path):
@@ -62,7 +62,7 @@ def test_a_process_on_another_machine_is_to_be_stopped_there(
         assert "stop it there" in refusal(tmp_path)
 
 
-def test_an_owner_that_has_not_said_who_it_is_yet(tmp_path: Path) -> None:
+def test_an_owner_that_has_not_written_its_identity_yet(tmp_path: Path) -> None:
     with run_lock(tmp_path):
         (tmp_path / LOCK).write_text("")
         assert "another process" in refusal(tmp_path)
@@ -85,5 +85,5 @@ def test_a_file_system_without_locks_is_worked_on_with_a_warning(
     assert os.strerror(number) in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert ".lock cannot be written: No such file or directory" in refusal(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""Tests of reading runs from W&B, with an object in place of its public interface."""
+"""Tests of reading runs from W&B, with a stand-in for its public interface."""
 
 from __future__ import annotations
 

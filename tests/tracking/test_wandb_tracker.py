@@ -1,4 +1,4 @@
-"""Tests of W&B as a mirror: an offline run is made and read back, without network or account."""
+"""Tests of W&B as a mirror: an offline run is written and read back, without network or account."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def refuse(address: Any, *args: Any, **kwargs: Any) -> None:
-        # W&B talks to its own process on this machine.
+        # W&B connects to its own process on this machine.
         assert address[0] in ("127.0.0.1", "localhost"), f"connection to {address}"
         return connect(address, *args, **kwargs)
 
@@ -118,25 +118,25 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert directory.path.resolve() in Path(entry.local_path).parents
     assert log.summary["eval/after/failure_rate"] == 0.625
 
-    # Nothing is left outside of the run directory, said on the terminal, or changed.
+    # Nothing is left outside the run directory, printed to the terminal, or changed.
     assert list(home.iterdir()) == []
     assert not [name for name in os.environ if name.startswith("WANDB_")]
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
     assert str(tmp_path).encode() not in log.text.replace(str(directory.path).encode(), b"")
-    # The run directory is complete all the same.
+    # The run directory is still complete.
     assert len((directory.path / "metrics.jsonl").read_text().splitlines()) == 2
     assert (directory.path / "rollouts" / "train.jsonl").is_file()
 
 
-def test_online_without_a_key_says_what_to_do_and_asks_nothing(home: Path, tmp_path: Path) -> None:
+def test_online_without_a_key_names_the_remedy_without_a_prompt(home: Path, tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "runs", "one")
     with pytest.raises(TrackingError) as caught:
         open_tracker(ExperimentSettings(wandb="online").to_dict(), directory, {})
     assert says(caught.value, "no W&B key", "wandb login", "WANDB_API_KEY", "--wandb offline")
 
 
-def test_a_failed_start_is_told_and_leaves_the_environment_as_it_was(
+def test_a_failed_start_is_reported_and_leaves_the_environment_unchanged(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
@@ -160,7 +160,7 @@ def test_rows_with_nested_values_of_different_parts_make_a_table() -> None:
     assert table.data[1] == [2, "{}", '[{"decision": 1}, {"said": [3]}]']
 
 
-def test_what_is_not_set_is_taken_from_the_variables_of_wandb(
+def test_unset_options_are_taken_from_the_variables_of_wandb(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "of_the_environment")

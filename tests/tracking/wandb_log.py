@@ -1,4 +1,4 @@
-"""Reads what W&B wrote offline: records of its protocol in LevelDB's log format."""
+"""Read W&B's offline files: records of its protocol in LevelDB's log format."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 class WandbLog:
-    """What an offline run says of itself.
+    """Description of an offline run.
 
     Attributes
     ----------
     config, summary : dict
         As logged.
     group, tags : str, list[str]
-        Under what the run is found.
+        Labels of the run for search.
     history : list[dict]
-        A dict a row.
+        A dict per row.
     artifacts : list
         Each artifact's record.
     exit_code : int or None

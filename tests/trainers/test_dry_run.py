@@ -1,4 +1,4 @@
-"""A plan counts every model that a process holds, and what several share once."""
+"""A plan counts every model that a process holds, and shared memory once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 
 class Holder:
-    """Something with attributes."""
+    """An object with attributes."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
 
 
-def test_what_several_share_counts_for_the_first() -> None:
+def test_shared_memory_counts_for_the_first_owner() -> None:
     base, head = torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 5, bias=False)
     attacker = Holder(model=Holder(module=torch.nn.Sequential(base, head)))
     target = Holder(model=Holder(module=base))
@@ -33,14 +33,14 @@ def test_what_several_share_counts_for_the_first() -> None:
     assert found == {"attacker": 4 * 150, "judge": 8 * 4}
 
 
-def test_laid_out_weights_and_freed_ones_count_as_what_they_take() -> None:
+def test_expanded_and_freed_weights_count_by_their_memory() -> None:
     module = torch.nn.Linear(10, 10, bias=False)
     laid_out = {"layer": [torch.zeros(20, 20)]}
     model = Holder(module=module, snapshot=Holder(weights=laid_out))
     assert model_memory({"x": model}) == {"x": 4 * 500}
     module.weight.data = torch.empty(0)
     assert model_memory({"x": model}) == {"x": 4 * 400}
-    # Another view of what is counted takes nothing.
+    # Another view of counted memory takes none.
     model.row = laid_out["layer"][0][3]
     assert model_memory({"x": model}) == {"x": 4 * 400}
 
@@ -89,7 +89,7 @@ def test_a_prediction_scales_the_step_and_not_the_rollout(
     sizes = ("training.minibatch_size=3", "training.num_episodes_per_experience=3")
     trainer = trainer_of("ast_dpo", tmp_path, *sizes)
     monkeypatch.setattr(trainer, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1])
-    # One GiB for the rollout, and three pairs where the one that was tried took one.
+    # One GiB for the rollout, and three pairs where the measured trial took one.
     assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)
 
 
@@ -133,7 +133,7 @@ def test_the_plan_of_a_task_has_the_reference_too(tmp_path: Path) -> None:
         (torch.optim.AdamW, {"amsgrad": True}, 3.0),
     ],
 )
-def test_an_optimizer_takes_what_it_keeps_of_each_weight(
+def test_an_optimizer_takes_the_memory_of_its_state_per_weight(
     optimizer: Any, options: dict[str, Any], count: float
 ) -> None:
     weights = torch.nn.Linear(3, 2).parameters()

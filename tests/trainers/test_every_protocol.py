@@ -33,8 +33,8 @@ SMALL = (
 
 
 def _cases() -> list[Any]:
-    """All of them; in every test run each protocol with vanilla_ppo, and reinforce on graphs, which
-    no preset has.
+    """All combinations; in every test run each protocol with vanilla_ppo, and reinforce on graphs,
+    which no preset has.
     """
     cases = []
     for scenario in SCENARIOS:

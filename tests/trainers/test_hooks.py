@@ -1,4 +1,4 @@
-"""What hooks of a trainer return is checked where it is read, and named by hook."""
+"""Return values of trainer hooks are checked where they are read, and named by hook."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEAF = torch.ones((), requires_grad=True)
         ("collect", Experience([], None), "None"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_hook_returns_is_named(
+def test_a_wrong_result_of_a_hook_is_named(
     trainer: Any, hook: str, value: Any, fact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, hook, returning(value))

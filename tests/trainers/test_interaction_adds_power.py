@@ -1,4 +1,4 @@
-"""What a verifier cannot tell alone, it learns to tell by asking; and a leak is seen."""
+"""A verifier learns by asking what it cannot decide alone, and a leak is detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def run(tmp_path: Path, trainer: str, *overrides: str) -> dict[str, Any]:
     return result.results
 
 
-def test_alone_an_agent_tells_what_its_rounds_of_message_passing_tell(tmp_path: Path) -> None:
+def test_alone_an_agent_distinguishes_as_much_as_its_rounds_of_message_passing(
+    tmp_path: Path,
+) -> None:
     after = run(tmp_path, "solo_agent")["after"]
     scores = _test_scores()
     assert after["verifier/test_accuracy"] <= wl_accuracy(scores, 2) + 0.01
@@ -33,7 +35,7 @@ def test_alone_an_agent_tells_what_its_rounds_of_message_passing_tell(tmp_path: 
     assert after["prover/test_accuracy"] > 0.97
 
 
-def test_one_question_lifts_the_verifier_above_what_it_can_tell_alone(tmp_path: Path) -> None:
+def test_one_question_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path) -> None:
     after = run(tmp_path, "vanilla_ppo", "rl.num_iterations=70")["after"]
     low, _ = after["mean_accuracy_interval"]
     assert low > wl_accuracy(_test_scores(), 2) + 0.05

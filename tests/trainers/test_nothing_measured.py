@@ -46,7 +46,7 @@ NO_TEXT = ChatFailure(FailureReason.MALFORMED, "the answer has no text")
 
 
 class Mood:
-    """What chat models, scorers and tasks do, by the number of the call."""
+    """Behaviour of chat models, scorers and tasks, by the number of the call."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -61,7 +61,7 @@ chat, scoring, rewarding = Mood(), Mood(), Mood()
 
 
 class MoodyChatModel(ChatModel):
-    """Reacts as `chat` says."""
+    """Reacts by `chat`."""
 
     class Parameters(ChatModel.Parameters):
         """None of its own."""
@@ -80,7 +80,7 @@ class MoodyChatModel(ChatModel):
 
 
 class MoodyScorer(Scorer):
-    """Rates 0, or as `scoring` says."""
+    """Rates 0, or by `scoring`."""
 
     class Parameters(Scorer.Parameters):
         """None of its own."""
@@ -167,7 +167,7 @@ CAUSES = pytest.mark.parametrize(
 
 
 def ended(build: Build, folder: Path) -> str:
-    """Run until an error says that nothing was measured, and give its text."""
+    """Run until the error that nothing was measured, and return its text."""
     with pytest.raises(NothingMeasuredError) as caught:
         run_in(folder, build(folder / "s"))
     return str(caught.value)
@@ -227,7 +227,7 @@ def test_iterations_without_a_result_are_warned_of_and_all_of_them_are_an_error(
     assert "iteration 1 measured nothing: 32 of 32 answers have no reward" in caplog.text
 
 
-def test_a_malformed_answer_is_asked_for_in_one_layer(tmp_path: Path) -> None:
+def test_a_malformed_answer_is_retried_in_one_layer(tmp_path: Path) -> None:
     chat.react = lambda number: NO_TEXT
     with pytest.raises(NothingMeasuredError):
         run_in(tmp_path, text_run(tmp_path, 5))

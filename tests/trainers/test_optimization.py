@@ -1,4 +1,4 @@
-"""Optimizers and schedules are found by name, those of a plug-in as well."""
+"""Optimizers and schedules are looked up by name, including those of a plug-in."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_large_weights_are_moved_in_blocks_as_by_torch(monkeypatch: pytest.Monke
         for _ in range(3):
             for weight in weights[:3]:
                 weight.grad = torch.randn(weight.shape, generator=generator)
-            # As a product of two transposed matrices leaves it.
+            # As left by a product of two transposed matrices.
             weights[3].grad = torch.randn(20, 10, generator=generator).t()
             version = weights[0]._version
             optimizer.step()

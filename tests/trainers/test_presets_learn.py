@@ -1,4 +1,4 @@
-"""What presets were verified on, again with one seed: each beats what it is compared with."""
+"""The verified claims about presets, again with one seed: each beats its comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path, trainer: str, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("trainer", ["mappo", "reinforce", "spg"])
-def test_a_word_lifts_the_verifier_above_what_it_tells_alone(tmp_path: Path, trainer: str) -> None:
+def test_a_word_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path, trainer: str) -> None:
     low, _ = run(tmp_path, trainer)["after"]["mean_accuracy_interval"]
     assert low > ALONE + 0.05
 
@@ -55,7 +55,7 @@ def test_an_attacker_learns_to_make_pocket_chat_fail(
 def test_a_verifier_in_words_learns_from_less_of_its_preset(
     trainer: str, num_iterations: int, tmp_path: Path
 ) -> None:
-    """The 95 % intervals before and after do not overlap; the guide has the whole presets."""
+    """The 95 % intervals before and after do not overlap; the guide has the complete presets."""
     shorter = (f"num_iterations={num_iterations}", "rollouts_per_iteration=128")
     results = run(tmp_path, trainer, *(f"text_rl.{one}" for one in shorter), "seed=0")
     before, after = results["before"], results["after"]

@@ -1,4 +1,4 @@
-"""Protocol agents train on a device other than the CPU as they do on the CPU."""
+"""Protocol agents train on a device other than the CPU as on the CPU."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Runs that go on from any of their checkpoints, as if they had never stopped."""
+"""Runs resumed from any of their checkpoints, as if they had never stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kit.toy_protocol_scenario import ToyBody
 
 @pytest.fixture
 def noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every trainer draw from all global generators, and record what it drew."""
+    """Have every trainer draw from all global generators, and record the draws."""
     log_metrics = LocalTracker.log_metrics
 
     def drawing(self: LocalTracker, values: Mapping[str, float], *, step: int) -> None:
@@ -62,13 +62,13 @@ STATEFUL = {
 def check_checkpoints(
     resolved: ResolvedExperiment, folder: Path, places: Sequence[int] = (1, -1), period: int = 1
 ) -> Path:
-    """Resume from some checkpoints, and compare all that was computed."""
+    """Resume from some checkpoints, and compare all computed results."""
     run = run_in(folder, resolved, "whole", checkpoint_period=period, num_checkpoints_kept=99)
     checkpoints = sorted(run.glob("checkpoints/step_*"))
     for checkpoint in (checkpoints[place] for place in places):
         copy = folder / checkpoint.name
         copy_as_killed_after(run, checkpoint, copy)
-        # What another program drew meanwhile.
+        # Draws of another program in the meantime.
         random.seed(5)
         np.random.seed(5)
         torch.manual_seed(5)
@@ -96,8 +96,10 @@ def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["ast_ppo", "ast_dpo", "ast_grpo", "ast_reinforce"])
-def test_no_checkpoint_of_a_preset_changes_what_follows(tmp_path: Path, trainer: str) -> None:
-    """Batches of tiny trees round alike however they are cut; those of presets may not."""
+def test_no_checkpoint_of_a_preset_changes_the_rest_of_the_run(
+    tmp_path: Path, trainer: str
+) -> None:
+    """Batches of tiny trees round alike however they are split; those of presets may not."""
     sizes = ("num_episodes=20", "batch_size=20", "use_random_search=false")
     overrides = [f"ast_chat.evaluation.{one}" for one in sizes]
     resolved = resolve_experiment(
@@ -240,7 +242,7 @@ class Walk(TensorDictTrainer):
 
 @pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize("trainer", ["noisy_dpo", "walk"])
-def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly(
+def test_a_custom_trainer_that_draws_from_global_generators_resumes_exactly(
     trainer: str, tiny_scenario: Path, tmp_path: Path
 ) -> None:
     plugin = tmp_path / "own.py"
@@ -256,7 +258,7 @@ def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Which texts scorers rate together."""
+    """The texts that scorers rate together."""
     batches: list[tuple[str, ...]] = []
     ask: Callable[[Scorer, list[Exchange]], Any] = Scorer._call_hook
 

@@ -1,4 +1,4 @@
-"""The loop that trainers of agents in a protocol share."""
+"""The loop shared by trainers of agents in a protocol."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
 
 
 def parts_changed(trainer: Any) -> set[str]:
-    """Train, and give the parts of agents that moved."""
+    """Train, and return the parts of agents that changed."""
     before = weights_of(trainer)
     trainer.train()
     names = changed(before, weights_of(trainer))
     return {".".join(name.removeprefix("agents.").split(".")[:2]) for name in names}
 
 
-# ---- what a trainer gives
+# ---- outputs of a trainer
 
 
 class LikelyTrainer(TensorDictRlTrainer):
-    """A trainer of one method, whose agents make every move likelier."""
+    """A trainer with a single method, whose agents make every move likelier."""
 
     class Likely(Objective):
         def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def test_a_trainer_takes_one_method() -> None:
     assert 0 <= trainer.results["after"]["mean_accuracy"] <= 1
 
 
-def test_the_gae_is_made_from_the_loss_module_as_the_guide_says() -> None:
+def test_the_gae_is_made_from_the_loss_module_as_in_the_guide() -> None:
     trainer = toy_trainer()
     loss_module, gae = trainer._get_loss_module_and_gae()
     assert isinstance(loss_module, Objective)
@@ -87,7 +87,7 @@ def test_the_gae_is_made_from_the_loss_module_as_the_guide_says() -> None:
 
 
 class PlainLossTrainer(TensorDictRlTrainer):
-    """A trainer with a loss module of TorchRL's kind that knows nothing of agents."""
+    """A trainer with a TorchRL-style loss module that knows nothing of agents."""
 
     class PlainLoss(LossModule):
         def __init__(self, agents: Any) -> None:
@@ -111,7 +111,7 @@ def test_any_loss_module_of_torchrl_may_be_given() -> None:
 
 
 class ForwardTrainer(TensorDictRlTrainer):
-    """A trainer whose objective gives the losses of all agents together."""
+    """A trainer whose objective returns the losses of all agents together."""
 
     class Together(Objective):
         def forward(self, batch: TensorDict) -> TensorDict:
@@ -285,7 +285,7 @@ def test_optimizers_of_other_agents_are_refused() -> None:
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
-    """The directory of a finished run of the name `first`."""
+    """The directory of a finished run named `first`."""
     directory = RunDirectory.create(tmp_path, "first")
     directory.write_yaml("hyper_parameters.yaml", {})
     toy_trainer(settings=ExperimentSettings(progress=False, run_directory=directory)).train()
@@ -293,7 +293,7 @@ def first(tmp_path: Path) -> Path:
 
 
 def trainer_beside(first: Path, prover: dict[str, Any], **more: Any) -> Any:
-    """A trainer whose prover starts from another run, by the parameters given."""
+    """A trainer whose prover starts from another run, by the given parameters."""
     settings = ExperimentSettings(progress=False, runs_dir=str(first.parent))
     agents = {"agents": {"prover": {"load_from_run": "first"} | prover}}
     return toy_trainer(seed=7, settings=settings, toy_protocol=agents, **more)
@@ -325,7 +325,7 @@ def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
 
 @pytest.fixture
 def from_files(tmp_path: Path) -> RunDirectory:
-    """The directory of a finished run of files."""
+    """The directory of a finished run from files."""
     resolved = short_experiment("vanilla_ppo", tmp_path / "toy", num_iterations=3)
     return RunDirectory.open(run_in(tmp_path / "runs", resolved))
 
@@ -344,7 +344,7 @@ def test_a_run_from_files_is_resumed_after_a_signal(from_files: RunDirectory) ->
     assert resume_experiment(from_files.path, progress=False).results["after"] == after
 
 
-def test_a_resume_tells_that_layers_are_computed_in_another_way(from_files: RunDirectory) -> None:
+def test_a_resume_warns_that_layers_are_computed_differently(from_files: RunDirectory) -> None:
     begun = from_files.read_json("environment.json")
     assert begun["layers"] == "torch"
     assert begun["processor"]

@@ -1,4 +1,4 @@
-"""PPO, MAPPO and REINFORCE learn a cooperative game, each by its own critic and returns."""
+"""PPO, MAPPO and REINFORCE learn a cooperative game, each with its own critic and returns."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ ONE_STEP = {
         ),
     ],
 )
-def test_the_prover_learns_to_tell_the_verifier_what_it_cannot_see(
-    trainer: str, more: dict[str, Any]
-) -> None:
+def test_the_prover_learns_to_inform_the_verifier(trainer: str, more: dict[str, Any]) -> None:
     built = toy_trainer(trainer, **merged({"rl": LEARNING}, more))
     built.train()
     assert built.results["before"]["mean_accuracy"] < 0.7
@@ -105,7 +103,7 @@ def test_every_protocol_is_trained_in_zero_knowledge(protocol: str) -> None:
 def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does(
     trainer: str, more: dict[str, Any]
 ) -> None:
-    # Its reward is the same whatever it draws, so that it learns from its logits or not at all.
+    # Its reward is the same for any draw, so it learns from its logits or not at all.
     frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
     learning = {"update_schedule": {"_type": "constant", "is_on": True}}
     built = toy_trainer(
@@ -142,13 +140,13 @@ def test_the_label_changes_the_value_and_not_the_policy() -> None:
             assert torch.equal(*seen)
 
 
-def test_the_label_tells_a_critic_what_the_verifier_itself_cannot_foresee() -> None:
+def test_the_label_gives_a_critic_information_that_the_verifier_lacks() -> None:
     left = {}
     for name in ("vanilla_ppo", "mappo"):
         trainer = toy_trainer(
             name,
             rl={"num_iterations": 12, "num_epochs": 4, "lr": 0.02},
-            # Policies rest, and the verifier accepts whatever the label is.
+            # Policies are fixed, and the verifier accepts whatever the label.
             toy_protocol={"agents": {"default": {"agent_lr_factor": {"actor": 0.0}}}},
         )
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Supervised training of agents alone, and as a start for reinforcement learning."""
+"""Supervised training of single agents, and as a start for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOLO = {"num_epochs": 20, "minibatch_size": 10, "lr": 0.02}
 NEVER = {"_type": "constant", "is_on": False}
 
 
-def test_an_agent_learns_what_it_can_see_and_no_more() -> None:
+def test_an_agent_learns_only_from_its_observations() -> None:
     trainer = toy_trainer("solo_agent", solo_agent=SOLO)
     trainer.train()
     after = trainer.results["after"]
@@ -36,13 +36,13 @@ def test_an_agent_learns_what_it_can_see_and_no_more() -> None:
     assert 0.3 < after["verifier/test_accuracy"] < 0.7
     assert after["prover/test_loss"] < 0.3
     assert after["verifier/test_loss"] == pytest.approx(0.693, abs=0.1)
-    # The toy's score is the label plus one, and half of its datapoints have each.
+    # The toy's score is the label plus one, and half of its datapoints have each label.
     parts = [after[f"verifier/test_accuracy_wl_{score}"] for score in (1, 2)]
     assert sum(parts) / 2 == pytest.approx(after["verifier/test_accuracy"])
 
 
 def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
-    """How far the weights of each part of an agent have moved at most."""
+    """Largest change of the weights of each part of an agent."""
     found: dict[str, float] = {}
     for name, value in agent.named_parameters():
         part = name.partition(".")[0]
@@ -90,7 +90,7 @@ def test_pretraining_trains_bodies_that_reinforcement_learning_leaves_alone() ->
     assert not any(torch.equal(*pair) for pair in zip(before, body.parameters(), strict=True))
 
 
-def test_nothing_is_learned_from_what_is_held_out() -> None:
+def test_nothing_is_learned_from_held_out_data() -> None:
     trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "test_share": 0.25})
     training = trainer.trainings["prover"]
     assert len(training.held_out_N) == 8
@@ -136,7 +136,7 @@ def test_an_optimizer_of_other_weights_is_refused() -> None:
         training.load_state(state)
 
 
-def test_both_bodies_start_from_one_that_was_trained_alone(tmp_path: Path) -> None:
+def test_both_bodies_start_from_a_body_trained_alone(tmp_path: Path) -> None:
     trainer = pretrained(tmp_path)
     agent = trainer.agents["prover"]
     fresh = toy_trainer("vanilla_ppo", rl={"pretrain_agents": True}).agents["prover"]
@@ -151,7 +151,7 @@ def test_both_bodies_start_from_one_that_was_trained_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("pretrain_decisions", [True, False])
-def test_decisions_start_as_told_alone_where_that_is_asked_for(
+def test_decisions_start_from_the_solo_head_if_requested(
     pretrain_decisions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_over: list[Any] = []
@@ -211,7 +211,7 @@ def test_a_damaged_body_is_trained_again(
 
 
 @pytest.mark.parametrize("what", ["layers", "processor", "code"])
-def test_what_was_computed_in_another_way_is_trained_again(
+def test_agents_computed_in_another_way_are_trained_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrained(tmp_path)

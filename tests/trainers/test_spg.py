@@ -1,4 +1,4 @@
-"""Provers and verifiers that foresee each other learn, by every variant, and by the right steps."""
+"""Provers and verifiers that anticipate each other learn by every variant, with right steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spg_trainer(**more: Any) -> SpgTrainer:
 
 
 def gradients(trainer: Any, batch: TensorDict, names: tuple[str, ...] | None = None) -> dict:
-    """What one minibatch, the whole batch, leaves in the weights' gradients, by agent."""
+    """Gradients of the weights after a minibatch, the complete batch, by agent."""
     trainer.optimizers.zero_grad()
     figures = trainer.loss_module.compute_gradients(batch.flatten(), names or trainer.agents.names)
     found = {}
@@ -49,7 +49,7 @@ def gradients(trainer: Any, batch: TensorDict, names: tuple[str, ...] | None = N
 
 
 def policy_part(trainer: Any, found: dict, name: str) -> torch.Tensor:
-    """The gradient of an agent's policy, of separate bodies."""
+    """The gradient of an agent's policy, with separate bodies."""
     policy = {id(p) for p in policy_weights(trainer.agents[name])}
     weights = trainer.agents[name].parameters()
     pairs = zip(weights, found[name], strict=True)
@@ -65,7 +65,7 @@ def test_every_variant_and_inverse_learns_a_word_and_its_meaning(settings: dict[
     assert trainer.state.last["mean_accuracy"] > 0.95
 
 
-# Nystrom's columns, with and without clipping, are all that a variant draws of its own.
+# Only Nystrom's columns, with and without clipping, are drawn by a variant itself.
 @pytest.mark.parametrize("settings", SETTINGS[:2], ids=lambda s: "_".join(s.values()))
 def test_the_same_seed_gives_the_same_numbers(settings: dict[str, Any]) -> None:
     runs = []
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_numbers(settings: dict[str, Any]) -> None:
 
 
 def test_without_followers_an_agent_learns_as_by_ppo_with_frames_of_all() -> None:
-    """The policy gradient is the same, but for the mean over all frames, not those it acts in."""
+    """The policy gradient is the same, except for the mean over all frames, not only its own."""
     one_group = {"variant": "pspg", "stackelberg_sequence": [["verifier", "prover"]]}
     trainer = spg_trainer(spg=one_group, **CALM)
     batch = trainer.collect()
@@ -107,7 +107,7 @@ def test_directions_are_those_of_the_losses_of_all_frames(use_shared_body: bool)
     frames, agents = batch.flatten(), trainer.agents
     logprobs = torch.stack([agents.evaluate(n, frames).logprobs_B for n in agents.names], dim=1)
     mask = torch.stack([agents.is_acting(name, frames) for name in agents.names], dim=1)
-    assert not (mask[:, 0] & mask[:, 1]).any()  # in turn: rounds alone have no mixed derivative
+    assert not (mask[:, 0] & mask[:, 1]).any()  # sequential: rounds alone have no mixed derivative
     losses = shaping_losses(
         logprobs,
         frames["agents", "advantage"].squeeze(-1),
@@ -181,7 +181,7 @@ def test_a_frozen_follower_does_not_move_and_is_not_foreseen_to(variant: str) ->
     [
         ({}, "verifier", "prover"),
         ({"spg": {"stackelberg_sequence": [["prover"], ["verifier"]]}}, "prover", "verifier"),
-        # Nobody is foreseen to an actor that never moves.
+        # An actor that never moves anticipates nobody.
         ({KIND: {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0}}}}}, None, "verifier"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox, each with the reason for its failure."""
+"""Attacks on the sandbox, each with the expected reason for its failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Attack(NamedTuple):
     Attributes
     ----------
     code : str
-        The program; names in braces stand for things of the host, see `test_sandbox`.
+        The program; names in braces stand for objects of the host, see `test_sandbox`.
     why : str
         A pattern of its error.
     is_alone : bool
@@ -68,8 +68,8 @@ raise last
 """
 _PRIORITY = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
 
-# System calls without a program here are those that
-# `test_every_refused_system_call_is_refused` makes.
+# System calls without a program here are made by
+# `test_every_refused_system_call_is_refused`.
 ATTACKS = {
     # The network.
     "internet": Attack(
@@ -177,9 +177,9 @@ ATTACKS = {
     "a folder in place of the first process": Attack(
         "import os; os.mkdir('/proc/1/x')", _READ_ONLY
     ),
-    # Ways out by ctypes.
+    # Escapes by ctypes.
     "a mount": Attack(_c("mount(b'none', b'/work', b'tmpfs', 0, None)"), _FORBIDDEN),
-    # No more user namespaces are allowed than the sandbox's own.
+    # No user namespaces are allowed beyond the sandbox's own.
     "a user namespace": Attack(_c("unshare(0x10000000)"), f"No space left|{_FORBIDDEN}"),
     "a child in its own namespaces": Attack(
         _c("syscall({calls[clone]}, 0x10000011, 0, 0, 0, 0) == -1"), _FORBIDDEN

@@ -1,4 +1,4 @@
-"""One event loop in a thread serves code that is not asynchronous."""
+"""An event loop in a thread serves synchronous code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that were started: how they ended, and how they are made to end."""
+"""Child processes: how they ended, and how they are stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device is what was asked for, or an error."""
+"""A device is the requested device, or an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def num_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return count
 
 
-def test_what_is_there_is_given(num_gpus: int) -> None:
+def test_available_devices_are_returned(num_gpus: int) -> None:
     assert resolve_device("cpu") == resolve_device(torch.device("cpu")) == torch.device("cpu")
     assert resolve_device("auto").type == ("cuda" if num_gpus else "cpu")
     if num_gpus:
@@ -27,7 +27,7 @@ def test_what_is_there_is_given(num_gpus: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["banana", "mps", "", "cpu:0", "cuda:", "cuda:x", "CUDA", "None"])
-def test_what_is_no_device_is_told_with_those_that_are(num_gpus: int, name: str) -> None:
+def test_an_unknown_device_is_reported_with_the_valid_devices(num_gpus: int, name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Valid: 'cpu', 'cuda', 'cuda:1' .*'auto'"):
         resolve_device(name)
 

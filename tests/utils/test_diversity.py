@@ -1,4 +1,4 @@
-"""BLEU is BLEU, and figures of diversity are those worked out by hand."""
+"""BLEU and diversity metrics equal hand-computed values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made_up(count: int, *, seed: int, shortest: int = 5, words: int = 12) -> lis
 
 
 def plain_bleu(text: str, references: list[str], order: int) -> float:
-    """BLEU as the docstring states it, by loops."""
+    """BLEU as its docstring defines it, by loops."""
     tokens, others = text.split(), [reference.split() for reference in references]
 
     def counts(words: list[str], n: int) -> Counter[tuple[str, ...]]:
@@ -57,7 +57,7 @@ def test_bleu_by_hand() -> None:
 
 
 def test_matches_are_clipped_by_the_reference_that_has_most() -> None:
-    # "a" is matched twice of four times, "a a" once of three times.
+    # "a" matches two of four times, "a a" one of three times.
     found = bleu_against(["a a a a"], ["a b c d", "a a c d"], orders=[1, 2])
     expected = (2 / 4 + math.sqrt(2 / 4 * 1 / 3)) / 2
     assert found.tolist() == pytest.approx([expected], abs=1e-12)
@@ -196,7 +196,7 @@ def test_the_mean_cosine_distance_is_that_over_pairs() -> None:
     assert mean_cosine_distance(torch.ones(5, 3)) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_the_vendi_score_counts_what_is_different() -> None:
+def test_the_vendi_score_counts_distinct_texts() -> None:
     assert vendi_score(torch.eye(4)) == pytest.approx(4.0)
     assert vendi_score(torch.eye(4).repeat(3, 1)) == pytest.approx(4.0)
     assert vendi_score(torch.ones(6, 3)) == pytest.approx(1.0)

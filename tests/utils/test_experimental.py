@@ -1,4 +1,4 @@
-"""What is experimental is reported once, and listed by doctor."""
+"""Experimental features are reported once, and listed by doctor."""
 
 from __future__ import annotations
 

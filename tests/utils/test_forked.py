@@ -1,4 +1,4 @@
-"""Calls made by several processes at once: their results, and their faults."""
+"""Calls by several processes at once: their results, and their faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class TwoArguments(Exception):
-    """Can be pickled, but not read again."""
+    """Can be pickled, but not unpickled."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
@@ -44,7 +44,7 @@ def failing(error: BaseException) -> Any:
 
 
 def test_each_call_is_made_in_a_process_of_its_own_and_results_keep_their_order() -> None:
-    # Longer than a pipe holds.
+    # Longer than a pipe's buffer.
     calls = [partial(lambda n: (os.getpid(), torch.full((300_000,), n)), n) for n in range(3)]
     results = call_at_once(calls)
     assert results[0][0] == os.getpid()
@@ -64,7 +64,7 @@ def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("no such name"), KeyError("name")])
-def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
+def test_an_error_keeps_its_type(error: Exception) -> None:
     with pytest.raises(type(error), match="name") as raised:
         call_at_once([lambda: 1, partial(failing, error)])
     assert "in failing" in raised.value.__notes__[0]
@@ -79,12 +79,12 @@ def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
     ],
     ids=["error", "result", "killed"],
 )
-def test_what_cannot_be_handed_over_is_told(call: Callable[[], Any], told: str) -> None:
+def test_unpicklable_values_are_reported(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(WorkerProcessError, match=f"(?s){told}"):
         call_at_once([lambda: 1, call])
 
 
-def test_a_killed_process_is_noticed_though_one_of_its_own_holds_its_connections() -> None:
+def test_a_killed_process_is_noticed_even_if_a_child_holds_its_connections() -> None:
     reading, writing = os.pipe()
 
     def leave_a_process() -> None:
@@ -128,7 +128,7 @@ def test_a_process_prints_past_who_draws_the_terminal_and_logs_nothing(
     assert drawn.getvalue() == ""
 
 
-def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, calls = os.fork, []
 
     def failing_fork() -> int:
@@ -224,7 +224,7 @@ def test_a_process_ends_with_the_first_however_that_ends(
     with first:
         assert first.stdout.readline() == "begun\n"
         first.send_signal(sent)
-        # The worker holds the pipe too, which ends when both have.
+        # The worker holds the pipe too, which ends when both have ended.
         assert first.communicate(timeout=60)[0] == ""
 
 

@@ -1,4 +1,4 @@
-"""Functions that a model wrote are called where there is no bubblewrap, or are refused."""
+"""Functions written by a model are called without bubblewrap, or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_calls_give_values_or_errors_in_order(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
-def test_calls_share_what_code_keeps() -> None:
+def test_calls_share_the_state_of_the_code() -> None:
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
     assert [one.value for one in call(code, [5], [6], [7])] == [1, 2, 3]
 
@@ -93,12 +93,12 @@ def test_what_calls_cannot_give_is_an_error(code: str, why: str) -> None:
         ("import os\ndef f(x): os._exit(0)", r"os\._exit"),
     ],
 )
-def test_what_the_interpreter_lacks_is_no_fault_of_the_code(code: str, lacks: str) -> None:
+def test_unsupported_features_are_no_fault_of_the_code(code: str, lacks: str) -> None:
     with pytest.raises(SandboxUnavailableError, match=f"lacks .*{lacks}.*Install bubblewrap"):
         call(code)
 
 
-def test_only_what_python_has_is_said_to_be_lacking() -> None:
+def test_only_features_of_python_are_reported_as_missing() -> None:
     assert missing_feature("AttributeError: 'str' object has no attribute 'casefold'")
     assert not missing_feature("AttributeError: 'str' object has no attribute 'shout'")
     assert not missing_feature("NameError: name 'total' is not defined")
@@ -111,7 +111,7 @@ NOTE = "log = []\ndef note(x):\n    log.append(x)\n    return x\n"
 @pytest.mark.parametrize(
     "body",
     [
-        # Refused: what is left of the iterator may matter.
+        # Refused: the rest of the iterator may matter.
         "return next(x for x in [1])",
         "return list(iter([1]))",
         "g = (x for x in [1, 2])\n    return [list(g), list(g)]",
@@ -139,7 +139,7 @@ NOTE = "log = []\ndef note(x):\n    log.append(x)\n    return x\n"
         "def g(n): return n and any(g(n - 1) for _ in [1])\n    return g(400)",
     ],
 )
-def test_what_depends_on_what_is_left_of_an_iterator_is_refused(body: str) -> None:
+def test_dependence_on_the_rest_of_an_iterator_is_refused(body: str) -> None:
     with pytest.raises(SandboxUnavailableError, match=r"lacks .*Install bubblewrap"):
         call(f"{NOTE}def f(x):\n    {body}")
 
@@ -182,7 +182,7 @@ def test_what_depends_on_what_is_left_of_an_iterator_is_refused(body: str) -> No
             "from functools import reduce\n    return [reduce(lambda a, b: note(a + b), map(note, "
             "[1, 2, 3])), log]"
         ),
-        # Consumed at once, in every way that the text of a program shows.
+        # Consumed at once, in every way that the program's text shows.
         (
             "return [sum(n * n for n in [1, 2]), ','.join(str(n) for n in [1, 2]), sorted(map(abs, "
             "[-2, 1]))]"
@@ -195,13 +195,13 @@ def test_what_depends_on_what_is_left_of_an_iterator_is_refused(body: str) -> No
         "return [n for n in sorted({*filter(None, [3, 0, 1])})]",
         "import math\n    return math.prod(n for n in [2, 3])",
         "s, xs = {1}, []\n    s.update({5})\n    xs.extend({3})\n    return [sorted(s), xs]",
-        # Names of the program's own.
+        # The program's own names.
         "next = [1]\n    zip = lambda *items: len(items)\n    return [zip(next, next), next]",
         (
             "return Node(3).next(4)\nclass Node:\n    def __init__(self, n): self.n = n\n"
             "    def next(self, m): return self.n + m"
         ),
-        # The order of sets of whole numbers.
+        # The order of sets of integers.
         (
             "return [list(set([9, 3, 5])), [n for n in {8, -1, 16}], max(set([9, 3, 5]), "
             "key=lambda n: 1)]"
@@ -209,7 +209,7 @@ def test_what_depends_on_what_is_left_of_an_iterator_is_refused(body: str) -> No
         "s = {n * 7 for n in range(12)}\n    return [n for n in s]",
     ],
 )
-def test_an_iterator_that_is_consumed_at_once_is_one(body: str) -> None:
+def test_an_iterator_that_is_consumed_at_once_is_allowed(body: str) -> None:
     code = f"{NOTE}def f(x):\n    {body}"
     names: dict[str, Any] = {}
     exec(code, names)

@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, with observations that share a prompt."""
+"""Intervals have the stated coverage, with observations that share a prompt."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_values_without_verdict_are_left_out_of_an_estimate() -> None:
 def test_a_cluster_of_equal_outcomes_counts_as_one_observation() -> None:
     apart = rate_estimate([1.0, 0.0, 0.0, 0.0] * 5, range(20))
     assert (apart.low, apart.high) == exact_rate_interval(0.25, 20)
-    # Each outcome said three times by its prompt tells no more than once.
+    # Each prompt's outcome repeated three times is no more evidence than once.
     thrice = rate_estimate(
         [v for v in [1.0, 0.0, 0.0, 0.0] * 5 for _ in range(3)],
         [c for c in range(20) for _ in "abc"],
@@ -69,14 +69,14 @@ def test_episodes_that_are_as_different_within_prompts_as_between_count_each() -
 
 
 @pytest.mark.parametrize("values", [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4])
-def test_a_single_prompt_tells_as_much_as_a_single_observation(values: list[float]) -> None:
+def test_a_single_prompt_is_as_informative_as_a_single_observation(values: list[float]) -> None:
     found = rate_estimate(values, [3] * 8)
     assert (found.low, found.high) == exact_rate_interval(float(np.mean(values)), 1)
     assert found.high - found.low > 0.9
 
 
 def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[float, float]:
-    """How often the interval misses a rate: that is below it, and above it."""
+    """How often the interval misses a rate: the rate lies below it, and above it."""
     rng, repetitions = np.random.default_rng(17), 600
     prompts = np.repeat(np.arange(design[0]), design[1])
     rates = np.full((repetitions, design[0]), rate)
@@ -102,10 +102,10 @@ def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[f
         ((5, 8), 0.5, 0.6),
     ],
 )
-def test_neither_bound_of_a_rate_errs_more_often_than_it_says(
+def test_neither_bound_of_a_rate_errs_more_often_than_stated(
     design: tuple[int, int], rate: float, correlation: float
 ) -> None:
-    """95 % intervals: 2.5 % on each side, and 2 points for what is not known of the prompts."""
+    """95 % intervals: 2.5 % on each side, and 2 points for the unknown distribution of prompts."""
     below, above = covered(design, rate, correlation)
     assert max(below, above) <= 0.045
     assert below + above <= 0.07
@@ -114,7 +114,7 @@ def test_neither_bound_of_a_rate_errs_more_often_than_it_says(
 def test_pairs_that_all_differ_alike_leave_doubt() -> None:
     found, error = paired_difference([1.0] * 5, range(5))
     assert (found.value, found.high) == (1.0, 1.0)
-    # As the exact test, whose p-value is 0.06.
+    # Like the exact test, whose p-value is 0.06.
     assert found.low < 0.0
     assert error > 0.1
     apart, _ = paired_difference([0.3] * 5, range(5))
@@ -144,7 +144,7 @@ def test_without_a_bound_a_difference_has_the_interval_of_student() -> None:
 
 
 @pytest.mark.parametrize(("value", "num_pairs"), [(0.7, 5), (0.1, 30), (-3.3, 7), (1e4 / 3, 11)])
-def test_pairs_that_all_differ_alike_tell_no_spread_without_a_bound(
+def test_pairs_that_all_differ_alike_give_no_spread_without_a_bound(
     value: float, num_pairs: int
 ) -> None:
     alike, error = paired_difference([value] * num_pairs, range(num_pairs), is_bounded=False)
@@ -188,10 +188,10 @@ def test_interval_and_sign_flips_agree_about_prompts_played_several_times() -> N
     ],
 )
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_neither_bound_of_a_difference_errs_more_often_than_it_says(
+def test_neither_bound_of_a_difference_errs_more_often_than_stated(
     design: tuple[int, int], rates: tuple[float, float], correlation: float, noise: float
 ) -> None:
-    """Of outcomes, and with noise of scores that are mostly near 0 and near 1."""
+    """For outcomes, and with noise of scores that are mostly near 0 and near 1."""
     rng, repetitions = np.random.default_rng(18), 500
     shape, prompts = (repetitions, *design), np.repeat(np.arange(design[0]), design[1])
     scores = []
@@ -228,14 +228,14 @@ def test_equal_weights_are_worth_their_number() -> None:
     assert effective_sample_size([0.0, 0.0]) == 0.0
 
 
-def test_weighted_events_are_covered_also_where_the_heavy_ones_were_not_seen() -> None:
+def test_weighted_events_are_covered_even_if_the_heavy_events_were_not_seen() -> None:
     """Light events in 20 % of observations, heavy ones in 1 %, three observations a prompt."""
     rng = np.random.default_rng(4)
     truth = 0.2 * 0.05 + 0.01 * 2.0
     prompts = [i for i in range(40) for _ in range(3)]
     gamma, normal = [], []
     for _ in range(400):
-        # A prompt makes its three observations likely or unlikely to have an event, together.
+        # A prompt makes events likely or unlikely in all of its three observations.
         factor = np.repeat(rng.choice([0.2, 1.8], size=40), 3)
         draw = rng.random(120)
         weights = np.where(draw < 0.01 * factor, 2.0, np.where(draw < 0.21 * factor, 0.05, 0.0))
@@ -260,9 +260,9 @@ def test_equal_weights_give_the_interval_of_a_count() -> None:
 def test_the_interval_of_a_survival_estimate_is_that_of_a_rate_where_nothing_is_censored() -> None:
     turns, is_event = [1, 2, 3, 3, 0, 0], [True, True, False, False, False, False]
     found = event_rate_estimate(FollowUp(turns, is_event, 3), [0, 1, 1, 2, 3, 3])
-    # Two were never observed: they say nothing.
+    # Two were never observed: they carry no information.
     assert found == rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 1, 1, 2])
-    # One of 400 censored changes next to nothing.
+    # A single censored observation of 400 changes next to nothing.
     turns, is_event = [*[2] * 100, *[3] * 299, 2], [*[True] * 100, *[False] * 300]
     nearly = event_rate_estimate(FollowUp(turns, is_event, 3), range(400))
     plain = rate_estimate([1.0] * 100 + [0.0] * 300, range(400))
@@ -283,7 +283,7 @@ def test_the_interval_of_a_survival_estimate_holds_the_truth(num_played: int) ->
     rng = np.random.default_rng(0)
     num_covered, num_prompts, truth = 0, 60, 0.3
     for _ in range(200):
-        # Of rates of prompts drawn from Beta(1.2, 2.8), the mean is 0.3.
+        # For rates of prompts drawn from Beta(1.2, 2.8), the mean is 0.3.
         rates = np.repeat(rng.beta(1.2, 2.8, num_prompts), num_played)
         failing = rng.geometric(1.0 - (1.0 - rates) ** 0.2)
         leaving = rng.geometric(0.1, len(rates)) - 1

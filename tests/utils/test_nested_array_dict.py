@@ -1,4 +1,4 @@
-"""Nested arrays of texts and numbers behave as a TensorDict does, and survive the disk."""
+"""Nested arrays of texts and numbers behave like a TensorDict, and survive saving."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_index_beyond_the_batch_is_refused() -> None:
         example()[0, 0, 0]
 
 
-def test_keys_follow_the_order_of_setting_and_nested_ones_are_tuples() -> None:
+def test_keys_follow_the_order_of_setting_and_nested_keys_are_tuples() -> None:
     nested = example()
     assert list(nested.keys()) == ["round", "agents", "done"]
     leaves = ["round", ("agents", "message"), ("agents", "reward", "mean"), "done"]
@@ -90,7 +90,7 @@ def test_keys_follow_the_order_of_setting_and_nested_ones_are_tuples() -> None:
     assert nested.get(("agents", "message", "deeper")) is None
 
 
-def test_a_clone_shares_nothing_and_a_shallow_one_its_arrays() -> None:
+def test_a_clone_shares_nothing_and_a_shallow_clone_its_arrays() -> None:
     original = example()
     deep, shallow = original.clone(), original.clone(recurse=False)
     deep["agents", "message"][0, 0] = "changed"
@@ -134,7 +134,7 @@ def test_concatenation_takes_different_lengths() -> None:
     "items",
     [[], [example(), NestedArrayDict({"round": NUMBERS}, (2, 3))], [example(), example()[:, :1]]],
 )
-def test_what_does_not_fit_together_is_refused(items: list[NestedArrayDict]) -> None:
+def test_mismatched_shapes_are_refused(items: list[NestedArrayDict]) -> None:
     with pytest.raises(DataError):
         stack_nested_array_dicts(items)
     with pytest.raises(DataError):
@@ -184,7 +184,7 @@ def test_values_of_other_shapes_and_types_are_refused(value: Any) -> None:
         NestedArrayDict({"x": value}, (2, 3))
 
 
-def test_a_missing_key_is_told_with_those_that_are_there() -> None:
+def test_a_missing_key_is_reported_with_the_valid_keys() -> None:
     with pytest.raises(KeyError, match="message"):
         example()["agents", "mesage"]
 

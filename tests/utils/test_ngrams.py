@@ -1,4 +1,4 @@
-"""Tokens are those stated, and keys stand for n-grams, in every process."""
+"""Tokens match their definition, and keys identify n-grams, in every process."""
 
 from __future__ import annotations
 

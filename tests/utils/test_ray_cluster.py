@@ -1,4 +1,4 @@
-"""Where Ray is reached, and what is said where it cannot be."""
+"""Where Ray is reached, and the message if it cannot be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nip_astra.utils.ray_cluster import open_ray
 
 
 class Ray(SimpleNamespace):
-    """A stand-in that notes how it was opened, and takes signals as the real one does."""
+    """A stand-in that records its arguments, and handles signals like the real Ray."""
 
     def __init__(self) -> None:
         super().__init__(given=[], fault=None)
@@ -50,7 +50,7 @@ def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         open_ray()
 
 
-def test_the_cluster_is_the_one_asked_for_then_that_of_the_environment_then_here(
+def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
     ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -63,7 +63,7 @@ def test_the_cluster_is_the_one_asked_for_then_that_of_the_environment_then_here
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_cluster_that_is_not_there_is_told(ray: Ray) -> None:
+def test_a_missing_cluster_is_reported(ray: Ray) -> None:
     ray.fault = ConnectionError("nobody answers")
     with pytest.raises(ConfigurationError, match=r"'far:6379'.*nobody answers.*ray_address"):
         open_ray("far:6379")
@@ -81,7 +81,7 @@ def test_a_process_of_ray_that_has_ended_is_named() -> None:
     )
 
     def get(_: list[Any], timeout: float) -> None:
-        # It ends while its results are waited for.
+        # It ends while its results are awaited.
         dead.append(("raylet", raylet))
         raise TimeoutError
 
@@ -97,7 +97,7 @@ def test_a_process_of_ray_that_has_ended_is_named() -> None:
         (ContextLengthError("heads of 24"), ContextLengthError),
     ],
 )
-def test_what_fails_in_an_actor_is_told_whatever_class_ray_gives_it(
+def test_an_error_in_an_actor_is_reported_whatever_its_ray_class(
     cause: Exception, kind: type[NipAstraError]
 ) -> None:
     exceptions = pytest.importorskip("ray.exceptions")

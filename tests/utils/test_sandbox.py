@@ -1,4 +1,4 @@
-"""Code in the sandbox reaches nothing, and what it gives back is checked outside."""
+"""Sandboxed code reaches nothing, and its results are checked outside."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CALLS = {
 
 USERS = ("root", "ordinary user")
 
-# Runs programs in a child each, and writes what each printed and raised.
+# Runs each program in a child, and writes its output and error.
 BATCH = """
 import io, json, os, shutil, sys, traceback
 told = {}
@@ -69,7 +69,7 @@ print(json.dumps(told))
 
 
 class Told(NamedTuple):
-    """What a program printed, and the last line of its error."""
+    """A program's output, and the last line of its error."""
 
     out: str
     error: str
@@ -77,7 +77,7 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[dict[str, object]]:
-    """Things of the host that attacks are after: open sockets, a home with a secret, a process."""
+    """Targets of attacks on the host: open sockets, a home with a secret, a process."""
     abstract = f"nip-{os.getpid()}"
     with (
         tempfile.TemporaryDirectory() as home,
@@ -98,7 +98,7 @@ def host() -> Iterator[dict[str, object]]:
             "project": PROJECT,
             "home": home,
             "terces": "llet-ton-od",
-            # Not the number of a process in the sandbox, which begin at 1.
+            # Not the number of a process in the sandbox, where numbers begin at 1.
             "pid": os.getpid(),
             "calls": CALLS,
         }
@@ -114,7 +114,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
         return
     with tempfile.TemporaryDirectory() as seen, pytest.MonkeyPatch.context() as patch:
-        # Root's own Python may stand where others do not reach it.
+        # Root's own Python may be where other users cannot reach it.
         Path(seen).chmod(0o755)
         prefix, build = os.path.realpath(sys.base_prefix), sandbox._command
         become = ["bwrap", "--dev-bind", "/", "/", "--ro-bind", prefix, seen, "--"]
@@ -136,7 +136,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def told(user: str, host: dict[str, object]) -> dict[str, Told]:
-    """What became of each attack that can share a sandbox with others."""
+    """The outcome of each attack that can share a sandbox with others."""
     programs = {
         name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
     }
@@ -148,7 +148,7 @@ def told(user: str, host: dict[str, object]) -> dict[str, Told]:
 
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_fails_and_says_why(
+def test_an_attack_fails_with_its_reason(
     name: str, host: dict[str, object], told: dict[str, Told]
 ) -> None:
     attack = ATTACKS[name]
@@ -163,7 +163,7 @@ def test_an_attack_fails_and_says_why(
 
 
 def test_the_sandbox_starts_where_bubblewrap_does() -> None:
-    """Otherwise all tests that need it would skip, and none of them fail."""
+    """Otherwise all tests that need it would skip, and none would fail."""
     inner = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc"]
     command = ["bwrap", "--ro-bind", "/", "/", "--bind", "/proc", "/proc", *inner, "true"]
     if shutil.which("bwrap") is None or subprocess.run(command, capture_output=True).returncode:
@@ -185,7 +185,7 @@ def test_every_refused_system_call_is_refused(user: str) -> None:
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_fakes_the_check_does_not_know_what_is_expected(forgery: str, user: str) -> None:
-    """It may patch all that calls it and write results itself; the right ones stand outside."""
+    """It may patch all callers and write results itself; the right results are kept outside."""
     found = call_in_sandbox(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
     assert len(found) == 2
     for one, right in zip(found, [4, 9], strict=True):
@@ -249,7 +249,7 @@ def test_nothing_outlives_the_sandbox(end: str, outcome: str, user: str) -> None
 
 @pytest.mark.needs_sandbox
 def test_nothing_outlives_who_started_the_sandbox(tmp_path: Path) -> None:
-    """Also where that process is killed, and so cannot end it."""
+    """Even if that process is killed, and so cannot end it."""
     mark = f"clinging-{os.getpid()}"
     code = f"MARK = {mark!r}\n{CLINGING}\nprint('up', flush=True)\ntime.sleep(60)"
     starter = f"from nip_astra.utils.sandbox import run_in_sandbox\nrun_in_sandbox({code!r})"
@@ -258,7 +258,7 @@ def test_nothing_outlives_who_started_the_sandbox(tmp_path: Path) -> None:
         assert _becomes(lambda: _is_running(mark), 20)
         process.kill()
     assert _becomes(lambda: not _is_running(mark), 5)
-    # The control group that it left behind is removed by the next process that makes one.
+    # The control group left behind is removed by the next process that creates one.
     assert _becomes(lambda: not _groups_of(process.pid), 5)
 
 
@@ -299,7 +299,7 @@ def _no_filter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_a_filter_there_is_a_warning_and_still_no_keyring(
     caplog: pytest.LogCaptureFixture, user: str
 ) -> None:
-    """The key is found where the same keyring is searched outside."""
+    """The key is visible where the same keyring is searched outside."""
     search = "ctypes.CDLL(None, use_errno=True).syscall({}, 10, -3, b'user', b'canary', 0)"
     look = search.format(CALLS["keyctl"])
 
@@ -319,7 +319,7 @@ def test_without_a_filter_there_is_a_warning_and_still_no_keyring(
         is_there, found = pool.submit(find).result()
     assert is_there
     assert found[:2] == ["-1", str(errno.ENOKEY)]
-    # What the warning says is so: nothing but the filter closes it.
+    # The warning is true: only the filter closes it.
     assert int(found[2]) >= 0
     (warning,) = [one.getMessage() for one in caplog.records if "filter" in one.getMessage()]
     assert "there is none" in warning

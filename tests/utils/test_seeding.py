@@ -1,4 +1,4 @@
-"""Seeds depend on names alone."""
+"""Seeds depend only on names."""
 
 from __future__ import annotations
 

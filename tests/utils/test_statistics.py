@@ -1,4 +1,4 @@
-"""Tests, survival and shares of hits, worked out by hand."""
+"""Tests, survival and shares of hits, computed by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_pseudo_values_average_to_the_survival_estimate_and_spread_as_it_does() 
     values = pseudo_values(follow_up)
     assert values.mean() == pytest.approx(1 - 8 / 15)
     assert values.var() / 5 == pytest.approx((8 / 15) ** 2 * (1 / 20 + 1 / 6))
-    # Censored after its first turn: it says what it saw, and the estimate of the rest.
+    # Censored after its first turn: its known turn counts, and the rest is estimated.
     assert values[2] == pytest.approx(1 - 8 / 15 - 5 * 8 / 15 * (1 / 20))
     complete = FollowUp([1, 3, 2], [True, False, True], 3)
     assert pseudo_values(complete).tolist() == [1.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""The filter of system calls, run as the kernel runs it, for each kind of processor."""
+"""The filter of system calls, run as the kernel runs it, for each processor architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ X86_64, AARCH64, RISCV64, I386 = 0xC000003E, 0xC00000B7, 0xC00000F3, 0x40000003
 
 
 def decide(program: bytes, architecture: int, number: int, *arguments: int) -> int:
-    """What a classic Berkeley packet filter says to a call."""
+    """A classic Berkeley packet filter's verdict on a call."""
     values = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<IIQ6Q", number, architecture, 0, *(value % 2**64 for value in values))
     steps = list(struct.iter_unpack("<HBBI", program))
@@ -61,7 +61,7 @@ def test_calls_are_allowed_or_refused_by_number_and_arguments(
     assert decide(program, architecture, ioctl, 0, 0x5401) == ALLOWED
     for request in (0x5412, 0x541C, 0x5412 | 1 << 32):
         assert decide(program, architecture, ioctl, 0, request) == FAILED | errno.EPERM
-    # Calls of another kind of processor, by which the same kernel would be reached.
+    # Calls of another architecture, which reach the same kernel.
     assert decide(program, I386, read) == KILLED
     if machine == "x86_64":
         assert decide(program, architecture, 0x40000000 | read) == KILLED

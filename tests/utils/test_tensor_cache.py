@@ -1,4 +1,4 @@
-"""What is kept is read back to the bit, or not at all."""
+"""Cached tensors are read back to the bit, or not at all."""
 
 from __future__ import annotations
 
@@ -28,24 +28,20 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept.safetensors"]
 
 
-def test_nothing_is_said_of_what_was_never_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncached_tensors_give_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         assert take_tensors(tmp_path / "none.safetensors") is None
     assert caplog.messages == []
 
 
-def test_every_byte_that_differs_is_found_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_changed_byte_is_detected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "kept.safetensors"
     keep_tensors(path, {"a": torch.arange(3.0)})
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         found = take_tensors(path)
-        # Of the header, only what leaves names, types, shapes, values and digest as they are.
+        # Of the header, only changes that keep names, types, shapes, values and digest.
         assert found is None or torch.equal(found["a"], torch.arange(3.0)), place
     path.write_bytes(whole[:-1])
     caplog.clear()

@@ -1,4 +1,4 @@
-"""DPO, IPO and PPO learn through the interface, and are those of the registered trainers."""
+"""DPO, IPO and PPO learn through the interface, with the losses of the registered trainers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def share_of(env: ASTSampler, word: str) -> float:
     ("algorithm", "options", "steps"),
     [(DPO, {"beta": 0.05}, 12), (IPO, {"beta": 0.05}, 12), (PPO, {"kl": {"weight": 0.0}}, 16)],
 )
-def test_an_attacker_of_hugging_face_learns_to_say_what_is_rewarded(
+def test_an_attacker_of_hugging_face_learns_rewarded_words(
     models: Models, algorithm: Any, options: dict[str, Any], steps: int
 ) -> None:
     weights = {"ppl_weight": 0.0, "combined_weight": 1.0, "defense_toxicity_weight": 0.0}
@@ -56,7 +56,7 @@ def test_an_attacker_of_hugging_face_learns_to_say_what_is_rewarded(
 
 
 @pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
-def test_an_attacker_of_ones_own_learns_to_say_what_is_rewarded(algorithm: Any) -> None:
+def test_a_custom_attacker_learns_rewarded_words(algorithm: Any) -> None:
     problem = ValuedWordProblem(ppl_weight=0.0)
     config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
     Trainer(config, ASTSampler(problem, PROMPTS), algorithm(problem)).train()
@@ -69,7 +69,7 @@ def test_an_attacker_of_ones_own_learns_to_say_what_is_rewarded(algorithm: Any) 
 def test_weights_end_where_those_of_the_registered_trainer_end(
     tmp_path: Path, name: str, algorithm: Any
 ) -> None:
-    # One batch an iteration, for the two put samples into another order.
+    # A single batch per iteration, since the two order samples differently.
     shared = {
         "num_iterations": 3,
         "minibatch_size": 64,
@@ -199,7 +199,7 @@ def test_ppo_learns_from_every_node_at_width_one_and_from_later_turns() -> None:
         Graph("hello", [late])
     )
     assert [step.suffix for step in steps] == [" cat mat", " silly you"]
-    # The first turn earned nothing itself; what follows counts.
+    # The first turn earned nothing itself; later rewards count.
     assert steps[0].reward == 0.0
     assert steps[0].tokens["return"].tolist() == pytest.approx([1.0, 1.0])
 
@@ -211,7 +211,7 @@ def _batch(problem: Any, solver: Any) -> Any:
 
 
 @pytest.mark.parametrize(("clip_range", "is_held"), [(0.1, True), (0.4, False)])
-def test_the_clip_range_is_the_one_that_was_given(clip_range: float, is_held: bool) -> None:
+def test_the_clip_range_is_the_given_range(clip_range: float, is_held: bool) -> None:
     problem = ValuedWordProblem()
     solver = PPO(problem, clip_range, 0.0, kl={"weight": 0.0}, whiten_advantages=False)
     batch = _batch(problem, solver)
@@ -284,7 +284,8 @@ def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from()
     loss.backward()
     assert float(metrics["unmatched_share"]) == 0.5
     words = problem.attacker.logits.grad[[1, 2, 4, 5]]
-    # Only the second probe's words, "you sat", pull; the first one's fall alike with the rest.
+    # Only the second probe's words, "you sat", have a gradient; the first probe's fall with the
+    # rest.
     assert words[0] == pytest.approx(words[1])
     assert words[2].sign() == words[3].sign() != words[0].sign()
 
@@ -312,5 +313,5 @@ def test_old_log_probabilities_come_by_the_path_of_the_loss(
         now_BT = problem.token_values(batch.prefix, batch.suffix).logprobs_BT
     mask_BT = batch.tokens["probe_mask"]
     gap = (now_BT[:, : mask_BT.shape[1]] - batch.tokens["old_logprobs"])[mask_BT].abs().max()
-    # Another batch rounds otherwise; another path by more.
+    # Another batch rounds differently; another path differs by more.
     assert gap < (1e-2 if scores_again else 1e-4)

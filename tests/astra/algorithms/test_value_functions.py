@@ -1,4 +1,4 @@
-"""A value function that stands elsewhere, or that nothing trains, is told and not trained on."""
+"""A misaligned or untrained value function is reported and excluded from training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.astra.toys import PROMPTS, ValuedWordProblem
 
 
 class Headed(ValuedWordProblem):
-    """Values by a layer over what the attacker knows, in the places of log-probabilities."""
+    """Values by a layer over the attacker's hidden states, aligned with log-probabilities."""
 
     shift = 0
 
@@ -47,7 +47,7 @@ def test_a_head_that_is_named_and_stands_right_is_trained() -> None:
     assert not torch.equal(before[0], problem.vf.weight)
 
 
-def test_values_that_a_mask_hides_one_position_too_far_are_told() -> None:
+def test_values_that_a_mask_hides_one_position_too_far_are_reported() -> None:
     class Shifted(Headed):
         shift = 1
 
@@ -64,13 +64,13 @@ def test_values_that_are_all_zero_are_no_fault() -> None:
 
 
 class Forgotten(Headed):
-    """As the shape of a well known example: a head, of which parameters() says nothing."""
+    """As in a well-known example: a head that `parameters()` does not return."""
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         return self.attacker.parameters()
 
 
-def test_a_head_that_no_optimizer_changes_is_told_by_trainer_and_harness() -> None:
+def test_a_head_that_no_optimizer_changes_is_reported_by_trainer_and_harness() -> None:
     with pytest.raises(ConfigurationError, match="2 tensors of the value head"):
         train(Forgotten())
     problem = Forgotten()
@@ -100,7 +100,7 @@ def test_a_part_of_a_head_may_be_left_out_on_purpose() -> None:
     assert float(problem.vf.bias.detach()) != before
 
 
-def test_values_without_gradient_are_told() -> None:
+def test_values_without_gradient_are_reported() -> None:
     class Constant(Headed):
         def value(self, context: Any, continuation: Any) -> Tensor:
             return super().value(context, continuation).detach()

@@ -1,4 +1,4 @@
-"""A problem of texts is given no more at once than its models can hold."""
+"""A problem on texts never receives more at once than its models can hold."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> N
     assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
 
 
-def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_one() -> None:
+def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_a_single_part() -> None:
     class Letters(WordProblem):
         def __init__(self) -> None:
             super().__init__()
@@ -57,7 +57,7 @@ def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_one() -> None:
 
 
 class Counts(ValuedWordProblem):
-    """Remembers how many texts each method was given."""
+    """Records how many texts each method received."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(ppl_weight=0.0, **options)
@@ -75,7 +75,7 @@ class Counts(ValuedWordProblem):
 @pytest.mark.parametrize("algorithm", [DPO, PPO])
 def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
     problem = Counts()
-    problem.max_batch_bytes = 50_257 * 8 * 800  # some nine texts of what they say in all
+    problem.max_batch_bytes = 50_257 * 8 * 800  # room for about nine of their texts
     config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
     sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
     Trainer(config, sampler, algorithm(problem)).train()
@@ -100,7 +100,7 @@ def test_values_of_parts_are_those_of_all_together() -> None:
     assert found[0] == found[1]
 
 
-def test_a_reward_of_ones_own_over_trees_of_tokens_keeps_to_the_bound(
+def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Short(HFASTProblem):

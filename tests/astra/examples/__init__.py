@@ -1,1 +1,1 @@
-"""Programs as ASTRA-RL's examples are, ported by the guide alone, on models made by the tests."""
+"""Programs like ASTRA-RL's examples, ported only as the guide says, on models made by the tests."""

@@ -1,4 +1,4 @@
-"""Put auditor and target on devices of their own, in a loop of one's own."""
+"""Put auditor and target on separate devices, in a custom loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = ["the cat sat on a mat", "good day how are you"]
 
 
 class AllocatedProblem(ASTProblem):
-    """Models where they were put; log-probabilities come together on the target's device."""
+    """Models on given devices; log-probabilities meet on the target's device."""
 
     def __init__(self, model: str, moderator: Any, auditor_device: str, target_device: str) -> None:
         super().__init__(moderator)

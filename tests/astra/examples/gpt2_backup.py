@@ -1,4 +1,4 @@
-"""A probe part of what the best probe after it earns, before pairs are made."""
+"""Adds part of the best following probe's reward to a probe's own, before pairs are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.astra.examples.gpt2_train import GPT2System
 
 
 class BackupEnv(ASTEnvironment):
-    """Plays trees whose rewards count what follows."""
+    """Plays trees whose rewards include those of later turns."""
 
     def __init__(
         self,

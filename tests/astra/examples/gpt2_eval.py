@@ -1,4 +1,4 @@
-"""Evaluate a GPT-2 tester that was trained, against a target of one's choice."""
+"""Evaluate a trained GPT-2 tester against a chosen target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.astra.examples.gpt2_train import GPT2System
 
 
 class GPT2EvaluationSystem(GPT2System):
-    """Speaks and scores as in training; the tester comes from a checkpoint."""
+    """Generates and scores as in training; the tester comes from a checkpoint."""
 
     def __init__(self, checkpoint: str, target: str, scorer: Any, device: str = "cpu") -> None:
         ASTSystem.__init__(self, scorer)

@@ -1,4 +1,4 @@
-"""Train a GPT-2 tester through methods of one's own: texts in, texts and log-probabilities out."""
+"""Train a GPT-2 tester through custom methods: texts in, texts and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NEW_TOKENS = 6
 
 
 def speak(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
-    """Continue texts; only what is new is given."""
+    """Continue texts; return only the continuations."""
     read = tokenizer(
         list(prompts),
         padding=True,
@@ -44,7 +44,7 @@ def speak(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
 def read_pairs(
     tokenizer: Any, contexts: Sequence[str], continuations: Sequence[str], device: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, which of them are read, and which are of the continuation; padded at the end."""
+    """Ids, attention mask, and mask of the continuation; padded at the end."""
     before, after = tokenizer(list(contexts)).input_ids, tokenizer(list(continuations)).input_ids
     width = max(len(c) + len(x) for c, x in zip(before, after, strict=True))
     ids = torch.full((len(before), width), tokenizer.pad_token_id, device=device)
@@ -59,7 +59,7 @@ def read_pairs(
 
 
 def score(model: Any, tokenizer: Any, contexts: Sequence[str], said: Sequence[str]) -> Tensor:
-    """Log-probabilities of the tokens said, 0 elsewhere."""
+    """Log-probabilities of the continuation's tokens, 0 elsewhere."""
     ids, is_read, is_scored = read_pairs(tokenizer, contexts, said, model.device)
     logits = model(input_ids=ids, attention_mask=is_read).logits[:, :-1]
     logprobs = logits.log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -67,7 +67,7 @@ def score(model: Any, tokenizer: Any, contexts: Sequence[str], said: Sequence[st
 
 
 class GPT2System(ASTSystem):
-    """A tester and a target of GPT-2."""
+    """A GPT-2 tester and target."""
 
     def __init__(self, model: str, scorer: Any, device: str = "cpu") -> None:
         super().__init__(scorer)

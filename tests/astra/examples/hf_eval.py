@@ -1,4 +1,4 @@
-"""Evaluate a tester that was trained and saved."""
+"""Evaluate a trained and saved tester."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(checkpoint: str, target: str, scorer: Any, metrics_file: Path) -> dict[
     device = "cuda" if torch.cuda.is_available() else "cpu"
     system = HFEvaluationSystem(
         tester_checkpoint=checkpoint,
-        tester_base_model_id=None,  # the checkpoint has a tokenizer
+        tester_base_model_id=None,  # the checkpoint includes a tokenizer
         target_model_id=target,
         device=device,
         scorer=scorer,

@@ -1,4 +1,4 @@
-"""Train by PPO in a loop of one's own, with a value head on the attacker's hidden states."""
+"""Train by PPO in a custom loop, with a value head on the attacker's hidden states."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PPOProblem(ASTProblem, ValueFunctionProblem):
         ids, is_read, is_scored = read_pairs(self.tokenizer, context, continuation, self.device)
         read = self.attacker(input_ids=ids, attention_mask=is_read, output_hidden_states=True)
         values = self.vf(read.hidden_states[-1]).squeeze(-1)
-        # In the places of the log-probabilities: before each token of the continuation.
+        # At the positions of the log-probabilities: before each token of the continuation.
         return values[:, :-1].masked_fill(~is_scored[:, 1:], 0.0)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -57,7 +57,7 @@ class PPOProblem(ASTProblem, ValueFunctionProblem):
 
 
 class AsItWas(PPOProblem):
-    """The value function as it stood: masked one position too far, and its head never trained."""
+    """The original value function: masked a position too far, and its head never trained."""
 
     def value(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         ids, is_read, is_scored = read_pairs(self.tokenizer, context, continuation, self.device)
@@ -70,7 +70,7 @@ class AsItWas(PPOProblem):
 
 
 class HeadForgotten(PPOProblem):
-    """The values stand right, but no optimizer is given the head."""
+    """The values are aligned, but no optimizer has the head."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         yield from self.attacker.parameters()

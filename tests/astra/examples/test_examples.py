@@ -1,4 +1,4 @@
-"""The seven examples run as ported, and what they print, save and measure is what it should be."""
+"""The seven ported examples run, and print, save and measure the right results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def trained(models: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Any]:
-    """What `hf_train` leaves, with what it sent to W&B."""
+    """The output of `hf_train`, with the data that it sent to W&B."""
     import wandb
 
     sent: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ def test_hf_train_evaluates_logs_and_leaves_the_best_and_the_last(
     assert math.isfinite(trainer.best_score)
 
 
-def test_hf_eval_measures_what_was_trained(
+def test_hf_eval_measures_the_trained_model(
     trained: tuple[Any, Path, Any], models: Models, tmp_path: Path
 ) -> None:
     _, folder, _ = trained
@@ -134,7 +134,7 @@ def test_ppo_trains_attacker_and_value_head(gpt2: str) -> None:
         (ppo.HeadForgotten, "4 tensors of the value head"),
     ],
 )
-def test_the_value_function_of_the_example_as_it_was_is_told(
+def test_the_original_value_function_of_the_example_is_reported(
     gpt2: str, kind: Any, text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
@@ -150,7 +150,7 @@ def test_custom_gpu_on_two_devices(gpt2: str) -> None:
     assert len(custom_gpu.main(gpt2, Cats(), auditor_device="cuda:0", target_device="cpu")) == 2
 
 
-def test_gpt2_backup_learns_from_rewards_that_count_what_follows(gpt2: str, tmp_path: Path) -> None:
+def test_gpt2_backup_learns_from_rewards_of_later_turns(gpt2: str, tmp_path: Path) -> None:
     trainer = gpt2_backup.main(gpt2, Cats(), tmp_path / "checkpoints")
     graphs = trainer.sampler.played
     assert len(graphs) == 4, "two episodes an iteration, dev episodes apart"

@@ -57,7 +57,7 @@ def test_a_conversation_made_by_adding_texts_is_read_as_the_sampler_reads_it(
     assert problem.advance("hello", first.probe, first.response) == grown
     ids = problem._reader.context_ids("attacker", grown)
     assert ids == list(second.context.attacker_ids)
-    # The template's roles are there: the attacker is the assistant, the target the user.
+    # The template's roles are present: the attacker is the assistant, the target the user.
     shown = problem.tokenizer.decode(ids)
     assert shown.count("<user>") == 2
     assert shown.count("<assistant>") == 2
@@ -127,7 +127,7 @@ def test_a_subclass_may_reward_otherwise_and_trees_are_still_played_together(
         assert node.reward == -len(node.probe.ids)
 
 
-def test_a_subclass_may_say_otherwise_and_is_then_played_through_its_methods(
+def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
     models: Models,
 ) -> None:
     class Loud(HFASTProblem):
@@ -175,7 +175,7 @@ def test_the_baseline_is_the_attacker_before_training_unless_another_is_named(
     assert not torch.equal(own, named)
 
 
-def test_wrong_input_is_told_with_what_would_be_right(models: Models) -> None:
+def test_wrong_input_is_reported_with_a_valid_alternative(models: Models) -> None:
     with pytest.raises(ConfigurationError, match="attacker_model_id"):
         HFASTProblem(target_model_id=str(models.target), scorer=Finds())
     with pytest.raises(ConfigurationError, match="max_new_token: unknown parameter"):

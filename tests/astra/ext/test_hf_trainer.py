@@ -55,7 +55,7 @@ def test_it_evaluates_once_every_so_many_iterations_and_keeps_the_best(tmp_path:
     }
 
 
-def test_the_best_is_replaced_only_by_a_better_one(tmp_path: Path) -> None:
+def test_the_best_is_replaced_only_by_a_better_model(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, config={"training_steps": 12}, eval_every=1)
     saved: list[tuple[int, str]] = []
     save = trainer.save
@@ -130,7 +130,9 @@ def test_the_period_of_evaluations_is_the_trainers_where_the_configuration_has_n
 
 
 @pytest.mark.parametrize("asked", [{"early_stopping_patience": 1}, {"eval_period": 1}])
-def test_evaluations_without_dev_prompts_are_told(tmp_path: Path, asked: dict[str, int]) -> None:
+def test_evaluations_without_dev_prompts_are_reported(
+    tmp_path: Path, asked: dict[str, int]
+) -> None:
     with pytest.raises(ConfigurationError, match=r"no prompts to evaluate on. Give them"):
         trainer_of(tmp_path, dev_prompts=None, config=asked)
 
@@ -154,7 +156,7 @@ def test_resuming_ends_with_the_same_weights_as_not_stopping(
         assert torch.equal(own, theirs)
 
 
-def test_a_problem_of_ones_own_is_resumed_and_one_that_never_began_is_told(tmp_path: Path) -> None:
+def test_a_custom_problem_is_resumed_and_an_unstarted_run_is_reported(tmp_path: Path) -> None:
     first = WordProblem(ppl_weight=0.0)
     trainer_of(tmp_path, first).train()
     second = WordProblem(ppl_weight=0.0)
@@ -165,7 +167,7 @@ def test_a_problem_of_ones_own_is_resumed_and_one_that_never_began_is_told(tmp_p
         trainer_of(tmp_path / "new").resume()
 
 
-def test_every_step_is_logged_and_wrong_input_is_told(
+def test_every_step_is_logged_and_wrong_input_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="nip_astra.astra"):

@@ -1,4 +1,4 @@
-"""Who said what is never guessed: conversations that texts are added to keep their roles."""
+"""Speakers are never guessed: conversations keep their roles as texts are added."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_advance_that_adds_the_same_turns_otherwise_plays_the_same_conversati
     (*_, last) = graphs[1].chain()
     ids = other._reader.context_ids("attacker", last.context)
     shown = other.tokenizer.decode(ids)
-    # The opening and two responses are the other's, two probes the attacker's own.
+    # The opening and two responses are the other side's, two probes are the attacker's.
     assert (shown.count("<user>"), shown.count("<assistant>")) == (3, 3)
     assert [turn.is_own for turn in other._reader._turns("attacker", last.context.turns)] == [
         *(False, True, False, True, False)
@@ -75,7 +75,7 @@ def test_an_advance_that_adds_the_same_turns_otherwise_plays_the_same_conversati
     ],
     ids=["labels", "labels as turns", "cut", "no response", "swapped", "nothing"],
 )
-def test_an_advance_that_loses_who_said_what_is_refused(models: Models, way: Any) -> None:
+def test_an_advance_that_loses_the_speakers_is_refused(models: Models, way: Any) -> None:
     problem = problem_that_advances(models, way)
     with pytest.raises(ConfigurationError, match=r"cannot be recovered|must be the"):
         ASTSampler(problem, PROMPTS, 2, 3).rollout(0)
@@ -93,7 +93,7 @@ def test_an_advance_may_drop_the_oldest_turns(models: Models) -> None:
 
 
 class OwnLoop(Sampler[str, str]):
-    """A sampler of one's own that adds texts in a way of its own."""
+    """A custom sampler that adds texts in its own way."""
 
     def __init__(self, system: Any, way: Any) -> None:
         super().__init__(system)
@@ -110,12 +110,12 @@ class OwnLoop(Sampler[str, str]):
         return Graph("hello", found)
 
 
-def test_a_sampler_of_ones_own_may_put_spaces_between_turns(models: Models) -> None:
+def test_a_custom_sampler_may_put_spaces_between_turns(models: Models) -> None:
     found = OwnLoop(hf_problem(models), WAYS["spaces"]).rollout()
     assert [len(node.context.split("\n")) for node in found.children] == [1, 3, 5]
 
 
-def test_a_sampler_of_ones_own_that_puts_labels_between_turns_is_refused(models: Models) -> None:
+def test_a_custom_sampler_that_puts_labels_between_turns_is_refused(models: Models) -> None:
     way = lambda s, a, r: s + " " + a + "\nBot: " + r  # noqa: E731 - a way, as those above
     with pytest.raises(ConfigurationError, match=r"said by the|ends with"):
         OwnLoop(hf_problem(models), way).rollout()
@@ -133,7 +133,7 @@ def test_turns_know_their_speaker_through_copies_and_trees(models: Models) -> No
     assert "hello" + said + "" + said == Conversation(["hello", said, said])
 
 
-def test_one_text_is_what_is_to_be_answered_whoever_is_asked(models: Models) -> None:
+def test_a_single_text_is_the_prompt_for_either_model(models: Models) -> None:
     problem = hf_problem(models)
     for role in ("attacker", "target"):
         shown = problem.agents[role].language_model.tokenizer.decode(

@@ -1,4 +1,4 @@
-"""The evaluator's figures, by hand."""
+"""The evaluator's metrics, computed by hand."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_numbers_serve_as_seeds_and_too_many_episodes_are_refused() -> None:
         ASTEvaluator(env, seeds=PROMPTS).evaluate(9)
 
 
-def test_an_evaluator_of_ones_own_gives_two_methods() -> None:
+def test_a_custom_evaluator_implements_two_methods() -> None:
     class Counts(Evaluator[str, str, str]):
         def compute_metrics(self, g: Graph[str, str]) -> GraphMetrics:
             return GraphMetrics({"turns": len(list(g.chain()))}, [])

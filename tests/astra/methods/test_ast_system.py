@@ -66,7 +66,7 @@ def test_the_global_generators_are_as_before_after_a_rollout() -> None:
     assert random.getstate() == before[1]
 
 
-def test_all_branches_of_a_level_are_asked_for_in_one_call() -> None:
+def test_all_branches_of_a_level_are_requested_in_one_call() -> None:
     problem = WordProblem()
     ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
     assert problem.asked == [("attacker", 3), ("target", 3), ("attacker", 9), ("target", 9)]
@@ -98,12 +98,12 @@ def test_the_reward_is_that_of_the_paper_and_likelihood_counts_per_token() -> No
     (silly, other) = problem.reward(
         ["hello"] * 2, [" cat mat", " cat sat"], [" you silly", " you sat"]
     )
-    nll = math.log(6)  # the target knows six words, each as likely as the others
+    nll = math.log(6)  # the target knows six words, all equally likely
     assert silly == pytest.approx(1.0 + 0.5 - 0.1 * nll)
     assert other == pytest.approx(-0.1 * nll)
 
 
-def test_an_empty_probe_earns_no_more_than_a_likely_one() -> None:
+def test_an_empty_probe_earns_no_more_than_a_likely_probe() -> None:
     class Silent(WordProblem):
         def _logprobs(self, logits: Any, continuation: Sequence[str]) -> torch.Tensor:
             length = max(len(text.split()) for text in continuation)
@@ -115,7 +115,7 @@ def test_an_empty_probe_earns_no_more_than_a_likely_one() -> None:
     assert empty < said
 
 
-def test_a_weight_that_is_no_weight_is_told_when_the_problem_is_made() -> None:
+def test_an_invalid_weight_is_reported_when_the_problem_is_made() -> None:
     with pytest.raises(ConfigurationError, match="w_likelihood"):
         WordProblem(ppl_weight=-1.0)
 
@@ -212,7 +212,7 @@ def test_a_scorer_that_reads_conversations_gets_them() -> None:
         ([0.0, 0.0], "list"),
     ],
 )
-def test_what_is_no_log_probability_is_told_at_every_call(given: Any, text: str) -> None:
+def test_invalid_log_probabilities_are_reported_at_every_call(given: Any, text: str) -> None:
     class Wrong(WordProblem):
         def get_baseline_logprobs(self, context: Any, continuation: Any) -> Any:
             return given
@@ -223,7 +223,7 @@ def test_what_is_no_log_probability_is_told_at_every_call(given: Any, text: str)
             problem._get_baseline_logprobs_and_validate(["a", "b"], ["c", "d"])
 
 
-def test_an_attacker_without_gradient_and_one_text_too_few_are_told() -> None:
+def test_an_attacker_without_gradient_and_a_missing_text_are_reported() -> None:
     class Frozen(WordProblem):
         def get_attacker_logprobs(self, context: Any, continuation: Any) -> torch.Tensor:
             return super().get_attacker_logprobs(context, continuation).detach()
@@ -244,7 +244,7 @@ def test_a_sampler_wants_a_list_of_prompts(prompts: Any) -> None:
 
 
 class Lines(Sampler[str, str]):
-    """A sampler of one's own, with groups of unequal size and nothing but rollout."""
+    """A custom sampler with groups of unequal size and only `rollout`."""
 
     seeds: list[int]
 
@@ -264,7 +264,7 @@ def test_a_tree_without_a_probe_is_refused(name: str, size: int) -> None:
         ASTSampler(WordProblem(), PROMPTS, **{name: size})
 
 
-def test_a_sampler_of_ones_own_trains_with_a_seed_for_each_episode() -> None:
+def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     problem = WordProblem()
     env = Lines(problem)
     config = TrainingConfiguration(

@@ -32,7 +32,7 @@ def sizes(harness: Harness, **options: Any) -> list[int]:
     return [len(batch.prefixes) for batch in harness.experience(**options)]
 
 
-def test_batches_have_the_size_that_was_asked_for() -> None:
+def test_batches_have_the_requested_size() -> None:
     found = sizes(harness_of(), seed=0)
     assert found[:-1] == [4] * (len(found) - 1)
     assert len(found) > 2
@@ -101,7 +101,7 @@ def test_a_problem_that_is_played_and_another_that_is_trained_are_refused() -> N
             build()
 
 
-def test_an_algorithm_or_a_sampler_that_was_not_given_its_problem_is_told() -> None:
+def test_an_algorithm_or_a_sampler_without_its_problem_is_reported() -> None:
     class Forgets(DPO):
         def __init__(self, problem: Any) -> None:
             self.own = problem
@@ -119,7 +119,7 @@ def test_an_algorithm_or_a_sampler_that_was_not_given_its_problem_is_told() -> N
             Trainer(TrainingConfiguration(), sampler, algorithm)
 
 
-def test_samples_are_shuffled_unless_asked_not_to() -> None:
+def test_samples_are_shuffled_unless_disabled() -> None:
     plain = harness_of(dataloader_kwargs={"shuffle": False})
     ordered = [
         pair
@@ -163,7 +163,7 @@ def test_a_number_of_nothing_is_refused(name: str, options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("asked", [{"eval_period": 1}, {"early_stopping_patience": 2}])
-def test_a_trainer_that_evaluates_nothing_says_so_before_it_trains(asked: dict[str, int]) -> None:
+def test_a_trainer_that_evaluates_nothing_warns_before_it_trains(asked: dict[str, int]) -> None:
     problem = WordProblem()
     config = TrainingConfiguration(training_steps=1, **asked)
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_a_trainer_that_evaluates_nothing_says_so_before_it_trains(asked: dict[s
     assert "=".join(map(str, *asked.items())) in str(told.value)
 
 
-def test_a_period_of_evaluations_that_is_set_later_is_told_as_well() -> None:
+def test_a_period_of_evaluations_that_is_set_later_is_reported_too() -> None:
     problem = WordProblem()
     config = TrainingConfiguration(training_steps=1)
     trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
@@ -215,7 +215,7 @@ def test_w_and_b_takes_its_arguments_without_a_key_and_leaves_them_as_they_are(
     assert options["project"] == "mine"
 
 
-def test_w_and_b_online_without_a_key_is_told_and_asks_nothing(
+def test_w_and_b_online_without_a_key_is_reported_without_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nip_astra.astra.logging.has_credentials", lambda: False)
@@ -242,7 +242,7 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
         ASTEvaluator(seeds=PROMPTS)
 
 
-# ---- the configuration and the trainer around it
+# ---- configuration and trainer
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])
@@ -292,7 +292,7 @@ def test_seed_zero_is_a_seed_of_training_and_another_gives_other_weights() -> No
     assert weights(0) == weights(0) != weights(1)
 
 
-def test_an_optimizer_of_ones_own_is_used_at_its_own_rate() -> None:
+def test_a_custom_optimizer_is_used_at_its_own_rate() -> None:
     problem = WordProblem()
     trainer = Trainer(
         TrainingConfiguration(training_steps=1, lr=1e-5), ASTSampler(problem, PROMPTS), DPO(problem)
@@ -328,7 +328,7 @@ def small(**changes: Any) -> TrainingConfiguration:
     return TrainingConfiguration(**{**values, **changes})
 
 
-def test_a_harness_that_is_replaced_or_wrapped_is_what_trains() -> None:
+def test_a_replaced_or_wrapped_harness_is_used_in_training() -> None:
     def trained(change: Any) -> tuple[Trainer, WordProblem]:
         problem = WordProblem(ppl_weight=0.0)
         trainer = Trainer(
@@ -359,7 +359,7 @@ def test_a_harness_that_is_replaced_or_wrapped_is_what_trains() -> None:
     trainer, problem = trained(replace)
     assert trainer.harness.num_experiences == 4
     assert trainer.harness.num_steps == trainer._global_step_counter > 4
-    # The loss of the replaced one has no gradient, so nothing was learnt.
+    # The replacement's loss has no gradient, so nothing was learnt.
     assert all(torch.equal(a, b) for a, b in zip(weights, problem.parameters(), strict=True))
 
     seen: list[int] = []
@@ -388,7 +388,7 @@ def test_batches_are_counted_before_their_step_also_where_several_make_one() -> 
     assert trainer._global_step_counter > steps
 
 
-def test_a_trainer_tells_w_and_b_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_sends_w_and_b_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     started: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ PAGE = 2
 
 
 class JobStub:
-    """The service; `faults` are statuses answered first, and "lost" does the work and hangs up."""
+    """The service; `faults` are statuses answered first; "lost" does the work, then disconnects."""
 
     def __init__(self) -> None:
         self.files: list[dict[str, Any]] = []
@@ -28,7 +28,7 @@ class JobStub:
         self.base_url = ""
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> Any:
-        """Do what a request asks for."""
+        """Carry out a request."""
         if (method, path) == ("POST", "/v1/files"):
             return self._upload(body)
         if (method, path) == ("GET", "/v1/files"):
@@ -84,7 +84,7 @@ def _page(items: list[dict[str, Any]], query: dict[str, list[str]]) -> dict[str,
 
 @contextmanager
 def job_stub() -> Iterator[JobStub]:
-    """Serve jobs that stay as they are until a test changes them."""
+    """Serve jobs that keep their state until a test changes it."""
     stub = JobStub()
 
     def answer(request: BaseHTTPRequestHandler, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Short ways to ask chat models in tests."""
+"""Shortcuts to query chat models in tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.scorers.chat_stub import Reply
 
 
 def saying(text: str, **fields: Any) -> ChatRequest:
-    """A request with one message of the user."""
+    """A request with a single user message."""
     return ChatRequest(({"role": "user", "content": text},), **fields)
 
 
 def ask(model: ChatModel, *requests: ChatRequest) -> list[ChatOutcome]:
-    """Ask all at once, in an event loop of their own."""
+    """Send all at once, in their own event loop."""
 
     async def together() -> list[ChatOutcome]:
         try:
@@ -42,14 +42,14 @@ def texts(outcome: ChatOutcome) -> list[str]:
 
 
 def failure(outcome: ChatOutcome) -> ChatFailure:
-    """The one sample, which is a failure."""
+    """The only sample, which is a failure."""
     (only,) = outcome.samples
     assert isinstance(only, ChatFailure)
     return only
 
 
 def completion(*contents: str | None, usage: Any = (7, 3), **choice: Any) -> Reply:
-    """A well-formed chat completion of some choices."""
+    """A well-formed chat completion with some choices."""
     choices = [
         {
             "index": index,

@@ -63,7 +63,7 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
 
 
 def test_all_requests_may_wait_for_it_at_once() -> None:
-    """The limits of services would leave its batches empty, or give up what is being answered."""
+    """The limits of services would leave its batches empty, or abandon running requests."""
     model = {"_type": "huggingface", "model": "x"}
     parameters = LocalChatModel.Parameters(language_model=model)
     assert parameters.limits.concurrency >= 4 * parameters.max_batch_size
@@ -126,7 +126,7 @@ def test_a_request_beyond_the_window_is_refused_as_data(model: LocalChatModel) -
     assert len(fine.samples) == 1
 
 
-def test_an_error_reaches_all_requests_of_the_batch_and_no_later_one(
+def test_an_error_reaches_all_requests_of_the_batch_and_no_later_request(
     model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -207,7 +207,7 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageM
     return load_backend(folder, trainable=False)
 
 
-def test_answers_keep_to_a_response_format_beside_free_ones(
+def test_answers_keep_to_a_response_format_beside_free_answers(
     byte_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")

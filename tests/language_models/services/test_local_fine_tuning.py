@@ -121,7 +121,7 @@ def test_an_example_that_the_window_does_not_hold_fails_the_job(
     assert str(tiny_model.context_window) in str(ended.error)
 
 
-def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
+def test_models_are_named_relative_to_the_run_and_a_changed_model_is_refused(
     open_service: Open, tmp_path: Path
 ) -> None:
     service = open_service()
@@ -131,10 +131,10 @@ def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
     absolute = service.place_of(first.model)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = open_service(tmp_path / "copy")
-    # A run of an older version holds the path that its model had when it was trained.
+    # A run of an older version contains its model's path at the time of training.
     assert copy.take_up(absolute) == first.model
     assert Path(copy.place_of(absolute)).is_relative_to(tmp_path / "copy")
-    # Training goes on from the copy's own weights, not from the original's.
+    # Training continues from the copy's own weights, not from the original's.
     shutil.rmtree(tmp_path / "run")
     again = _train(copy, _submit(copy, model=first.model, key="next"))
     assert again.status is JobStatus.SUCCEEDED

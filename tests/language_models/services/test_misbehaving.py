@@ -1,4 +1,4 @@
-"""Clients of servers that misbehave: each request ends in time, with the outcome that it must have.
+"""Clients of servers that misbehave: each request ends in time, with a valid outcome.
 
 The default tests take a sample of the list in `tests.kit.misbehaving`, the slow ones all of it.
 """
@@ -50,14 +50,14 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """Have the package import what it imports with the first request."""
+    """Perform the imports of the package's first request."""
     with misbehaving(MISBEHAVIOURS["usage: null"].send) as server:
         parameters = OpenAIChatModel.Parameters(base_url=f"{server.address}/v1", model="m")
         ask(OpenAIChatModel(parameters), saying("hi"))
 
 
 def in_time(work: Callable[[], Any]) -> Any:
-    """What some work gives, in less than `LONGEST` seconds and 64 MiB."""
+    """The result of some work, within `LONGEST` seconds and 64 MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
     found = work()

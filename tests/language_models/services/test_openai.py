@@ -1,4 +1,4 @@
-"""A model behind a service: what is sent, what comes back, and what faults become."""
+"""A model behind a service: its requests, its answers, and the outcomes of faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning jobs of OpenAI's protocol: what is sent, found again, and told."""
+"""Fine-tuning jobs of OpenAI's protocol: requests, recovery of jobs, and messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIKED = PreferenceExample(({"role": "user", "content": "hé"},), "ho", "no")
 def use(
     stub: JobStub, do: Callable[[OpenAIFineTuning], Awaitable[T]], pauses: list[float] | None = None
 ) -> T:
-    """Do something with a service that is opened for it alone."""
+    """Use a service that is opened for this call only."""
 
     async def pause(seconds: float) -> None:
         if pauses is not None:
@@ -94,7 +94,7 @@ def test_a_key_finds_its_job_among_others_on_later_pages() -> None:
 def test_a_job_whose_response_was_lost_is_not_submitted_again() -> None:
     pauses: list[float] = []
     with job_stub() as stub:
-        # Jobs are listed, files are listed, the file is sent, the job is begun.
+        # Jobs are listed, files are listed, the file is sent, the job is started.
         stub.faults = ["", "", "", "lost"]
         job = use(stub, lambda s: s.submit("base", [SAID], FineTuningOptions(), key="k"), pauses)
     assert (job.job_id, len(stub.jobs), pauses) == ("job-0", 1, [1.0])

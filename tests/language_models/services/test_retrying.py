@@ -40,7 +40,7 @@ from tests.scorers.chat_stub import Reply, chat_stub
 
 
 class Clock:
-    """A time that passes only where somebody waits; waits of many at once pass together."""
+    """Time that passes only while a task waits; simultaneous waits pass together."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -60,7 +60,7 @@ Reaction = str | ChatAnswer | ChatFailure | Exception
 
 
 class Model(ChatModel):
-    """Reacts in turn, or by a function of the number of the request."""
+    """Reacts in turn, or by a function of the request's number."""
 
     name, place = "stand-in", "here"
 
@@ -109,7 +109,7 @@ def failing(reason: FailureReason, wait: float = 0.0, message: str = "so it is")
     return ChatFailure(reason, message, wait)
 
 
-# ---- patience
+# ---- retries
 
 
 UNAVAILABLE, TIMEOUT = FailureReason.UNAVAILABLE, FailureReason.TIMEOUT
@@ -122,7 +122,7 @@ UNAVAILABLE, TIMEOUT = FailureReason.UNAVAILABLE, FailureReason.TIMEOUT
         (FailureReason.MALFORMED, 1, {}, 0.0, [], True),
         (TIMEOUT, 3, {"num_retries": 2}, 0.0, [1, 2], False),
         (TIMEOUT, 9, {"num_retries": 8}, 0.5, [0.75, 1.5, 3, 6, 12, 24, 45, 45], False),
-        # All attempts of a request and their pauses have one limit.
+        # All attempts at a request and their pauses share a limit.
         (UNAVAILABLE, 4, {"num_retries": 8, "request_timeout": 8.0}, 0.0, [1, 2, 4], False),
         (FailureReason.REFUSED, 1, {}, 0.0, [], False),
         (FailureReason.UNKNOWN_FORM, 1, {}, 0.0, [], False),
@@ -170,7 +170,7 @@ def test_all_requests_wait_as_long_as_the_service_requests() -> None:
 
 def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     clock = Clock()
-    # The time limit of the request, of 1,200 s, would allow it.
+    # The request's own time limit, of 1,200 s, would allow it.
     inner = Model([failing(FailureReason.RATE_LIMITED, 100.0), "there"])
     model = patient(inner, clock, limits={"max_retry_after": 60.0})
     first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
@@ -223,14 +223,14 @@ def test_a_misconfiguration_ends_all_waiting_requests() -> None:
     assert texts(ask(model, saying("hi"))[0]) == ["there"], "later ones are asked again"
 
 
-# ---- measure
+# ---- usage
 
 
 @pytest.mark.parametrize(
     ("limits", "seconds"),
     [
         ({"requests_per_minute": 6}, 30.0),
-        # 5 tokens of messages and 95 of an answer are planned, 15 are taken.
+        # 5 prompt tokens and 95 of an answer are reserved, 15 are used.
         ({"tokens_per_minute": 60.0}, 45.0),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
 
 def test_a_budget_of_tokens_is_not_passed_by_many_at_once_nor_left_unused() -> None:
     inner = Model(lambda number: "x")
-    # Of 100 tokens each request plans 55 and takes 15: one at a time, up to 3.
+    # Of 100 tokens each request reserves 55 and uses 15: sequentially, up to 3.
     model = patient(inner, budget=Budget(max_tokens=100))
     with pytest.raises(BudgetExhaustedError, match="max_service_tokens=100"):
         ask(model, *[saying("x", max_tokens=50) for _ in range(9)])
@@ -299,7 +299,7 @@ def test_models_of_a_run_share_its_budget() -> None:
     assert (one.use.num_requests, two.use.num_requests) == (1, 1)
 
 
-# ---- memory
+# ---- cache
 
 
 def test_an_answer_is_paid_for_once_whatever_comes_between(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_an_answer_is_paid_for_once_whatever_comes_between(tmp_path: Path) -> No
     assert (first.is_cached, model.use.num_remembered, len(inner.requests)) == (False, 1, 1)
 
 
-def test_every_part_of_a_request_tells_answers_apart(tmp_path: Path) -> None:
+def test_every_part_of_a_request_distinguishes_answers(tmp_path: Path) -> None:
     inner = Model(lambda number: str(number))
     model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
     changes: list[dict[str, Any]] = [
@@ -375,7 +375,7 @@ def test_a_damaged_file_is_a_typed_error(tmp_path: Path, kind: type[Any]) -> Non
         kind(tmp_path / "a.sqlite")
 
 
-# ---- counts and opening
+# ---- counts and construction
 
 
 def test_refusals_withheld_answers_and_times_are_counted() -> None:
@@ -409,7 +409,7 @@ def test_a_model_of_a_run_keeps_its_files_there(tmp_path: Path) -> None:
     assert not any(complete_all(without, [saying("hi")])[0].is_cached for _ in range(2))
 
 
-# ---- the whole way to a faulty service
+# ---- end to end with a faulty service
 
 
 def test_a_run_of_faults_is_survived_and_paid_for_once(tmp_path: Path) -> None:

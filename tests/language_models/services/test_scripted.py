@@ -1,4 +1,4 @@
-"""Answers that are written down beforehand."""
+"""Answers from a script."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Training services: gradients add up, steps are refused where they are not finite, and a service
-that holds the weights elsewhere trains alike."""
+"""Training services: gradients add up, non-finite steps are refused, remote services agree."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from tests.kit.tiny import load_backend
 
 
 class DistantService(TrainingService):
-    """A service that returns log-probabilities and receives their gradients, as a remote one."""
+    """A stand-in for a remote service: returns log-probabilities, receives their gradients."""
 
     def __init__(self, model: LanguageModel, lr: float) -> None:
         self.model = model
@@ -79,7 +78,7 @@ def weights_of(model: LanguageModel) -> list[Tensor]:
 
 
 def batch_of(*counts: int) -> TensorDict:
-    """Equal contexts, each count of them with tokens that rise from 6."""
+    """Equal contexts, as many as each count says, with tokens that increase from 6."""
     tokens = [torch.tensor([6 + i, 3]) for count in counts for i in range(count)]
     return collate([{"context": torch.tensor([2, 4]), "tokens": one} for one in tokens])
 
@@ -145,11 +144,11 @@ def test_a_step_by_invalid_numbers_is_refused(
     with pytest.raises(ServiceRequestError, match=named):
         service.optim_step(**numbers)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    # Its gradients are still there for a step that is right.
+    # Its gradients are still there for a valid step.
     assert service.optim_step(lr=0.1).grad_norm > 0
 
 
-def test_a_state_is_restored_exactly_and_a_damaged_one_is_refused(
+def test_a_state_is_restored_exactly_and_a_damaged_state_is_refused(
     model: LanguageModel, tmp_path: Path
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""Attention in blocks is attention: values, gradients, and what is left out."""
+"""Blockwise attention equals attention: values, gradients, and skipped blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_tr
 
 
 def _trie(*, pair_cost: float = 0.0) -> TokenTrie:
-    """A beginning of 20 tokens with three branches of 30, two of them with two of 15."""
+    """A stem of 20 tokens with three branches of 30, two of which have two branches of 15."""
     beginning = list(range(20))
     branches = [[*beginning, *range(100 * b, 100 * b + 30)] for b in (1, 2, 3)]
     leaves = [[*branch, *range(s, s + 15)] for branch in branches[:2] for s in (1000, 2000)]
@@ -82,15 +82,15 @@ def test_a_block_leaves_out_tokens_that_none_of_its_tokens_sees(
     monkeypatch.setattr(attention, "BLOCK_TOKENS", 15)
     trie = _trie()
     last = attention.blocks_of(trie, group=3)[-1]
-    # The last branch sees the beginning and itself, of 170 tokens.
+    # The last branch sees the stem and itself, out of 170 tokens.
     assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
     assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
-    # Of the last 30 the branch sees all that come before the block.
+    # Of the branch's last 30 tokens, it sees all tokens before the block.
     assert last.bias_QL.shape == (5 * 3, 5)
 
 
 def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
-    """A trie of sequences that share beginnings of all lengths."""
+    """A trie of sequences that share prefixes of all lengths."""
     numbers = random.Random(seed)
     sequences = [[numbers.randrange(6, 20) for _ in range(12)]]
     for _ in range(14):
@@ -104,7 +104,7 @@ def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
 @pytest.fixture
 def _small_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SMALLEST_FLEX", 128)
-    # torch computes gradients of flex attention on a CPU, but does not promise them.
+    # torch computes flex attention's gradients on a CPU, but does not guarantee this.
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
 
 
@@ -120,13 +120,13 @@ def test_values_and_gradients_equal_those_of_dense_attention(seed: int, pair_cos
 
 
 @pytest.mark.usefixtures("_small_flex")
-def test_blocks_that_nobody_sees_are_left_out() -> None:
-    """Two branches of 150 tokens after a stem of 20 do not look at each other."""
+def test_unattended_blocks_are_skipped() -> None:
+    """Two branches of 150 tokens after a stem of 20 do not attend to each other."""
     stem = list(range(20))
     trie = build_trie([[*stem, *[1] * 150], [*stem, *[2] * 150]])
     mask = FlexTrieAttention(trie).block_mask
     assert mask.shape[-2:] == (512, 512)
-    # Of the 10 blocks on and below the diagonal: the last is padding, and sees itself alone.
+    # Of the 10 blocks on and below the diagonal: the last is padding, which attends only to itself.
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 8
 
 
@@ -233,7 +233,7 @@ def test_flex_attention_reads_prompts_that_share_a_beginning_in_several_passes(
     )
     assert max(part.num_tokens for part in trie.passes(600)) <= 600
     assert trie.num_tokens <= 1.05 * trie.num_unique
-    # Answers to one prompt stay together.
+    # Answers to the same prompt stay together.
     assert len(trie.row_lengths) == len(prompts)
 
 

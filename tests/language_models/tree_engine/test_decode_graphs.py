@@ -1,4 +1,4 @@
-"""Decoding steps of fixed shapes give what steps of changing shapes give, replayed or not."""
+"""Decoding with fixed shapes equals decoding with changing shapes, replayed or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = SamplingOptions(max_new_tokens=7, min_new_tokens=1)
 
 
 class Recorder:
-    """Stands for a CUDA graph: what was recorded is replayed on the same memory, without Python."""
+    """A stand-in for a CUDA graph: replays recorded operations on the same memory."""
 
     def __init__(self, *, is_counter: bool = False) -> None:
         self.count = 0
@@ -41,7 +41,7 @@ class Recorder:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         self.count += 1
-        # A capture runs the function to warm up, too.
+        # A capture also runs the function to warm up.
         function()
         if self.is_counter:
             return function

@@ -1,4 +1,4 @@
-"""Our forward pass is that of transformers, for every architecture that it takes."""
+"""Our forward pass equals that of transformers, for every supported architecture."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ LLAMA3_ROPE = {
 def _module(cls: type[Any], config: PretrainedConfig) -> Any:
     torch.manual_seed(0)
     module = cls(config).eval()
-    # Random norms and biases, so that a forgotten one is noticed.
+    # Random norms and biases, so that a missing parameter is noticed.
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -154,7 +154,7 @@ def gpt2() -> HuggingFaceLanguageModel:
         bos_token_id=2,
     )
     module = GPT2LMHeadModel(config)
-    # A checkpoint's own habits must not change the distribution.
+    # A checkpoint's own generation settings must not change the distribution.
     module.generation_config.repetition_penalty = 5.0
     model = HuggingFaceLanguageModel(module, make_tokenizer(), device=CPU, trainable=True)
     assert model._decoder is None
@@ -336,7 +336,7 @@ def test_a_norm_in_bfloat16_is_computed_in_float32(monkeypatch: pytest.MonkeyPat
         return torch.autograd.grad(normed, leaf, upstream.bfloat16().to(dtype))[0].float()
 
     exact = gradient(torch.float32)
-    # One rounding of the result, and none on the way.
+    # A single rounding, of the result only.
     assert (gradient(torch.bfloat16) - exact).norm() < 2**-8 * exact.norm()
 
 

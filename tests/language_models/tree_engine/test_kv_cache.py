@@ -1,4 +1,4 @@
-"""Prompts are found again by their beginnings, and rows of different lengths attend as one does."""
+"""Prompts are reused by their prefixes, and rows of different lengths attend like single rows."""
 
 from __future__ import annotations
 

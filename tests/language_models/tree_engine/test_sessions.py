@@ -1,4 +1,4 @@
-"""A session generates as separate calls do, and forwards each token once."""
+"""A session generates the same as separate calls, and forwards each token once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _grow(
     seed: int,
     dropping: bool = False,
 ) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
-    """Play three levels of a tree of ragged contexts; return tokens, their scores, and spans'."""
+    """Play three levels of a ragged tree; return tokens, and scores of tokens and spans."""
     chance = random.Random(seed)
     session = model.open_session() if cached else _UncachedSession(model)
     openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
@@ -108,7 +108,7 @@ def test_rows_may_leave_some_steps_after_they_have_ended(
     dropping: bool,
     period: int,
 ) -> None:
-    """As on a GPU, where a check waits for the device."""
+    """As on a GPU, where a check synchronises with the device."""
     shape = {"width": 2, "branching": 2, "seed": 2, "dropping": dropping}
     at_once = _grow(tiny_model, cached=True, **shape)
     monkeypatch.setattr(sessions.CachedSession, "check_period", period)

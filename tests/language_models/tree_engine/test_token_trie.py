@@ -47,7 +47,7 @@ def test_a_long_row_is_cut_where_least_is_shared() -> None:
     first, second = [1, 2, 3], [1, 4, 5]
     sequences = [[*start, end] for start in (first, second) for end in (7, 8, 9)]
     trie = build_trie(sequences, max_row_tokens=7)
-    # Only the first token is repeated; cutting elsewhere would repeat three.
+    # Only the first token is repeated; a cut elsewhere would repeat three.
     assert trie.row_lengths == [6, 6]
     assert build_trie(sequences).row_lengths == [11]
 

@@ -31,7 +31,7 @@ from tests.kit.tiny import CPU, load_backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_overwritten_snapshot_equals_a_new_one_in_the_same_memory(
+def test_an_overwritten_snapshot_equals_a_new_snapshot_in_the_same_memory(
     tiny_model_dir: Path, dtype: torch.dtype
 ) -> None:
     module = load_causal_lm(str(tiny_model_dir), None)
@@ -76,7 +76,7 @@ def _one_by_one(x: Tensor, matrices: list[Matrix], adapters: list[list[Adapter]]
 def test_one_product_is_all_products_with_their_adapters() -> None:
     torch.manual_seed(0)
     matrices = [_matrix(size) for size in (7, 5, 3)]
-    # One adapter, none, and two of different rank.
+    # A single adapter, none, and two of different rank.
     adapters = [[_adapter(7, 4, 2.0)], [], [_adapter(3, 2, 0.5), _adapter(3, 3, 1.5)]]
     x = torch.randn(6, 12, requires_grad=True)
     learnt = [w for of_matrix in adapters for a in of_matrix for w in (a.down, a.up)]
@@ -103,7 +103,7 @@ def test_adapters_learn_where_the_input_does_not() -> None:
     adapted_linear([matrix], [[adapter]])(torch.randn(4, 12)).sum().backward()
     assert adapter.down.grad is not None
     assert adapter.up.grad is not None
-    # Forward alone: of the matrix nothing is computed backward.
+    # Forward only: no gradient is computed for the matrix.
     assert shapes == [(5, 12)]
 
 
@@ -120,7 +120,7 @@ OPTIONS = SamplingOptions(max_new_tokens=4)
 
 
 def gap(model: HuggingFaceLanguageModel) -> float:
-    """How far log-probabilities of sampling are from those of scoring."""
+    """Distance between log-probabilities of sampling and of scoring."""
     drawn = model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
     with torch.no_grad():
         scored = model.logprobs(*pad_left(CONTEXTS, CPU), drawn.ids_BT, drawn.mask_BT)
@@ -140,7 +140,7 @@ def test_a_step_of_any_optimizer_is_sampled_from(
 ) -> None:
     if has_fixed_shapes:
         use_fixed_shapes(tiny_model)
-    # A fused step does not count the tensors' versions up.
+    # A fused step does not increase the tensors' version counters.
     optimizer = torch.optim.AdamW(tiny_model.parameters(), lr=0.3, fused=is_fused)
     assert gap(tiny_model) < 1e-4
     ids_BT = torch.tensor([[6, 7], [8, 9]])

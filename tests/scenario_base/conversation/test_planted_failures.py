@@ -1,4 +1,4 @@
-"""Planted failures are met by the probes that describe them, and found when the target fails."""
+"""Planted failures match the probes that describe them, and count if the target fails."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def test_a_rarity_is_a_share(rarity: float) -> None:
         PlantedFailure.from_dict({"name": "x", "probe": "a", "rarity": rarity})
 
 
-def found_in(*trees: RolloutTree) -> Discovery:
+def plants_in(*trees: RolloutTree) -> Discovery:
     discovery = Discovery([AGAIN, ALONE], 0.5)
     for tree in trees:
         discovery.update(tree)
     return discovery
 
 
-def test_before_any_rollout_nothing_is_found() -> None:
-    discovery = found_in()
+def test_before_any_rollout_no_plant_is_hit() -> None:
+    discovery = plants_in()
     assert discovery.first_query == {"again": None, "alone": None}
     assert (discovery.num_found, discovery.num_queries) == (0, 0)
 
 
 def test_a_probe_on_which_the_target_does_not_fail_finds_nothing() -> None:
-    discovery = found_in(make_chains(["a"], ["mat"], [0.49]))
+    discovery = plants_in(make_chains(["a"], ["mat"], [0.49]))
     assert (discovery.num_found, discovery.num_queries) == (0, 1)
 
 
 def test_the_first_find_counts_with_the_queries_before_it() -> None:
     nothing = make_chains(["a", "b"], ["good", "day"], [0.9, 0.9])
     found = make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0.0, 0.0, 0.6, 0.5])
-    discovery = found_in(nothing, found, found)
+    discovery = plants_in(nothing, found, found)
     assert discovery.first_query == {"again": 2 + 4, "alone": 2 + 3}
     assert (discovery.num_found, discovery.num_queries) == (2, 10)
 
@@ -71,10 +71,10 @@ def test_the_first_find_counts_with_the_queries_before_it() -> None:
 def test_a_find_of_another_episode_before_is_no_previous_probe() -> None:
     # The probe at depth 1 of the first episode follows 'good', not the 'hello' beside it.
     tree = make_chains(["a", "b"], ["good", "hello", "cat sat", "fine"], [0.0, 0.0, 0.9, 0.9])
-    assert found_in(tree).first_query["again"] is None
+    assert plants_in(tree).first_query["again"] is None
 
 
-def test_counting_goes_on_from_what_a_checkpoint_held() -> None:
+def test_counting_continues_from_a_checkpoint() -> None:
     tree = make_chains(["a"], ["mat"], [0.9])
     discovery = Discovery([AGAIN, ALONE], 0.5, 100, {"again": 7})
     discovery.update(tree)

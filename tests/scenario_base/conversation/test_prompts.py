@@ -1,4 +1,4 @@
-"""Prompts are read as they stand, and a file that holds none is told."""
+"""Prompts are read unchanged, and a file without prompts is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(folder: Path, name: str, text: str) -> str:
 def test_each_kind_of_file_gives_its_prompts_in_order(tmp_path: Path, name: str, text: str) -> None:
     expected = ["hello you", "good day", "how are you"]
     assert read_prompts(written(tmp_path, name, text), None) == expected
-    # Editors on Windows put a mark before the first character.
+    # Editors on Windows write a byte order mark before the first character.
     assert read_prompts(written(tmp_path, name, "\ufeff" + text), None) == expected
 
 
@@ -51,7 +51,7 @@ def test_a_reference_points_into_the_scenario(tmp_path: Path) -> None:
         read_prompts("scenario://p.txt", None)
 
 
-def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
+def test_a_missing_file_is_named_as_given_and_with_the_searched_folder(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -61,7 +61,7 @@ def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
     assert "Give a .txt, .csv, .tsv, .jsonl, .json or .parquet file" in str(caught.value)
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"p\.txt: .*utf-8.* Give a \.txt"):
         read_prompts(str(tmp_path / "p.txt"), None)
@@ -120,7 +120,7 @@ NOT_PARSED = "the prompt file {path} cannot be parsed: "
         ("p.jsonl", "[" * 100_000 + "\n", "prompt", "too deeply nested"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_prompts_is_told(
+def test_invalid_prompts_are_reported(
     tmp_path: Path, name: str, text: str, column: str, words: str
 ) -> None:
     path = written(tmp_path, name, text)

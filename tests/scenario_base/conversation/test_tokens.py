@@ -1,4 +1,4 @@
-"""A conversation becomes exactly the tokens that the template would give."""
+"""A conversation becomes exactly the tokens that the template produces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_decoded_rows_are_those_of_the_tokenizer() -> None:
     assert decode_all(tokenizer, rows) == tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+def test_a_tokenizer_that_decodes_in_its_own_way_is_used() -> None:
     class Loud(type(make_tokenizer())):  # type: ignore[misc]  # made by a function
         def _decode(self, *args: object, **kwargs: object) -> str:
             return str(super()._decode(*args, **kwargs)).upper()
@@ -67,7 +67,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
 
 def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:
     chat = ChatFormat(make_tokenizer())
-    # Not what the tokenizer would make of any text: an unknown word in the middle.
+    # Unlike the tokenizer on any text: an unknown word in the middle.
     sampled = (7, 1, 8)
     ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, sampled)])
     assert tuple(ids[-5:-2]) == sampled
@@ -111,7 +111,7 @@ def test_a_preamble_lets_the_user_speak_first() -> None:
     assert tokenizer.decode(ids).startswith("<bos> <user> hello <end> <assistant> good day")
 
 
-def test_a_tokenizer_without_template_asks_for_the_plain_format() -> None:
+def test_a_tokenizer_without_template_requires_the_plain_format() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ModelLoadError, match="format: plain"):
@@ -126,7 +126,7 @@ def test_plain_turns_stand_one_after_the_other() -> None:
     assert plain.end_ids == tuple(tokenizer.encode(".", add_special_tokens=False))
 
 
-def test_a_separator_without_tokens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_separator_without_tokens_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     plain = PlainFormat(make_tokenizer(), separator="\n")
     assert "turn_separator" in caplog.text
     assert "'<end>'" in caplog.text
@@ -139,7 +139,7 @@ def test_a_separator_without_tokens_is_told(caplog: pytest.LogCaptureFixture) ->
 def test_something_stands_before_the_last_turn_where_all_others_were_dropped(
     separator: str,
 ) -> None:
-    """The tokenizer puts no token before a text, so the first token would follow on nothing."""
+    """The tokenizer puts no token before a text, so the first token would have no context."""
     plain = PlainFormat(make_tokenizer(), separator=separator)
     turns = [*_turns(plain, True), Turn(False, (7, 1, 8))]
     fitted = plain.fit(turns, num_tokens=8)
@@ -159,15 +159,15 @@ def test_no_separator_and_no_first_token_is_refused() -> None:
         PlainFormat(tokenizer, separator="")
 
 
-def test_a_given_turn_ends_as_the_template_ends_one() -> None:
-    """Not with the smallest of the tokens that end a turn, as Qwen2.5 and Llama 3 have several."""
+def test_a_given_turn_ends_like_a_turn_of_the_template() -> None:
+    """Not with the smallest of the end-of-turn tokens, since Qwen2.5 and Llama 3 have several."""
     tokenizer = make_tokenizer()
     end, user, pad = tokenizer.convert_tokens_to_ids(["<end>", "<user>", "<pad>"])
     chat = ChatFormat(tokenizer)
     assert pad < end < user
     assert chat.turn_end((pad, end, user)) == (end,)
     assert chat.turn_end((end,)) == (end,)
-    # A template that names none of them: the tokenizer's own, then any.
+    # A template that names none of them: the tokenizer's own end token, then any.
     assert chat.turn_end((pad, user)) == (pad,)
     tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "<user>")
     assert ChatFormat(tokenizer).turn_end((pad, end, user)) == (user,)

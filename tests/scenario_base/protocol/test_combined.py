@@ -1,4 +1,4 @@
-"""All agents act as one, each where it may, and see again what they did with equal probability."""
+"""All agents act as one, each where it is allowed, and recompute the same probabilities."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_random_agent_plays_possible_moves_alike_and_learns_nothing() -> None:
     assert (agents.values("prover", frames) == 0).all()
 
 
-def test_statistics_of_histories_shift_and_scale_what_bodies_read() -> None:
+def test_statistics_of_histories_shift_and_scale_inputs_of_bodies() -> None:
     game = build_game("nip")
     agents = game.combined_agents
     assert agents is not None
@@ -95,7 +95,7 @@ def output_of(num_frames: int, *, has_linear: bool = False) -> PolicyOutput:
     )
 
 
-def test_the_shares_of_what_is_drawn_are_the_probabilities() -> None:
+def test_actions_are_drawn_with_their_probabilities() -> None:
     logits_S = torch.tensor([0.0, 1.0, MASKED, -1.0])
     count = 40_000
     output = PolicyOutput(
@@ -137,7 +137,7 @@ def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None
         assert torch.cat(differs).nonzero().flatten().tolist() == [column]
 
 
-def test_a_joint_log_probability_is_the_sum_over_what_the_agent_may_do() -> None:
+def test_a_joint_log_probability_is_the_sum_over_the_allowed_actions() -> None:
     output = output_of(6, has_linear=True)
     moves = draw(normalised(output), torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64))
     active = torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0]], dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Episodes begin with the next datapoint, end as the protocol says, and TorchRL can play them."""
+"""Episodes begin with the next datapoint, end by the protocol, and TorchRL can play them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_parameters_of_an_agent_that_the_protocol_lacks_are_refused() -> None:
         build_game("nip", {"agents": {"prover": {}}})
 
 
-def test_what_holds_for_all_agents_holds_for_those_that_say_something_else_too() -> None:
+def test_common_parameters_apply_to_agents_with_their_own_parameters_too() -> None:
     game = build_game(
         "nip",
         {

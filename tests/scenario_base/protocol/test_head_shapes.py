@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, part: type, hook: str, change: Any) -> str:
-    """The message where what a part gives is changed."""
+    """The error message if a part's output is changed."""
     original = getattr(part, hook)
     monkeypatch.setattr(part, hook, lambda *args: change(original(*args)))
     trainer = "solo_agent" if part is ToySoloHead else "vanilla_ppo"
@@ -54,7 +54,7 @@ def test_parts_of_the_right_shape_are_built_and_learn_as_without_the_check(
     assert modes[0] == modes[1]
 
 
-def test_parts_are_asked_as_in_a_test_so_that_what_they_count_stays(
+def test_parts_are_called_in_eval_mode_so_that_their_statistics_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     modes = []
@@ -110,7 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_a_part_gives_wrongly_is_told_with_what_is_needed(
+def test_a_wrong_output_of_a_part_is_reported_with_the_required_shape(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     part, change, words = WRONG[case]

@@ -91,7 +91,7 @@ def test_problems_are_seeds_that_no_split_shares(file: Path) -> None:
     ("name", "options"),
     [("Nothing", {}), ("Guess", {"arguments": {"least": 1}}), ("Box", {})],
 )
-def test_what_cannot_be_built_or_has_no_texts_is_refused(
+def test_environments_that_fail_or_have_no_texts_are_refused(
     file: Path, name: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigurationError, match=name):

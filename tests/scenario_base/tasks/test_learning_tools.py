@@ -29,7 +29,7 @@ def module_at(path: Path) -> ModuleType:
 
 
 def build_caller(folder: Path) -> Path:
-    """The policy of arithmetic, which now calls a calculator now and then."""
+    """The policy of arithmetic, which now calls a calculator occasionally."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     arithmetic = find_scenario("arithmetic")
@@ -72,7 +72,7 @@ def build_caller(folder: Path) -> Path:
 
 
 def test_a_policy_learns_to_call_the_calculator(tmp_path: Path) -> None:
-    """Of five seeds, accuracy rose from at most 0.35 to at least 0.61, and calls to 0.93."""
+    """Over five seeds, accuracy rose from at most 0.35 to at least 0.61, and calls to 0.93."""
     caller = build_caller(tmp_path / "caller")
     resolved = resolve_experiment(
         trainer="self_hosted_grpo",

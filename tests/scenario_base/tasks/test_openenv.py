@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, in this process and at a server."""
+"""OpenEnv environments, in this process and at a server."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_environment_in_this_process_sums_its_rewards(file: Path) -> None:
     guess = type(environment._session._environment)
     environment.close()
     assert guess.closed == 1
-    # An action against the schema is answered.
+    # An action that violates the schema receives an answer.
     opening_of(environment)
     (message,), reward, is_over = reaction_of(environment, "much too long")
     assert message.text.startswith("Error: ")
@@ -133,7 +133,7 @@ def test_an_environment_in_this_process_sums_its_rewards(file: Path) -> None:
         ("Bare", {}, "step of"),
     ],
 )
-def test_what_has_no_single_text_is_refused(
+def test_environments_without_a_single_text_are_refused(
     file: Path, name: str, options: dict[str, Any], fact: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=fact):

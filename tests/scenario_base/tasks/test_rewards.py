@@ -25,7 +25,7 @@ from tests.scenario_base.tasks.test_tasks import task_of
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 
 
-# ---- the functions of TRL's page on rewards, as they stand there
+# ---- functions copied from TRL's page on rewards
 
 
 def by_length_of_ids(completion_ids: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def rated(task: Task, *answers: str) -> list[Episode]:
     return episodes
 
 
-def test_functions_of_trl_get_what_it_gives_them(tmp_path: Path) -> None:
+def test_functions_of_trl_get_the_same_arguments(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1 + 1", "ground_truth": "2", "task": "math"},
         {"prompt": "2 + 1", "ground_truth": "5", "task": "other"},

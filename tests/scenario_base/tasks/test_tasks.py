@@ -1,4 +1,4 @@
-"""Environments reward what is right, and problems are drawn apart."""
+"""Environments reward right answers, and training and held-out problems are disjoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opening(environment: Environment) -> str:
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "countdown", "guess_number", "pig_latin"])
-def test_generated_problems_come_back_by_number_and_no_split_shares_one(name: str) -> None:
+def test_generated_problems_come_back_by_number_and_splits_are_disjoint(name: str) -> None:
     task = task_of(name)
     columns = {s: {task.environment(s, i).columns for i in range(60)} for s in SPLITS}
     assert not columns["train"] & columns["test"]
@@ -139,7 +139,7 @@ def test_a_number_is_guessed_in_turns_that_cost() -> None:
     assert [environment.step("1").reward for _ in range(4)] == [None, None, None, 0.0]
 
 
-# ---- a data set of one's own
+# ---- a custom data set
 
 
 def write(folder: Path, name: str, *rows: dict[str, object]) -> str:
@@ -191,7 +191,7 @@ def test_long_prompts_are_cut_in_messages_and_empty_answers_hold_nothing(tmp_pat
         task_of("dataset", train=one, test=test, reward="contains")
 
 
-def test_a_prompt_that_does_not_fit_is_told_before_it_is_drawn(cli: CommandLine) -> None:
+def test_a_prompt_that_does_not_fit_is_reported_before_it_is_drawn(cli: CommandLine) -> None:
     cli.write("train.jsonl", json.dumps({"prompt": "2+2=", "answer": "4"}))
     cli.write("test.jsonl", json.dumps({"prompt": "1+" * 500, "answer": "4"}))
     cli.write(
@@ -207,7 +207,7 @@ def test_a_prompt_that_does_not_fit_is_told_before_it_is_drawn(cli: CommandLine)
     assert "test.jsonl" in said
 
 
-def test_what_a_data_set_lacks_is_told(tmp_path: Path) -> None:
+def test_missing_fields_of_a_data_set_are_reported(tmp_path: Path) -> None:
     train = write(tmp_path, "train.jsonl", {"prompt": "a", "solution": "b"})
     test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": "d"})
     with pytest.raises(DataError, match=r"'answer'.* solution"):

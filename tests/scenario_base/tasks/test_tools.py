@@ -34,7 +34,7 @@ from nip_astra.scenario_base.tasks.tools import (
 from nip_astra.scorers.base import Message
 from nip_astra.utils import sandbox
 
-# As that of Qwen 2.5.
+# As in Qwen 2.5's template.
 TEMPLATE = """
 {%- if tools %}
     {{- '<|im_start|>system\\nYou are helpful.\\n# Tools\\n<tools>' }}
@@ -81,7 +81,7 @@ def add(a: Annotated[int, Field(description="First number.")], b: int = 1) -> in
 
 
 class Sums(Environment):
-    """A sum, with tools; one of them ends the episode."""
+    """A sum, with tools; one tool ends the episode."""
 
     def __init__(self) -> None:
         self.tools = [add, self.submit, self.shout]
@@ -114,7 +114,7 @@ class SumTask(Task):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
-    """A random model with a token a character."""
+    """A random model with a token per character."""
     folder = tmp_path_factory.mktemp("tools")
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     words = [*special, "\n", *map(chr, range(32, 127))]
@@ -150,7 +150,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
 
 @pytest.fixture
 def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Plays one episode in which the model says what is given."""
+    """Plays an episode in which the model writes the given text."""
 
     def run(
         *turns: str,
@@ -180,7 +180,7 @@ def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def texts(rollout: TaskRollout) -> list[str]:
-    """Results that the policy read."""
+    """Tool results in the policy's context."""
     return [one.text for one in rollout.episodes[0].messages if one.role == "tool"]
 
 
@@ -211,7 +211,7 @@ def test_options_are_keyword_only_arguments() -> None:
             tool_of(scale, options=options)
 
 
-def test_what_has_no_schema_is_no_tool() -> None:
+def test_a_function_without_a_schema_is_not_a_tool() -> None:
     async def later(a: int) -> int:
         return a
 
@@ -259,7 +259,7 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     assert [role for role, _ in rollout.episodes[0].messages] == [
         *("user", "assistant", "tool", "tool", "assistant")
     ]
-    # Each token but the last is forwarded once.
+    # Each token except the last is forwarded once.
     assert spent.forwarded == len(one) - 1
     plain = model.logprobs(
         one.tokens[None, :1],

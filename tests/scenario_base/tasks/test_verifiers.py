@@ -1,4 +1,4 @@
-"""Tasksets of verifiers are played and scored by their own rewards."""
+"""verifiers' tasksets are played and scored by their own rewards."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_system_prompt_stands_before_the_first_message(taskset: Path) -> None:
 
 @needs_verifiers
 @pytest.mark.parametrize("name", MORE)
-def test_what_this_process_cannot_do_is_refused(name: str, taskset: Path) -> None:
+def test_unsupported_tasksets_are_refused(name: str, taskset: Path) -> None:
     old, new, message = MORE[name]
     assert old in TASKSET
     taskset.write_text(TASKSET.replace(old, new, 1))
@@ -247,14 +247,14 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
 
 
 @needs_verifiers
-def test_an_environment_of_a_taskset_asks_the_policy_for_turns(taskset: Path) -> None:
+def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace('__all__ = ["SumTaskset"]', ENV.strip()))
     task = task_of(taskset)
     environment = task.environment("train", 0)
     assert opening_of(environment) == [Message("user", "1+5=")]
     assert reaction_of(environment, "5") == ([Message("user", "no")], None, False)
     over = reaction_of(environment, "6")
-    # The rewards of the task, and that of the environment.
+    # The task's rewards, and the environment's.
     assert (over.is_over, over.reward) == (True, 2.5 - 2)
     environment.close()
     # An unfinished exchange is ended.
@@ -279,7 +279,7 @@ def test_an_environment_of_a_taskset_asks_the_policy_for_turns(taskset: Path) ->
 def test_shipped_tasksets_that_cannot_run_are_refused_by_name(
     name: str, options: dict[str, str], fact: str
 ) -> None:
-    # textarena without its package, or without data of nltk.
+    # textarena without its package or nltk's data.
     with pytest.raises(ConfigurationError, match=fact) as caught:
         task_of(Path(name), num_train=5, options=options)
     assert name in str(caught.value)
@@ -297,7 +297,7 @@ def test_images_are_refused(taskset: Path) -> None:
 
 
 @needs_verifiers
-def test_a_reward_that_fails_is_told(taskset: Path) -> None:
+def test_a_reward_that_fails_is_reported(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace("float(trace.last_reply == task.answer)", "1 / 0"))
     with pytest.raises(DataError, match="ZeroDivisionError"):
         rated(task_of(taskset), 0, "6")

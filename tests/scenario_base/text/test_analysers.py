@@ -1,4 +1,4 @@
-"""Whom analysers ask about, what they ask, and how verdicts are read."""
+"""Questions of analysers, their subjects, and the reading of verdicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUESTIONS = {
 def _played(
     folder: Path, protocol: str = "nip", num_rounds: int = 5
 ) -> tuple[NestedArrayDict, Cast]:
-    """One rollout in which the verifier never decides."""
+    """A rollout in which the verifier never decides."""
     groups: dict[str, Any] = {protocol: {"max_message_rounds": num_rounds}}
     game = build_text_game(protocol, folder, **groups)
 
@@ -67,7 +67,9 @@ def _judge(
     return judge_rollouts(analyser, rollouts, cast, model, how), model
 
 
-def test_a_subject_is_what_an_agent_sent_in_a_channel_amid_what_it_read(tmp_path: Path) -> None:
+def test_a_subject_is_the_messages_of_an_agent_in_a_channel_with_their_context(
+    tmp_path: Path,
+) -> None:
     rollouts, cast = _played(tmp_path)
     prover, verifier = subjects_of(rollouts, cast)
     assert (prover.place, prover.name, prover.role, prover.stance) == (
@@ -153,7 +155,7 @@ def test_a_verdict_is_the_last_answer(answer: str, verdict: Verdict, reason: str
     assert read_verdict(answer) == (verdict, reason)
 
 
-def test_an_answer_that_cannot_be_read_is_asked_for_again_as_another_sample(tmp_path: Path) -> None:
+def test_an_unreadable_answer_is_requested_again_as_another_sample(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path)
 
     def third_time(_: ChatRequest, number: int) -> str:
@@ -189,7 +191,7 @@ def test_a_refusal_is_no_verdict_and_a_service_that_is_down_ends_the_analysis(
         _judge("follow_up", rollouts, cast, lambda *_: down)
 
 
-def test_what_the_model_has_requested_again_is_not_requested_again(tmp_path: Path) -> None:
+def test_requests_that_the_model_repeats_itself_are_not_repeated(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path)
     malformed = ChatFailure(FailureReason.MALFORMED, "no text")
     judged, _ = _judge("follow_up", rollouts, cast, lambda *_: malformed, num_retries=3)

@@ -1,4 +1,4 @@
-"""Games in words have the turns, visibility and rewards of their protocols."""
+"""Text games have their protocols' turns, visibility and rewards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _talk(request: ChatRequest, number: int) -> str:
-    """A message to every channel of an agent, in a form that a lone channel takes as well."""
+    """A message to every channel of an agent, in a form that a single channel also accepts."""
     return (
         "To main: hi\nTo prover0: hi\nTo prover1: hi\nTo prover0 verifier: hi\nTo prover chat: hi"
     )
@@ -56,12 +56,12 @@ def _deciding(text: str) -> FakeChatModel:
     return FakeChatModel(script)
 
 
-def test_the_episodes_seed_says_who_of_two_speaks_to_arthur(tmp_path: Path) -> None:
+def test_the_episodes_seed_determines_who_of_two_speaks_to_arthur(tmp_path: Path) -> None:
     game = build_text_game("merlin_arthur", tmp_path)
     starts = [game.start(0, {"y": 1, "claim": "x"}, seed) for seed in (4, 7)]
     ends = play(game, _deciding("Decision: reject"), starts)
     assert [list(end.path()[0].moves) for end in ends] == [["prover0"], ["prover1"]]
-    # prover0 argues for reject, prover1 for accept, and neither the silent nor the wronged is paid.
+    # prover0 argues for reject, prover1 for accept; silent and wronged provers are not rewarded.
     assert [end.path()[1].outcome.rewards for end in ends] == [(1, 0, -1), (1, 0, -1)]  # type: ignore[union-attr]
 
 
@@ -73,7 +73,7 @@ def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
     game = build_text_game("nip", tmp_path, **groups)
     (end,) = play(game, FakeChatModel(_talk))
     paid = [node.outcome.rewards for node in end.path() if node.outcome]
-    # The verifier passes in rounds 0 and 2, and the last round, a prover's, ends it.
+    # The verifier passes in rounds 0 and 2, and the last round, a prover's, ends the game.
     assert paid == [(0, 0.25), (0, 0), (0, 0.25), (0, -2)]
 
 
@@ -151,9 +151,7 @@ SEES = {
 
 
 @pytest.mark.parametrize("name", SEES)
-def test_an_agent_reads_what_is_said_in_its_channels_and_nothing_else(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: Path) -> None:
     protocol, groups = PROTOCOLS[name] if " " in name else (name, {})
     game = build_text_game(protocol, tmp_path, **groups)
     (end,) = play(game, FakeChatModel(_talk))
@@ -202,7 +200,9 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
     ]
 
 
-def test_an_agent_that_hears_nothing_between_two_turns_is_told_to_go_on(tmp_path: Path) -> None:
+def test_an_agent_without_messages_between_two_turns_gets_a_request_to_continue(
+    tmp_path: Path,
+) -> None:
     prompts = {name: text.split("{% block turn %}")[0] for name, text in PROMPTS.items()}
     game = build_text_game("multi_channel_test", tmp_path, prompts=prompts)
     (end,) = play(game, FakeChatModel(_talk))
@@ -235,14 +235,14 @@ def test_the_order_of_channels_changes_with_seed_and_round(tmp_path: Path) -> No
     assert firsts == {True, False}
 
 
-def test_what_cannot_be_played_in_words_is_refused(tmp_path: Path) -> None:
+def test_protocols_that_cannot_be_played_in_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"zero_knowledge=false"):
         build_text_game("nip", tmp_path, protocol_common={"zero_knowledge": True})
     with pytest.raises(ConfigurationError, match="provers are prover0, prover1"):
         build_text_game("debate", tmp_path, has_random_stance=True)
 
 
-def test_a_prompt_that_is_missing_or_broken_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_broken_prompt_is_reported(tmp_path: Path) -> None:
     (tmp_path / "prover.jinja").write_text("{% block openin %}{% endblock %}")
     with pytest.raises(ConfigurationError) as caught:
         load_prompts(tmp_path, {"prover": "prover", "verifier": "verifier"}, "nip")
@@ -254,7 +254,7 @@ def test_a_prompt_that_is_missing_or_broken_is_told(tmp_path: Path) -> None:
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
 
 
-def test_a_prompt_that_asks_for_what_there_is_not_is_told(tmp_path: Path) -> None:
+def test_a_prompt_with_an_unknown_variable_is_reported(tmp_path: Path) -> None:
     prompts = PROMPTS | {"verifier.jinja": "{% block opening %}{{ datapoint.clam }}{% endblock %}"}
     game = build_text_game("solo_verifier", tmp_path, prompts=prompts)
     with pytest.raises(DataError, match=r"has no attribute 'clam'.*It may use: agent, channels"):
@@ -291,7 +291,7 @@ def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) 
 
 
 @pytest.mark.parametrize("decision", [REJECT, ACCEPT])
-def test_what_is_written_as_a_decision_is_read_as_it(decision: int) -> None:
+def test_a_written_decision_is_read_back(decision: int) -> None:
     assert parse_answer(decision_text(decision), ("main",), may_decide=True).decision == decision
 
 
@@ -320,7 +320,7 @@ def test_messages_to_several_channels_stand_below_their_headings_and_lose_them()
     }
 
 
-def test_a_channel_that_is_not_named_gets_nothing_and_one_must_be() -> None:
+def test_an_unnamed_channel_gets_nothing_and_a_channel_must_be_named() -> None:
     assert parse_answer("To prover1: Hi", TWO, may_decide=True).messages == {
         "prover1_channel": "Hi"
     }

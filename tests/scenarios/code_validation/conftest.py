@@ -1,4 +1,4 @@
-"""The scenario's own modules live beside its data and not in the package."""
+"""The scenario's own modules are beside its data, not in the package."""
 
 import sys
 from pathlib import Path

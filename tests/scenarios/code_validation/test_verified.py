@@ -1,4 +1,4 @@
-"""Wrong solutions are subtly wrong: they pass half of the tests at least, and never all."""
+"""Wrong solutions are subtly wrong: they pass at least half of the tests, but never all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_kind_of_mutation_changes_one_place(code: str, kind: str, changed: 
     assert found == changed
 
 
-def test_mutations_differ_from_each_other_and_say_where() -> None:
+def test_mutations_differ_from_each_other_and_report_their_place() -> None:
     found = mutations(CLAMP)
     assert [one.line for one in found] == [2, 2]
     assert len({one.code for one in found} | {normal_form(CLAMP)}) == 3
@@ -115,7 +115,7 @@ def test_the_data_that_ship_are_as_promised() -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_programs_of_the_data_do_what_is_said_of_them() -> None:
+def test_programs_of_the_data_behave_as_labelled() -> None:
     rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
     for row in random.Random(0).sample(rows, 6):
         cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
@@ -126,7 +126,7 @@ def test_programs_of_the_data_do_what_is_said_of_them() -> None:
 
 @pytest.mark.parametrize("count", [40, pytest.param(508, marks=pytest.mark.slow)])
 def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
-    """Also of `majority`, which iterates over a set of numbers."""
+    """Including `majority`, which iterates over a set of numbers."""
     pytest.importorskip("pydantic_monty")
     rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
     programs = [(row, one) for row in rows for one in row["solutions"]]
@@ -141,7 +141,7 @@ def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
 
 
 def test_the_data_are_of_the_problems_that_ship() -> None:
-    """The whole build takes minutes; what people edit is questions and right solutions."""
+    """The complete build takes minutes; people edit only questions and right solutions."""
     problems = {
         one.name: one for one in runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
     }

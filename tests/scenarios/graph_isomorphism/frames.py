@@ -30,7 +30,7 @@ def agent_shape(
     message_size: int = 2,
     num_linear: int = 0,
 ) -> AgentShape:
-    """What networks know of a game with two channels."""
+    """A network's view of a game with two channels."""
     return AgentShape(
         name="agent",
         is_verifier=is_verifier,
@@ -46,7 +46,7 @@ def agent_shape(
 def graph_frames(
     n: int, sizes: Sequence[Sequence[int]], shape: AgentShape, seed: int = 0
 ) -> Frames:
-    """Frames about pairs of random graphs in which real nodes were sent in all places."""
+    """Frames about pairs of random graphs in which real nodes were sent at all positions."""
     generator = torch.Generator().manual_seed(seed)
     num_frames, space = len(sizes), shape.message_space
     node_mask = torch.arange(n) < torch.tensor(sizes)[..., None]
@@ -76,7 +76,7 @@ def graph_frames(
 
 
 def in_nodes_order(frames: Frames, order_B2n: Tensor) -> Frames:
-    """The frames with their nodes put in another order within each graph."""
+    """The frames with the nodes of each graph permuted."""
     n = order_B2n.shape[-1]
     symbols = (order_B2n + torch.tensor([[0], [n]])).flatten(1)
     adjacency = frames["adjacency"].gather(2, order_B2n[..., None].expand(-1, -1, -1, n))
@@ -90,13 +90,13 @@ def in_nodes_order(frames: Frames, order_B2n: Tensor) -> Frames:
 
 
 def in_symbols_order(values: Tensor, order_BS: Tensor) -> Tensor:
-    """Values [B, ..., S] with their last dimension in another order."""
+    """Values [B, ..., S] with their last dimension permuted."""
     between = [1] * (values.dim() - 2)
     return values.gather(-1, order_BS.view(len(order_BS), *between, -1).expand_as(values))
 
 
 def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
-    """A body with fixed random weights, none of them 0."""
+    """A body with fixed random nonzero weights."""
     torch.manual_seed(0)
     body = GraphBody(GraphIsomorphismAgentParameters(**parameters), shape)
     initialise_orthogonally(body, 1.0)

@@ -12,7 +12,7 @@ from nip_astra.scenarios.graphs.generation import GraphPairs
 
 
 def as_published(pairs: GraphPairs) -> dict[str, Tensor]:
-    """Pairs as the tensors of a `data.pt`."""
+    """Pairs as the tensors of a `data.pt` file."""
     tensors = {"wl_scores": torch.from_numpy(pairs.wl_score).int()}
     for number, which in enumerate("ab"):
         graph, first, second = torch.from_numpy(pairs.adjacency[:, number]).nonzero().unbind(1)
@@ -24,7 +24,7 @@ def as_published(pairs: GraphPairs) -> dict[str, Tensor]:
 
 
 def write_published(path: Path, pairs: GraphPairs, **other: Any) -> Path:
-    """Write a `data.pt`, with some tensors replaced, or left out where None is given."""
+    """Write a `data.pt`, with some tensors replaced, or omitted if None is given."""
     tensors = as_published(pairs) | other
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({name: value for name, value in tensors.items() if value is not None}, path)

@@ -1,4 +1,4 @@
-"""What a body sees of graphs, and what makes no difference to it."""
+"""A body's inputs from graphs, and the changes to which it is invariant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = [(7, 7), (5, 6), (4, 4), (7, 3)]
 
 
 def random_order(frames: Frames) -> Tensor:
-    """An order of the nodes of each graph with padding still last."""
+    """A permutation of each graph's nodes with padding still last."""
     torch.manual_seed(1)
     keys = torch.rand(frames["node_mask"].shape) + 2 * ~frames["node_mask"]
     return keys.argsort(-1)
@@ -87,7 +87,7 @@ def test_nodes_of_one_graph_attend_only_to_the_other_graph_and_the_graphs() -> N
     shape = agent_shape(7)
     body = graph_body(shape, num_gnn_layers=1)
     frames = graph_frames(7, [(7, 7)] * 3, shape)
-    # A last message, without a history, is seen by the node's token and by who attends to it.
+    # A last message, without a history, reaches the node's token and the tokens that attend to it.
     silent = frames | {"message": torch.zeros_like(frames["message"])}
     spoken = frames | {"message": silent["message"].index_fill(-1, torch.tensor([2]), 5.0)}
     same, other = body(silent), body(spoken)
@@ -141,7 +141,7 @@ def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
         assert torch.equal(body(changed)[GRAPHS], given[GRAPHS]) is not is_seen
 
 
-def test_statistics_of_histories_do_not_tell_nodes_by_their_number() -> None:
+def test_statistics_of_histories_do_not_reveal_the_number_of_a_node() -> None:
     shape = agent_shape(7, visible=[1])
     body = graph_body(shape)
     sample = graph_frames(7, [(7, 5)] * 60, shape)["message_history"]
@@ -201,18 +201,19 @@ def test_a_body_can_be_derived_twice(activation: str) -> None:
 
 @pytest.fixture(scope="module")
 def hard_pairs() -> GraphPairs:
-    """Pairs that the third round is the first to tell apart."""
+    """Pairs that only the third round distinguishes."""
     changes = {"isomorphic_share": 0.0, "score_1_share": 0.0, "score_2_share": 0.0}
     pairs = generate_pairs(GraphPairParameters(num_train=40, **changes), "train")
     return pairs.take(np.flatnonzero(pairs.wl_score == 3))
 
 
 @pytest.mark.parametrize(("num_gnn_layers", "can_tell"), [(1, False), (2, False), (5, True)])
-def test_a_body_tells_apart_what_as_many_rounds_of_refinement_do(
+def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinement(
     hard_pairs: GraphPairs, num_gnn_layers: int, can_tell: bool
 ) -> None:
     shape = agent_shape(11)
-    # Random weights hardly tell such pairs apart, so what is 0 is told from what is small.
+    # Random weights hardly distinguish such pairs, so exact zeros are distinguished from small
+    # values.
     body = graph_body(shape, num_gnn_layers=num_gnn_layers).double()
     head = SummarySoloHead(
         GraphIsomorphismAgentParameters(), GRAPHS, 2 * shape.d_representation
@@ -247,7 +248,7 @@ def test_at_first_isomorphic_graphs_look_the_same_where_nodes_that_correspond_we
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     frames["adjacency"][:, 1] = frames["adjacency"][:, 0][:, order][:, :, order]
     asked = torch.zeros_like(frames["message_history"])
-    # Node 2 of the first graph is asked for in round 0; each of the second is an answer.
+    # Round 0 requests node 2 of the first graph; each node of the second graph is an answer.
     asked[:, 0, 0, 0, 2] = 1
 
     sums: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What bodies may do beyond reading graphs: twice, rounded, normalised, disturbed, with gaps."""
+"""Options of bodies beyond reading graphs: duplication, rounding, normalisation, noise, gaps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_in_play_the_order_of_nodes_still_makes_no_difference(option: str) -> No
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_only_what_draws_differs_from_one_time_to_the_next(option: str) -> None:
+def test_only_random_options_differ_between_calls(option: str) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
     is_random = option in (*IS_RANDOM, "all")
     first, second = body(frames)[GRAPHS], body(frames)[GRAPHS]
@@ -107,7 +107,7 @@ def test_with_c_and_without_the_same_is_given(option: str, monkeypatch: pytest.M
         ("sigmoid", [], []),
     ],
 )
-def test_what_is_not_in_c_is_left_to_torch(
+def test_options_without_c_code_use_torch(
     option: str, in_play: list[str], while_learning: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
@@ -125,7 +125,7 @@ def test_what_is_not_in_c_is_left_to_torch(
         assert called == expected
 
 
-def test_a_dual_network_reads_graphs_as_if_nothing_had_been_said_as_well() -> None:
+def test_a_dual_network_also_reads_graphs_without_messages() -> None:
     body, frames = body_and_frames(use_dual_gnn=True, use_pair_invariant_pooling=False)
     unsaid = frames | {name: torch.zeros_like(frames[name]) for name in ("message_history",)}
     seen: list[Tensor] = []
@@ -184,7 +184,7 @@ def test_sums_are_normalised_over_frames_and_graphs_while_learning() -> None:
     normed = norm(sums)
     close(normed.mean((0, 1)), torch.zeros(3))
     close(normed.var((0, 1), unbiased=False), torch.ones(3))
-    # One minibatch was seen: in play, its figures are the running ones.
+    # A single minibatch was seen: in play, the running statistics are used.
     norm.eval()
     torch.testing.assert_close(norm(sums), normed, rtol=0.02, atol=0.02)
     torch.testing.assert_close(norm(sums[:1]), norm(sums)[:1])
@@ -234,7 +234,7 @@ def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
     )
     torch.manual_seed(0)
     drawn = torch.stack([layer(pairs).graphs() for _ in range(300)])
-    # Of attention's shares, of what is added to tokens, and of the perceptron's two layers.
+    # Dropout of attention weights, of residual updates, and of the perceptron's two layers.
     assert len(shares) == 4 * 300
     for place in range(4):
         assert sum(shares[place::4]) / 300 == pytest.approx(0.25, abs=0.02)
@@ -247,7 +247,7 @@ def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
 @pytest.mark.parametrize(
     "wrong", ["transformer_dropout=1", "noise_sigma=-1", "gnn_output_digits=-1"]
 )
-def test_what_cannot_be_is_refused(wrong: str) -> None:
+def test_impossible_options_are_refused(wrong: str) -> None:
     with pytest.raises(ParameterError, match=wrong.partition("=")[0]):
         resolve_experiment(
             trainer="vanilla_ppo",

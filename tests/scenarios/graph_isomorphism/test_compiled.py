@@ -1,4 +1,4 @@
-"""C is compiled once and kept; where that fails the caller is told that there is none."""
+"""C is compiled once and cached; if this fails, the caller gets None."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def compiled_files(tmp_path: Path) -> list[Path]:
 
 
 def forget() -> None:
-    """Have the next process's first question asked in this one."""
+    """Simulate a new process's first call in this process."""
     native_code._library.cache_clear()
 
 
 @needs_compiler
-def test_functions_compute_in_place_take_several_tensors_as_one_and_tell_lack_of_memory(
+def test_functions_compute_in_place_accept_tensor_lists_and_report_lack_of_memory(
     source: Path,
 ) -> None:
     code, x, total = NativeCode(source), torch.zeros(3), torch.zeros(1)
@@ -65,7 +65,7 @@ def test_functions_compute_in_place_take_several_tensors_as_one_and_tell_lack_of
 
 
 @needs_compiler
-def test_what_was_compiled_is_used_again_until_the_text_changes(
+def test_compiled_code_is_reused_until_the_text_changes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert NativeCode(source).library() is not None
@@ -111,10 +111,10 @@ def test_without_a_compiler_it_is_left_to_torch(
 
 @needs_compiler
 @pytest.mark.parametrize("how", ["cut short", "other bytes", "a link", "of others"])
-def test_a_file_that_is_not_what_was_compiled_is_compiled_anew(
+def test_a_file_that_differs_from_the_compiled_one_is_compiled_again(
     how: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loading one may end the process, or run what somebody else wrote."""
+    """Loading such a file might end the process, or run foreign code."""
     assert NativeCode(source).library() is not None
     (path,) = compiled_files(tmp_path)
     whole = path.read_bytes()
@@ -141,10 +141,10 @@ def test_a_file_that_is_not_what_was_compiled_is_compiled_anew(
 
 
 @needs_compiler
-def test_what_is_loaded_is_what_was_looked_at(
+def test_the_loaded_file_is_the_checked_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another file that takes the name in between is not loaded."""
+    """A file that takes the name in between is not loaded."""
     verified = native_code._verified
 
     def then_exchanged(path: Path) -> int | None:
@@ -204,7 +204,7 @@ def test_folders_are_made_for_this_user_alone(source: Path, tmp_path: Path) -> N
 
 @needs_compiler
 @pytest.mark.parametrize("given", ["{cc} -DNOTHING", "not_a_compiler"])
-def test_a_compiler_of_ones_own_may_have_arguments_or_be_missing(
+def test_a_custom_compiler_may_have_arguments_or_be_missing(
     given: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cc = next(filter(shutil.which, ("cc", "gcc", "clang")))
@@ -212,7 +212,7 @@ def test_a_compiler_of_ones_own_may_have_arguments_or_be_missing(
     assert NativeCode(source).why_absent() is None
 
 
-def test_what_a_compiler_says_may_be_in_any_letters(
+def test_compiler_output_may_have_any_encoding(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "compiler"

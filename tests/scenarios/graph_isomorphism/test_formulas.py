@@ -1,4 +1,4 @@
-"""Layers of graph networks compute what they should."""
+"""Graph network layers compute the right formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs have the mix that was asked for, come from a seed, and are for one set only."""
+"""Pairs have the requested mix, come from a seed, and belong to a single set."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def graphs_of(pairs: GraphPairs, row: int) -> tuple[nx.Graph, nx.Graph]:
     return first, second
 
 
-def test_the_mix_is_the_published_one(train: GraphPairs) -> None:
+def test_the_mix_equals_the_published_mix(train: GraphPairs) -> None:
     count = Counter(train.wl_score.tolist())
     assert (count[ISOMORPHIC], count[1], count[2]) == (150, 15, 30)
     assert count[3] + count[4] + count[5] == 105
     assert set(train.num_nodes.tolist()) == {7, 8, 9, 10, 11}
 
 
-def test_scores_are_what_they_are_by_computing_them_again(train: GraphPairs) -> None:
+def test_stored_scores_equal_recomputed_scores(train: GraphPairs) -> None:
     sizes = np.stack([train.num_nodes] * 2, axis=1)
     assert np.array_equal(wl_scores(train.adjacency, sizes), train.wl_score)
 
 
-def test_pairs_are_graphs_and_isomorphic_where_they_say_so(train: GraphPairs) -> None:
+def test_pairs_are_graphs_and_isomorphic_if_labelled_so(train: GraphPairs) -> None:
     n = train.adjacency.shape[-1]
     assert n == 11
     assert np.array_equal(train.adjacency, train.adjacency.swapaxes(-1, -2))
@@ -102,11 +102,11 @@ def test_the_number_of_a_pair_depends_on_neither_labels_nor_order(train: GraphPa
     shuffled = relabel(train.adjacency.reshape(-1, n, n), train.num_nodes.repeat(2), random)
     other = train._replace(adjacency=shuffled.reshape(train.adjacency.shape)[:, ::-1])
     assert np.array_equal(pair_hashes(other), hashes)
-    # Shares of the two sets are as they should be: numbers are spread evenly.
+    # The two sets have the right shares: numbers are spread evenly.
     assert len(np.unique(hashes)) > 250
 
 
-def test_graphs_alone_do_not_tell_the_label_unless_asked_for() -> None:
+def test_graphs_alone_do_not_reveal_the_label_unless_requested() -> None:
     def difference(parameters: GraphPairParameters) -> float:
         pairs = generate_pairs(parameters, "train")
         is_same = pairs.wl_score == ISOMORPHIC

@@ -1,4 +1,4 @@
-"""The scenario: it is built from its file, is played, and is learned."""
+"""The scenario is built from its file, played, and learned."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def gnn_layers(instance: ScenarioInstance) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "layers", "largest"), [(KIND, 5, 11), (f"{KIND}_small", 4, 9)])
-def test_a_scenario_that_ships_is_what_its_file_says(name: str, layers: int, largest: int) -> None:
+def test_a_built_in_scenario_matches_its_file(name: str, layers: int, largest: int) -> None:
     folder = find_scenario(name)
     values: Any = OmegaConf.to_container(OmegaConf.load(folder / "scenario.yaml"))
     assert values.pop("kind") == KIND
@@ -96,7 +96,7 @@ TWO_PROVERS = [
 @pytest.mark.parametrize(
     ("protocol", "section"), [("nip", {}), ("multi_channel_test", {}), *TWO_PROVERS]
 )
-def test_provers_answer_what_the_verifier_asked_last(
+def test_provers_answer_the_verifiers_last_question(
     protocol: str, section: dict[str, Any], verifier_first: bool, zero_knowledge: bool
 ) -> None:
     random = {"default": {"is_random": True}}
@@ -172,7 +172,7 @@ def test_heads_that_do_not_divide_a_token_are_refused() -> None:
         build(**small(agents={"default": {"num_heads": 3}}))
 
 
-def test_an_agent_alone_learns_what_its_rounds_of_message_passing_tell() -> None:
+def test_an_agent_alone_learns_as_much_as_its_rounds_of_message_passing_reveal() -> None:
     only_degrees = {"score_1_share": 1.0, "score_2_share": 0.0, "num_train": 64}
     instance = build(
         trainer_type="solo_agent",

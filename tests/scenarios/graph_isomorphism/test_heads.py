@@ -1,4 +1,4 @@
-"""What agents may send, and what heads give."""
+"""Messages that agents may send, and outputs of heads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def solo_head(parameters: GraphIsomorphismAgentParameters, shape: AgentShape) ->
 
 
 def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
-    """What may be sent in every place, [B, V, P, S]."""
+    """Mask of the symbols allowed at each position, [B, V, P, S]."""
     of_agent = agent_shape(3, **shape)  # type: ignore[arg-type]
     places = (len(frames["round"]), of_agent.num_visible, 2, 6)
     return ~impossible_symbols(frames, of_agent).expand(places)
@@ -37,10 +37,10 @@ def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
 
 @pytest.fixture
 def frames() -> dict[str, Tensor]:
-    return with_nothing_said(graph_frames(3, SIZES, agent_shape(3)))
+    return without_messages(graph_frames(3, SIZES, agent_shape(3)))
 
 
-def with_nothing_said(frames: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_messages(frames: dict[str, Tensor]) -> dict[str, Tensor]:
     silent = {name: torch.zeros_like(frames[name]) for name in ("message", "message_history")}
     return frames | silent
 
@@ -48,7 +48,7 @@ def with_nothing_said(frames: dict[str, Tensor]) -> dict[str, Tensor]:
 def ask(
     frames: dict[str, Tensor], frame: int, channel: int, position: int, symbol: int | list[int]
 ) -> None:
-    """Have a symbol said in the round that is to be answered."""
+    """Have a symbol sent in the round to be answered."""
     said_in = int(frames["question_round"][frame, channel])
     frames["message_history"][frame, said_in, channel, position, symbol] = 1
 
@@ -66,7 +66,7 @@ def test_a_verifier_may_send_each_real_node(frames: dict[str, Tensor]) -> None:
 def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> None:
     ask(frames, 0, 0, 0, 1)  # of the first graph
     ask(frames, 0, 0, 1, 4)  # of the second
-    ask(frames, 0, 1, 1, [0, 5])  # one of each, by two senders
+    ask(frames, 0, 1, 1, [0, 5])  # one from each graph, by two senders
     ask(frames, 2, 1, 0, 2)
     sent = possible(frames, is_verifier=False).int()
     assert sent[0].tolist() == [
@@ -77,7 +77,7 @@ def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> Non
     assert sent[2, 1, 0].tolist() == [0, 0, 0, 1, 0, 0], "padding stays out"
 
 
-def test_a_prover_answers_an_earlier_question_than_what_was_said_last(
+def test_a_prover_answers_a_question_before_the_last_message(
     frames: dict[str, Tensor],
 ) -> None:
     frames["question_round"][2, 1] = 0

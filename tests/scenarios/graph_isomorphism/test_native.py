@@ -1,4 +1,4 @@
-"""Layers in C equal their plain formulas in values and in both derivatives."""
+"""Layers in C equal their plain formulas in values and both derivatives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def network(
 ) -> tuple[Layer, Layer, list[Tensor]]:
 
     generator = torch.Generator().manual_seed(1)
-    # Graphs of all sizes, one of no nodes among them.
+    # Graphs of all sizes, including a graph without nodes.
     sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
     is_node = torch.arange(num_nodes) < sizes[..., None]
     # Not symmetric, so that a transposed sum shows; padding is connected to nothing.
@@ -80,7 +80,7 @@ def tokens_of(
     whose: str, num_frames: int, num_nodes: int, heads: int = 2, *, is_full: bool = False
 ) -> tuple[Layer, Layer, list[Tensor]]:
 
-    # Graphs of all sizes, one of no nodes among them.
+    # Graphs of all sizes, including a graph without nodes.
     sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
     is_node = (torch.arange(num_nodes) < sizes[..., None]) | is_full
 
@@ -103,7 +103,7 @@ def tokens_of(
     return given_by(native.read), given_by(tanh_reading), inputs
 
 
-# Several blocks of 36 rows, parts of one, graphs larger than one, rows that fill no tile.
+# Several blocks of 36 rows, partial blocks, graphs larger than a block, rows that fill no tile.
 CASES = {
     "graphs of several blocks": lambda: network(num_frames=10, num_nodes=12),
     "graphs of one block": lambda: network(num_frames=3, num_nodes=4),
@@ -120,7 +120,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_gives_what_its_formula_gives(case: str) -> None:
+def test_a_layer_equals_its_formula(case: str) -> None:
     layer, formula, inputs = CASES[case]()
     found = layer(*inputs)
     assert is_native(found)
@@ -183,7 +183,7 @@ def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_no_number_stays_none(case: str) -> None:
+def test_nan_stays_nan(case: str) -> None:
     layer, _, inputs = CASES[case]()
     with torch.no_grad():
         inputs[0][..., -1] = float("nan")
@@ -203,7 +203,7 @@ def test_large_numbers_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("is_reason", ["double", "width", "size", "switch"])
-def test_what_c_does_not_take_goes_through_torch(
+def test_inputs_unsupported_in_c_go_through_torch(
     is_reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, formula, inputs = tokens_of("graphs", num_frames=2, num_nodes=3)
@@ -247,8 +247,8 @@ def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_what_does_not_fit_is_refused_by_torch(other: dict[str, Tensor]) -> None:
-    """C could not tell, and would read beyond its ends."""
+def test_mismatched_inputs_are_refused_by_torch(other: dict[str, Tensor]) -> None:
+    """C could not detect this, and would read out of bounds."""
     native.tanh_network(*small_network())
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         native.tanh_network(*small_network(**other))
@@ -258,7 +258,7 @@ HOLE = torch.tensor([True, False, True, True, False]).expand(2, 2, 5)
 
 
 def test_padding_between_the_nodes_of_a_graph_is_left_out() -> None:
-    """C counts nodes up to the last, so torch takes such graphs."""
+    """C counts nodes up to the last, so torch handles such graphs."""
     edges = (HOLE[..., None] & HOLE[..., None, :]).float()
     given, weights = small_network(adjacency_B2nn=edges, is_node_B2n=HOLE)
     tokens, sums = native.tanh_network(given, weights)
@@ -295,7 +295,7 @@ def test_pairs_that_do_not_fit_are_refused_by_torch(other: dict[str, Tensor]) ->
 
 @pytest.fixture
 def pairs() -> Pairs:
-    """Graphs of 4 and 2 nodes; what stands at padding is no number."""
+    """Graphs of 4 and 2 nodes; padding is NaN."""
     is_node = torch.arange(4) < torch.tensor([4, 2])[:, None]
     graphs, nodes = numbers((1, 2, WIDTH), (1, 8, WIDTH))
     nodes = torch.where(is_node.view(1, 8, 1), nodes.detach(), torch.nan).requires_grad_()
@@ -335,7 +335,7 @@ def test_inputs_may_lie_in_any_order_and_weights_need_not_learn() -> None:
 
 
 @pytest.mark.parametrize("field", ["is_node_B2n", "graphs_B2D"])
-def test_what_lies_elsewhere_is_not_given_to_c(field: str) -> None:
+def test_tensors_on_other_devices_are_not_given_to_c(field: str) -> None:
     given = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
     elsewhere = given._replace(**{field: getattr(given, field).to("meta")})
     assert native.NativeGraphTokens.takes((*given, *layer_weights()))
@@ -358,7 +358,7 @@ def test_a_second_derivative_needs_no_layer_that_learns() -> None:
     assert second.any()
 
 
-def test_it_is_told_by_what_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_implementation_of_layers_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     on = GraphIsomorphismScenario.layers_on
     assert re.fullmatch(
         r"compiled: network\.c [0-9a-f]{12}, transformer\.c [0-9a-f]{12}", on(torch.device("cpu"))

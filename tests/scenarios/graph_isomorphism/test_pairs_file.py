@@ -1,4 +1,4 @@
-"""Pairs are written and read unchanged; anything else is refused with what is wrong."""
+"""Pairs are written and read unchanged; anything else is refused with the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_pairs_are_read_as_they_were_written(
             assert one.dtype == other.dtype
 
 
-def test_a_dataset_has_what_agents_see(pairs: tuple[GraphPairs, GraphPairs]) -> None:
+def test_a_dataset_has_the_observations_of_agents(pairs: tuple[GraphPairs, GraphPairs]) -> None:
     dataset = as_dataset(pairs[0])
     assert dataset.batch_size == (12,)
     assert dataset["adjacency"].shape == (12, 2, 8, 8)
@@ -53,7 +53,7 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
         load_pairs(tmp_path / "text")
 
 
-def test_a_file_that_cannot_be_written_is_told(
+def test_a_file_that_cannot_be_written_is_reported(
     tmp_path: Path, pairs: tuple[GraphPairs, GraphPairs]
 ) -> None:
     with pytest.raises(DataError, match=r"none/pairs\.safetensors"):
@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_written_is_told(
         ),
     ],
 )
-def test_a_broken_file_is_refused_with_what_is_wrong(
+def test_a_broken_file_is_refused_with_the_reason(
     file: Path, name: str, change: object, told: str
 ) -> None:
     tensors = load_file(file)

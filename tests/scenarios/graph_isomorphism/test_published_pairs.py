@@ -1,4 +1,4 @@
-"""Published pairs of graphs are read as they are, and nothing but tensors is."""
+"""Published pairs of graphs are read unchanged, and only tensors are unpickled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_another_score_is_put_right_and_another_label_is_refused(
 
 
 class Harmful:
-    """Writes a file when it is unpickled."""
+    """Writes a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_would_be_run_is_not(pairs: GraphPairs, tmp_path: Path) -> None:
+def test_code_in_a_file_is_not_run(pairs: GraphPairs, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     path = write_published(tmp_path / "data.pt", pairs, notes=Harmful(touched))
     with pytest.raises(DataError, match="only tensors"):
@@ -90,7 +90,7 @@ def test_what_would_be_run_is_not(pairs: GraphPairs, tmp_path: Path) -> None:
         ({"edge_index_a": torch.zeros(2, 3, 4, dtype=torch.int64)}, "'edge_index_a'"),
     ],
 )
-def test_what_is_no_such_data_is_told(
+def test_files_without_such_data_are_reported(
     other: dict[str, Any], problem: str, pairs: GraphPairs, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=problem):
@@ -106,7 +106,7 @@ def test_what_is_no_such_data_is_told(
         (lambda edges: edges.sort(dim=0).values, "symmetric"),
     ],
 )
-def test_edges_that_cannot_be_are_told(
+def test_impossible_edges_are_reported(
     change: Any, problem: str, pairs: GraphPairs, tmp_path: Path
 ) -> None:
     edges = change(as_published(pairs)["edge_index_b"])
@@ -115,7 +115,7 @@ def test_edges_that_cannot_be_are_told(
 
 
 @pytest.mark.parametrize("content", [None, b"", b"text", b"PK\x03\x04", "list"])
-def test_a_file_of_another_kind_is_told(content: Any, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_reported(content: Any, tmp_path: Path) -> None:
     path = tmp_path / "data.pt"
     if content == "list":
         torch.save([torch.zeros(1)], path)

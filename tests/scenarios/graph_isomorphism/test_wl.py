@@ -28,7 +28,7 @@ TRIANGLES = nx.disjoint_union(nx.cycle_graph(3), nx.cycle_graph(3))
 
 
 def score(first: nx.Graph, second: nx.Graph) -> int:
-    """Score of one pair, padded by two nodes."""
+    """Score of a single pair, padded by two nodes."""
     n = max(len(first), len(second)) + 2
     adjacency = np.zeros((1, 2, n, n), dtype=bool)
     for place, graph in enumerate((first, second)):
@@ -95,7 +95,7 @@ def test_no_pairs_have_no_scores() -> None:
     assert wl_scores(np.zeros((0, 2, 4, 4), dtype=bool), np.zeros((0, 2), dtype=int)).shape == (0,)
 
 
-def test_hashes_do_not_depend_on_labels_and_tell_apart_what_refinement_does() -> None:
+def test_hashes_do_not_depend_on_labels_and_distinguish_the_same_graphs_as_refinement() -> None:
     random = np.random.default_rng(0)
     sizes = random.integers(4, 8, 100)
     graphs = random_graphs(sizes, np.full(100, 0.4), 8, random)
@@ -114,7 +114,7 @@ def test_a_hash_is_the_same_in_every_process() -> None:
     assert wl_hashes(path, np.array([3])).tolist() == [18225882642455967595]
 
 
-def test_accuracy_of_a_solver_counts_what_it_can_tell() -> None:
+def test_accuracy_of_a_solver_counts_the_pairs_that_it_distinguishes() -> None:
     scores = torch.tensor([-1, -1, -1, 1, 2, 2, 3, 5, 6, 6])
     accuracies = [wl_accuracy(scores, rounds) for rounds in range(7)]
     assert accuracies == pytest.approx([0.3, 0.4, 0.6, 0.7, 0.7, 0.8, 0.8])

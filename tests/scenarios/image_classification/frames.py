@@ -18,7 +18,7 @@ NUM_ROUNDS = 3
 
 
 def make_shape(grid: ImageGrid, **changes: Any) -> AgentShape:
-    """What an agent knows of a game with three rounds and two channels."""
+    """An agent's view of a game with three rounds and two channels."""
     message = {"message_size": 1, "num_linear_symbols": 0}
     message |= {name: changes.pop(name) for name in list(changes) if name in message}
     values: dict[str, Any] = {
@@ -62,7 +62,7 @@ def make_body(
 def make_frames(
     grid: ImageGrid, shape: AgentShape, num_frames: int = 5, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Frames with random messages; no label, which no network may read."""
+    """Frames with random messages but without the label, which no network may read."""
     generator = torch.Generator().manual_seed(seed)
     place = (shape.num_channels, shape.message_space.message_size)
 

@@ -126,7 +126,7 @@ def test_a_view_larger_than_the_image_is_averaged() -> None:
     )
 
 
-def test_what_is_said_in_channels_that_an_agent_does_not_see_changes_nothing() -> None:
+def test_messages_in_channels_that_an_agent_does_not_see_change_nothing() -> None:
     grid = make_grid()
     shape = make_shape(grid, visible_channels=(1,), num_linear_symbols=2)
     body = make_body(grid, shape)

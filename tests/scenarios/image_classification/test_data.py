@@ -33,7 +33,7 @@ def classes_by_pixels() -> dict[bytes, int]:
 
 
 def digit_of(images: torch.Tensor) -> list[int]:
-    """The class of digits by looking the images up."""
+    """The class of digits, looked up by image."""
     known = classes_by_pixels()
     return [known[(image[0] * 16).numpy().tobytes()] for image in images]
 
@@ -140,13 +140,13 @@ def test_parameters_that_contradict_each_other_are_refused(
         ImageDatasetParameters(**dataset)
 
 
-def test_a_class_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_an_unknown_class_is_reported_with_the_valid_classes() -> None:
     with pytest.raises(DataError) as caught:
         build(binarification_method="select_two", selected_classes=[3, 12])
     assert says(caught.value, "'digits'", "12", "8, 9", "dataset.selected_classes")
 
 
-def test_too_few_images_of_a_class_to_split_are_told() -> None:
+def test_too_few_images_of_a_class_to_split_are_reported() -> None:
     source = ImageSource(torch.tensor([0, 0, 1]), lambda rows: torch.zeros(len(rows), 1, 2, 2))
     with pytest.raises(DataError, match="Give more images of each class, or another test_share"):
         split_by_class(source, ImageDatasetParameters(test_share=0.5))

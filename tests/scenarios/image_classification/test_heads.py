@@ -1,4 +1,4 @@
-"""What agents do with an image that a body has read."""
+"""Outputs of agents for an image that a body has read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_impossible_symbols_are_masked() -> None:
 
 
 @pytest.mark.parametrize("includes_round", [True, False])
-def test_the_round_is_read_where_that_is_asked_for(includes_round: bool) -> None:
+def test_the_round_is_read_if_requested(includes_round: bool) -> None:
     shape = make_shape(GRID)
     frames, read = make_frames(GRID, shape), represent(shape)
     later = {**frames, "round": (frames["round"] + 1) % shape.num_rounds}
@@ -102,7 +102,7 @@ def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, 
 
 
 @pytest.mark.parametrize("include_round_in_decider", [True, False])
-def test_decisions_may_start_as_what_is_told_alone(include_round_in_decider: bool) -> None:
+def test_decisions_may_start_from_the_solo_head(include_round_in_decider: bool) -> None:
     shape = make_shape(GRID)
     head = make_head(shape, include_round_in_decider=include_round_in_decider)
     solo = make_head(shape, solo_head)

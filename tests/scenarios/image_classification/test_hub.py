@@ -1,4 +1,4 @@
-"""Images that the `datasets` library reads, from files that the tests write."""
+"""Images that the `datasets` library reads from files written by the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TRAIN, NUM_TEST = 12, 8
 
 
 def picture(number: int, mode: str = "RGB", size: tuple[int, int] = (6, 5)) -> Image.Image:
-    """A picture whose first pixel tells its number."""
+    """A picture whose first pixel encodes its number."""
     image = Image.new(mode, size)
     value: Any = (number, 255, 0) if mode == "RGB" else number
     image.putpixel((0, 0), value)
@@ -139,7 +139,7 @@ def test_without_test_images_the_others_are_split_by_class(
         ("svhn", "ufldl-stanford/svhn", "cropped_digits", "image", "label"),
     ],
 )
-def test_datasets_of_the_hub_are_asked_for_by_id_and_read_by_their_columns(
+def test_datasets_of_the_hub_are_requested_by_id_and_read_by_their_columns(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     hub_id: str,
@@ -178,7 +178,7 @@ def test_images_that_are_left_out_are_not_read(
     assert len(read) == 4 + NUM_TEST
 
 
-def test_a_hub_or_a_library_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hub_or_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*given: Any) -> None:
         raise ConnectionError("no route to the hub.\nTry later.")
 
@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_images_that_cannot_be_used_are_told(tmp_path: Path, wrong: str) -> None:
+def test_unusable_images_are_reported(tmp_path: Path, wrong: str) -> None:
     write, facts = WRONG[wrong]
     with pytest.raises(DataError, match=facts):
         build(write(tmp_path / "images"))

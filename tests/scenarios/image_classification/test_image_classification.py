@@ -1,4 +1,4 @@
-"""The scenario: it is built from its file, is played, and is learned."""
+"""The scenario is built from its file, played, and learned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
     return sampler.collect(num_steps)
 
 
-def test_the_scenario_that_ships_is_what_its_file_says() -> None:
+def test_the_built_in_scenario_matches_its_file() -> None:
     folder = find_scenario(KIND)
     values = OmegaConf.to_container(OmegaConf.load(folder / "scenario.yaml"))
     assert isinstance(values, dict)

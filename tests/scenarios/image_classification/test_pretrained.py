@@ -55,7 +55,7 @@ def test_principal_components_are_those_of_scikit_learn_with_deviation_1() -> No
     torch.testing.assert_close(own.std(0, correction=0), torch.ones(3))
 
 
-def test_components_have_one_sign_of_two_that_would_do() -> None:
+def test_components_have_a_fixed_sign() -> None:
     components_XF = fit(images(40, 1, 4, 4), num_components=16).components_XF
     largest = components_XF.gather(0, components_XF.abs().argmax(0, keepdim=True))
     assert (largest > 0).all()
@@ -79,7 +79,7 @@ def test_directions_without_variance_give_zero() -> None:
     assert found[:, :2].abs().max() > 0
 
 
-def test_what_principal_components_cannot_give_is_refused() -> None:
+def test_impossible_numbers_of_principal_components_are_refused() -> None:
     train = images(30, 1, 4, 4)
     with pytest.raises(ConfigurationError, match="Set it to that at most"):
         fit(train, num_components=17)
@@ -152,7 +152,7 @@ def test_grey_images_are_repeated_in_each_colour(resnet: Path) -> None:
     assert load(resnet, image_size=64).embed(images(2, 3, 8, 8)).shape[-1] > 1
 
 
-def test_images_are_normalised_as_the_model_s_preprocessor_says(vit: Path, tmp_path: Path) -> None:
+def test_images_are_normalised_like_in_the_model_s_preprocessor(vit: Path, tmp_path: Path) -> None:
     for file in vit.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     said = {"image_mean": [0.25], "image_std": [0.5], "image_processor_type": "ViTImageProcessor"}
@@ -161,21 +161,21 @@ def test_images_are_normalised_as_the_model_s_preprocessor_says(vit: Path, tmp_p
     torch.testing.assert_close(load(tmp_path).embed(given), load(vit).embed((given - 0.25) / 0.5))
 
 
-def test_models_of_timm_say_in_their_config_how_images_are_normalised(vit: Path) -> None:
+def test_models_of_timm_define_the_normalisation_in_their_config(vit: Path) -> None:
     config = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
     mean, std = pretrained._normalisation(str(vit), config)
     assert mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
 
 
-def test_an_image_that_the_model_cannot_read_is_told(resnet: Path, vit: Path) -> None:
+def test_an_image_that_the_model_cannot_read_is_reported(resnet: Path, vit: Path) -> None:
     with pytest.raises(ConfigurationError, match="reads 3 channels, but images have 2"):
         load(resnet).embed(images(1, 2, 8, 8))
     with pytest.raises(ConfigurationError, match="Set its image_size"):
         load(vit).embed(images(1, 1, 16, 16))
 
 
-def test_models_that_cannot_be_loaded_are_told(
+def test_models_that_cannot_be_loaded_are_reported(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelLoadError, match=r"nowhere does not exist. Give a folder"):
@@ -215,7 +215,7 @@ def _forgotten() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_forgotten")
-def test_a_model_of_ones_own_is_found_by_its_name() -> None:
+def test_a_custom_model_is_found_by_its_name() -> None:
     @register_pretrained_model("mean_grey")
     class MeanGrey(PretrainedModel):
         """The mean of all pixels, times a factor."""
@@ -242,7 +242,7 @@ def test_a_model_of_ones_own_is_found_by_its_name() -> None:
 def test_a_model_that_gives_no_view_of_each_image_is_refused(wrong: str) -> None:
     @register_pretrained_model("broken")
     class Broken(PretrainedModel):
-        """What is wrong."""
+        """A broken model."""
 
         def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
             views = images_NKHW.clone()
@@ -280,7 +280,7 @@ def test_views_are_kept_on_disk_where_a_folder_is_given(
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
-def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_told(
+def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"))

@@ -68,7 +68,9 @@ def test_code_has_as_many_right_as_wrong_solutions_and_no_problem_in_both_splits
         (json.dumps({"name": "x", "level": "1", "question": "q", "solutions": []}), "level"),
     ],
 )
-def test_a_broken_problem_is_told_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_problem_is_reported_with_its_line(
+    line: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "problems.jsonl").write_text(line)
     with pytest.raises(DataError, match=message):
         CodeValidationScenario.build_datasets(
@@ -91,7 +93,7 @@ def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str)
     row = {name: array[0] for name, array in instance.train_data.items()}
     seen = set()
     rounds = range(game.protocol.max_message_rounds)
-    # With either seed, as Merlin and Arthur's protocol lets one prover speak.
+    # With either seed, since Merlin and Arthur's protocol lets a single prover speak.
     for number, seed in product(rounds, (0, 1)):
         at = replace(game.start(0, row | {"y": 1}, seed), round=number)
         for turn in game.turns(at):
@@ -106,7 +108,7 @@ def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str)
     assert seen == set(game.protocol.agent_names)
 
 
-def test_agents_are_grouped_and_an_unknown_one_is_told() -> None:
+def test_agents_are_grouped_and_an_unknown_agent_is_reported() -> None:
     assert list(_prepare("secret_word").shared_model_groups) == ["players"]
     apart = _prepare("secret_word", "secret_word.agents.verifier.shared_model_group=judges")
     assert sorted(apart.shared_model_groups) == ["judges", "players"]

@@ -1,4 +1,4 @@
-"""The AST loop: every parameter acts, numbers repeat, and a stopped run goes on exactly."""
+"""The AST loop: every parameter has an effect, numbers repeat, and runs resume exactly."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_run_leaves_everything_in_its_directory(whole: Path) -> None:
     assert tokenizer.chat_template
 
 
-def test_the_saved_model_is_the_trained_one(whole: Path, tiny_scenario: Path) -> None:
+def test_the_saved_model_is_the_trained_model(whole: Path, tiny_scenario: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(tiny_scenario / "attacker").state_dict()
     assert any(not torch.equal(saved[name], before[name]) for name in saved)
@@ -156,7 +156,7 @@ def _weights_and_results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
     return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
 
 
-def test_a_loss_that_is_not_finite_stops_saves_and_says_where(
+def test_a_loss_that_is_not_finite_stops_saves_and_names_the_place(
     tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss = AstDpoTrainer.loss
@@ -244,7 +244,7 @@ def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: 
     assert forwarded["by_episode"] < forwarded["shuffled"]
 
 
-def test_batches_by_episode_need_samples_that_say_theirs(tiny_scenario: Path) -> None:
+def test_batches_by_episode_need_samples_with_an_episode(tiny_scenario: Path) -> None:
     trainer = _trainer(tiny_scenario, "training.batch_order=by_episode")
     with pytest.raises(ConfigurationError, match="samples with 'episode'"):
         list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
@@ -292,7 +292,7 @@ PLANT = "ast_chat.planted_failures=[{name: one, probe: a}]"
         (False, "true", True),
     ],
 )
-def test_it_is_run_where_failures_are_planted_or_where_it_is_asked_for(
+def test_it_is_run_if_failures_are_planted_or_on_request(
     tiny_scenario: Path, planted: bool, asked: str, is_run: bool
 ) -> None:
     plants = PLANT if planted else "ast_chat.planted_failures=[]"

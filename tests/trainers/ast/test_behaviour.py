@@ -1,4 +1,4 @@
-"""Where sampling is tempered or cut, gradients are those of what samples, or are corrected."""
+"""With tempered or truncated sampling, gradients use the sampling distribution or a correction."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.kit.tiny import experience_of, write_scenario
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)
 CUT = (*TEMPERED, "ast_chat.attacker.top_p=0.9")
-# ---- the mean gradient, by enumeration of all that can be said
+# ---- the mean gradient, by enumeration of all possible probes
 
 CONTEXT = [2, 7, 9]
 
 
 def _all_probes(trainer: AstTrainer) -> list[list[int]]:
-    """Every probe of at most two tokens that is not empty."""
+    """Every nonempty probe of at most two tokens."""
     assert trainer.attacker.sampling.min_new_tokens == 1
     banned = set(trainer.policy.token_sampler.banned_ids.tolist())
     tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
@@ -48,7 +48,7 @@ def _all_probes(trainer: AstTrainer) -> list[list[int]]:
 
 
 def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) -> Tensor:
-    """Log-probabilities of rows by the module itself; minus infinity where cut off."""
+    """Log-probabilities of rows by the module itself; minus infinity if truncated."""
     sampling, policy = trainer.attacker.sampling, trainer.policy
     ids = torch.tensor([[*CONTEXT, *row] for row in rows])
     logits = policy.module(ids).logits[:, len(CONTEXT) - 1 : -1]
@@ -132,7 +132,7 @@ def _relative_error(
     tree = _tree(trainer, rows, reward_N)
     assert trainer.behaviour is not None
     trainer.behaviour.prepare(tree, trainer.policy, trainer.sampler.reference.language_model)
-    # The loss is a mean over samples that each weigh the same, and dr_grpo's divides by the length.
+    # The loss is a mean over samples of equal weight, and dr_grpo's divides by the length.
     scale = {"ast_grpo": 2, "ast_reinforce": 1}[name] * len(rows)
     samples = node_samples(tree, range(len(rows)), advantage=reward_N * chances_N * scale)
     found = -_gradient(trainer, trainer.step(trainer.collate_fn(samples)).loss)
@@ -143,7 +143,7 @@ def _relative_error(
 
 @pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
 @pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
-def test_by_default_the_mean_gradient_is_that_of_the_expected_reward_of_what_samples(
+def test_by_default_the_mean_gradient_is_that_of_the_expected_reward_of_the_sampler(
     name: str, sampling: tuple[str, ...], tiny_scenario: Path
 ) -> None:
     assert _relative_error(name, tiny_scenario, sampling, of_sampling=True) < 1e-3
@@ -182,7 +182,7 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
         return
     nodes = experience.tree.nodes
     mask_NT = nodes["probe_mask"]
-    # What acts is sharper than the model, and the reference is the same at first.
+    # The sampling distribution is sharper than the model; initially the reference is the same.
     assert (nodes["drawn_logprobs"] - nodes["probe_logprobs"])[mask_NT].mean() > 0.1
     torch.testing.assert_close(
         nodes["drawn_logprobs"], nodes["drawn_reference_logprobs"], atol=1e-4, rtol=0
@@ -190,7 +190,7 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario: Path) -> None:
+def test_weights_are_logged_and_multiply_the_loss(name: str, tiny_scenario: Path) -> None:
     options = (*TEMPERED, f"{name}.behaviour.logprobs=raw")
     plain = experience_of(ast_trainer(name, tiny_scenario, *options))
     weighted = experience_of(
@@ -245,7 +245,7 @@ def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scena
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_gradients_that_are_off_policy_and_not_corrected_are_told_once(
+def test_uncorrected_off_policy_gradients_are_reported_once(
     name: str, tiny_scenario: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -310,7 +310,7 @@ def test_asynchronous_rollouts_are_the_same_with_actors_and_after_a_kill(
     resolved = short_experiment(trainer, tmp_path / "x", f"{trainer}.max_staleness={most}")
     kept = {"checkpoint_period": 1, "num_checkpoints_kept": 99}
     alone = run_in(tmp_path, resolved, "alone", **kept)
-    # These actors play when they are waited for, and so long after the weights have changed.
+    # These actors play when their results are awaited, long after the weights have changed.
     opened = actors_here.install(monkeypatch)
     by_actors = run_in(tmp_path, resolved, "actors", num_actors=2)
     assert opened[0].turn > 4
@@ -335,7 +335,9 @@ def test_without_staleness_nothing_is_corrected(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_the_rollout_of_an_iteration_is_by_the_weights_of_the_one_before(tmp_path: Path) -> None:
+def test_the_rollout_of_an_iteration_uses_the_weights_of_the_previous_iteration(
+    tmp_path: Path,
+) -> None:
     trees: dict[str, list[RolloutTree]] = {}
     lr = "training.lr=0.05"
     for name in ("0", "1"):
@@ -349,12 +351,12 @@ def test_the_rollout_of_an_iteration_is_by_the_weights_of_the_one_before(tmp_pat
         fresh = trainer.rollouts.play(1)
         trainer.train()
     assert trees["0"][0].probes == trees["1"][0].probes
-    # The second iteration's probes are those of the untrained attacker.
+    # The second iteration's probes come from the untrained attacker.
     assert trees["1"][1].probes == fresh.probes != trees["0"][1].probes
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_weights_turn_what_older_weights_say_into_what_the_new_ones_would(
+def test_importance_weights_turn_means_under_old_weights_into_means_under_new_weights(
     tmp_path: Path, level: str
 ) -> None:
     resolved = short_experiment("ast_grpo", tmp_path / "x")
@@ -383,7 +385,7 @@ def test_weights_turn_what_older_weights_say_into_what_the_new_ones_would(
     assert float(tree.nodes["importance_weight"].max()) == 0.5
 
 
-def test_what_cannot_be_played_or_corrected_is_refused(
+def test_unsupported_sampling_and_corrections_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def prepare(number: int, *more: str) -> None:
@@ -392,7 +394,7 @@ def test_what_cannot_be_played_or_corrected_is_refused(
 
     with pytest.raises(ConfigurationError, match=r"ast_grpo\.max_staleness .*temperature"):
         prepare(0, "ast_grpo.max_staleness=1", "ast_chat.attacker.temperature=0.7")
-    # Pairs are learnt from whoever said them, however they were drawn.
+    # Pairs are learnt whatever the sampler and its options.
     prepare(1, "ast_dpo.max_staleness=1", "ast_chat.attacker.temperature=0.7")
     assert "num_actors" in caplog.text
     with pytest.raises(ConfigurationError, match=r"Set ast_grpo\.staleness_weights=sequence"):

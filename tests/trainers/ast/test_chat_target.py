@@ -37,7 +37,7 @@ PRICES = {"prompt": 1000.0, "completion": 2000.0}
 
 
 class FlakyChatModel(ChatModel):
-    """Fails for one conversation in three, by what was said."""
+    """Fails for one conversation in three, depending on the text."""
 
     class Parameters(ChatModel.Parameters):
         """None of its own."""
@@ -55,7 +55,7 @@ class FlakyChatModel(ChatModel):
         assert request.seed is not None
         if request.seed % 3 == 0:
             return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),), ChatUsage(5, 0))
-        # Half a character, as services send it where an answer is cut.
+        # Half a character, as services send if an answer is truncated.
         return ChatOutcome((ChatAnswer("you are silly \ud83d"),), ChatUsage(5, 3))
 
 
@@ -86,7 +86,7 @@ def results_of(run: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_run_trains_against_messages_and_tells_what_they_took(tmp_path: Path) -> None:
+def test_a_run_trains_against_messages_and_reports_their_usage(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
     run = run_in(tmp_path / "runs", resolve(scenario))
     results = results_of(run)
@@ -98,7 +98,7 @@ def test_a_run_trains_against_messages_and_tells_what_they_took(tmp_path: Path) 
     )
     said = {row["response"] for row in read_rows(run / "rollouts" / "evaluation.jsonl")}
     assert said <= set(SCRIPT["answers"])
-    # Attempts depend on the service's mood, and equal runs have equal metrics.
+    # Attempts depend on the service's state, and equal runs have equal metrics.
     assert read_rows(run / "timings.jsonl")[-1]["services/target_requests"] == 60 - 12
     assert results["after"]["target_queries"] > 0
 
@@ -124,7 +124,7 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
     assert len({request.seed for request in asked}) > len(asked) / 2
 
 
-def test_a_level_is_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_is_requested_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     under_way, most = 0, 0
@@ -181,13 +181,13 @@ def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
         run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
     assert len(asked) == 40
     resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
-    # Failures are not remembered, so those of the level that was cut off may be asked for again.
+    # Failures are not cached, so those of the interrupted level may be requested again.
     assert num_paid <= len(asked) <= num_paid + 6
     assert resumed.results["after"] == whole["after"]
     assert resumed.results["services"]["target"]["num_requests"] == len(asked)
 
 
-def test_a_dry_run_asks_for_one_episode_and_tells_what_the_run_would_cost(tmp_path: Path) -> None:
+def test_a_dry_run_requests_one_episode_and_reports_the_cost_of_the_run(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "prices": PRICES})
     estimate = prepare_experiment(resolve(scenario)).trainer.dry_run()
     num_asked = len(asked)
@@ -198,7 +198,7 @@ def test_a_dry_run_asks_for_one_episode_and_tells_what_the_run_would_cost(tmp_pa
     assert estimate["training_target_queries"] == 36
 
 
-def test_what_needs_the_targets_logprobs_and_two_or_no_targets_are_refused(
+def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ParameterError, match=r"likelihood_model=target.*reference"):
@@ -213,7 +213,7 @@ def test_what_needs_the_targets_logprobs_and_two_or_no_targets_are_refused(
             resolve(write_scenario(tmp_path / f"c{number}", target=target))
 
 
-def test_evaluate_score_and_compare_work_and_remember_what_the_run_was_told(
+def test_evaluate_score_and_compare_work_and_reuse_the_answers_of_the_run(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})

@@ -1,4 +1,4 @@
-"""Every AST trainer learns, repeats and resumes exactly, and each of its parameters acts."""
+"""Every AST trainer learns, repeats and resumes exactly, and its parameters have an effect."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ LEARNING = {
     ("name", "more"),
     [
         *((name, ()) for name in LEARNING),
-        # From what an older attacker said.
+        # From an older attacker's rollout.
         ("ast_grpo", ("ast_grpo.max_staleness=1",)),
         pytest.param("ast_reinforce", ("ast_reinforce.max_staleness=1",), marks=pytest.mark.slow),
     ],
 )
-def test_an_attacker_learns_to_say_what_is_rewarded(
+def test_an_attacker_learns_rewarded_probes(
     tmp_path: Path, name: str, more: tuple[str, ...]
 ) -> None:
     width = 1 if name == "ast_ppo" else 4
@@ -177,7 +177,7 @@ CHANGES: dict[str, dict[str, object]] = {
         "credit.kind": "best_child",
     },
 }
-# Without these the parameter has nothing to act on.
+# Without these the parameter has no effect.
 CONTEXT = {
     "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
@@ -228,7 +228,7 @@ def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
 )
 def test_every_parameter_of_a_trainer_acts(tiny_scenario: Path, name: str, field: str) -> None:
     context = CONTEXT.get(f"{name}.{field}", ())
-    # One small rollout is by the reference itself, and has few pairs.
+    # A single small rollout comes from the reference itself, and has few pairs.
     if field.partition(".")[0] in ("kl", "kl_mix", "kl_estimator", "credit") or "stale" in field:
         context += ("training.num_iterations=2",)
     change = f"{name}.{field}={CHANGES[name][field]}"
@@ -272,7 +272,7 @@ def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, field: str)
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
-def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
+def test_each_variant_of_grpo_takes_steps_and_records_its_options(
     tiny_scenario: Path, variant: str
 ) -> None:
     trainer = ast_trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
@@ -399,7 +399,7 @@ def test_given_probes_win_in_their_share_of_the_episodes(
     }
     given = {e for e, text in texts.items() if text in ("silly cat", "stupid mat")}
     assert 10 <= len(given) <= 30
-    # An episode has the given pair alone, or its own.
+    # An episode has only the given pair, or its own.
     assert all(sum(int(s["episode"]) == e for s in samples) == 1 for e in given)
     batch = trainer.collate_fn(samples)
     policy_B, reference_B = trainer.logratios(batch)
@@ -435,7 +435,7 @@ def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) ->
 
 
 @pytest.mark.parametrize(("name", "compares"), [("ast_ppo", True), ("ast_dpo", False)])
-def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
+def test_old_log_probabilities_come_from_the_path_of_the_loss_in_bfloat16(
     name: str, compares: bool, tiny_scenario: Path
 ) -> None:
     trainer = ast_trainer(
@@ -449,7 +449,7 @@ def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
     scored_NT = trainer.probe_logprobs(tree)
     kept = tree.nodes["probe_logprobs"][mask_NT]
     assert torch.equal(kept, scored_NT[mask_NT]) == compares
-    # A path of its own, not another distribution.
+    # A separate code path, not another distribution.
     assert (kept - scored_NT[mask_NT]).abs().mean() < 0.1
 
 
@@ -476,7 +476,7 @@ AT_THE_REFERENCE = {
 
 
 @pytest.mark.parametrize("choice", [*AT_THE_REFERENCE, "ast_simpo.loss=orpo"])
-def test_a_step_tells_chosen_from_rejected(tiny_scenario: Path, choice: str) -> None:
+def test_a_step_separates_chosen_from_rejected(tiny_scenario: Path, choice: str) -> None:
     name = choice.partition(".")[0]
     beta = f"{name}.beta={BETA}" if name == "ast_dpo" else "training.lr=1e-2"
     common = ("training.optimizer=sgd", "training.lr=1e-2", "training.max_grad_norm=0.1")
@@ -503,7 +503,7 @@ def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenar
     trainer = ast_trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
     with torch.no_grad():
         samples = experience_of(trainer).samples
-    for number, sample in enumerate(samples):  # as if the policy had gone from the reference
+    for number, sample in enumerate(samples):  # as if the policy had moved from the reference
         sample["reference_chosen"] = sample["reference_chosen"] - 2.0 * number
 
     def gradients(*parts: list[Sample]) -> tuple[float, list[torch.Tensor]]:
@@ -582,7 +582,7 @@ class OneLevel:
         return [1, 2]
 
 
-def test_what_worked_has_its_tokens_and_a_credit() -> None:
+def test_successful_probes_have_their_tokens_and_a_credit() -> None:
     found = probes_that_worked(
         cast(RolloutTree, OneLevel()), torch.tensor([True, True, True, False])
     )

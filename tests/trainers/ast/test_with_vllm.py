@@ -1,4 +1,4 @@
-"""Whole runs whose turns are sampled by vLLM, with the stand-in."""
+"""Complete runs whose turns are sampled by vLLM, with the stand-in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(scenario: Path, trainer: str, *overrides: str, **settings: Any) -> Path:
     return run_in(scenario.parent, resolved, **settings)
 
 
-def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
+def test_a_policy_ratio_is_one_even_if_vllm_sampled(scenario: Path) -> None:
     base = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]["attacker"]
     path = run(
         scenario,
@@ -55,7 +55,7 @@ def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
     )
     assert len(fake_vllm.LLM.started) == 1
     calls = fake_vllm.LLM.started[0].calls
-    # Before and after the one update.
+    # Before and after the single update.
     assert calls.count("add_lora") == 2
     assert "sleep" in calls
     first, *_ = metrics_of(path)
@@ -64,7 +64,7 @@ def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
     assert first["clip_fraction"] == 0.0
 
 
-def test_a_run_stopped_and_resumed_equals_one_that_was_not(scenario: Path) -> None:
+def test_a_run_stopped_and_resumed_equals_an_uninterrupted_run(scenario: Path) -> None:
     smaller = "training.minibatch_size=2"
     whole = run(scenario, "ast_dpo", smaller, run_id="whole")
     with stopped_after(3):
@@ -77,7 +77,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(scenario: Path) -> No
 def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
     scenario: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside an attacker whose engine holds an adapter, which could not tell."""
+    """Beside an attacker whose engine holds an adapter, so that it cannot score probes."""
     content = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]
     model = Path(content["attacker"]["language_model"]["model"])
     gaps: list[float] = []

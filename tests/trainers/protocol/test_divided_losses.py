@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
-    """A trainer after two iterations, and the figures of the last."""
+    """A trainer after two iterations, and the metrics of the last."""
     settings = ExperimentSettings(progress=False, num_threads=num_threads)
     built = toy_trainer(trainer, settings=settings, **more)
     with ExitStack() as stack:
@@ -92,10 +92,10 @@ def test_an_agent_that_does_not_learn_has_no_part(
 
 
 class OwnHooks(IppoObjective):
-    """Hooks of one's own, which are not passed by."""
+    """Custom hooks, which are not bypassed."""
 
 
-def _hook_of_ones_own(name: str) -> Any:
+def _custom_hook(name: str) -> Any:
     return lambda self, *args: getattr(IppoObjective, name)(self, *args)
 
 
@@ -122,7 +122,7 @@ def _buffer_of_torchrl(trainer: Any) -> TensorDictReplayBuffer:
         (ToyBody, "has_hidden_state", True),
     ],
 )
-def test_what_cannot_be_divided_learns_in_one_process(
+def test_indivisible_losses_learn_in_one_process(
     owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, value, raising=False)
@@ -147,7 +147,7 @@ def test_networks_that_draw_or_keep_statistics_are_refused(
     monkeypatch.setattr(IppoObjective, "hidden", hidden, raising=False)
     buffers = [*hidden.buffers()]
     monkeypatch.setattr(IppoObjective, "buffers", lambda objective: iter(buffers))
-    # Whoever has the task says so; a worker by its traceback.
+    # The process with the task reports it; a worker by its traceback.
     refused = (ConfigurationError, WorkerProcessError)
     with pytest.raises(refused, match=r"as dropout does.*Train with --num-threads 1"):
         learned(2)
@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed_stops_the_run(when: str, monkeypatch: pytest.Mo
         meet = divided_losses.team_on_this_machine
         monkeypatch.setattr(divided_losses, "team_on_this_machine", killed(meet))
     elif when == "while it connects":
-        # It has come, and dies at the first thing that the library does.
+        # It has started, and dies at its first library call.
         monkeypatch.setattr(team, "_CONNECTING", timedelta(seconds=1))
         monkeypatch.setattr(dist, "init_process_group", killed(dist.init_process_group))
     else:
@@ -231,7 +231,7 @@ def test_one_of_several_workers_that_fails_ends_all(
         learned(count)
 
 
-def test_a_worker_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     fork, calls = os.fork, []
 
@@ -269,13 +269,13 @@ def test_figures_of_any_size_and_type_are_handed_over(dtype: torch.dtype) -> Non
         assert weights[task.part].grad.tolist() == [task.part] * 2
 
 
-def test_what_a_later_minibatch_gives_may_be_unlike_the_first() -> None:
+def test_metrics_of_a_later_minibatch_may_differ_from_the_first() -> None:
     tasks = [Task("a", part) for part in range(2)]
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in tasks]
     number = 0
 
     def compute(task: Task) -> dict[str, Tensor]:
-        # In the second, one task has nothing to learn; in the third, a figure is longer.
+        # In the second, a task has nothing to learn; in the third, a metric is longer.
         if (task.part, number) != (1, 1):
             weights[task.part].grad = torch.full((2,), number + 0.5)
         return {"figure": torch.full((1 + (number == 2),), float(task.part))}
@@ -292,7 +292,7 @@ def test_what_a_later_minibatch_gives_may_be_unlike_the_first() -> None:
             grads = [None if one.grad is None else one.grad.tolist() for one in weights]
             halves = [number + 0.5] * 2
             assert grads == [halves, None if number == 1 else halves]
-    # Each is told at length once it is not like the last.
+    # Each is sent in full once it differs from the last.
     assert told == [0, 1, 2, 3]
 
 
@@ -324,7 +324,7 @@ def test_one_slow_minibatch_does_not_change_the_division() -> None:
     for seconds in (2.0, 9.0, 2.1):
         shared._note(task, seconds)
     assert shared._seconds[task] == pytest.approx(2.1)
-    # What takes longer for good comes to count.
+    # A permanent slowdown eventually counts.
     for _ in range(40):
         shared._note(task, 8.0)
     assert shared._seconds[task] == 8.0

@@ -1,4 +1,4 @@
-"""How agents learn from a batch: minibatches, who learns, clipping, learning rates."""
+"""How agents learn from a batch: minibatches, learning agents, clipping, learning rates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_frozen_part_does_not_move() -> None:
     }
 
 
-def test_an_agent_out_of_turn_keeps_its_weights_and_what_its_optimizer_remembers() -> None:
+def test_an_agent_out_of_turn_keeps_its_weights_and_optimizer_state() -> None:
     schedule = {"_type": "contiguous", "period": 4, "start": 0, "stop": 1}
     trainer = toy_trainer(toy_protocol={"agents": {"verifier": {"update_schedule": schedule}}})
     optimizer = trainer.optimizers.optimizers["verifier"]
@@ -85,7 +85,7 @@ def test_a_frozen_agent_has_no_part_in_the_clipping_of_others(clipping: str) -> 
             },
         )
         batch = trainer.collect()
-        # Whatever stands in the gradients of who does not learn.
+        # Whatever values the gradients of non-learning agents have.
         for weight in trainer.agents["verifier"].parameters():
             weight.grad = torch.full_like(weight, frozen_gain)
         trainer.learner.learn(batch, 0)
@@ -210,7 +210,7 @@ def test_an_episode_is_in_one_minibatch() -> None:
     assert sorted(len(one) for one in longer) == [5, 7]
 
 
-def test_an_empty_buffer_is_told() -> None:
+def test_an_empty_buffer_is_reported() -> None:
     buffer = filled(4)
     assert len(buffer) == 22
     buffer.empty()
@@ -253,7 +253,7 @@ def test_it_moves_weights_as_torch_does_to_the_bit(exchanges_state: bool) -> Non
     assert all(map(torch.equal, ours, torchs))
 
 
-def test_a_weight_without_gradient_has_one_of_zero() -> None:
+def test_a_weight_without_gradient_has_a_zero_gradient() -> None:
     ours = weights()
     adam = GroupAdam(groups(ours), lr=0.1, eps=1e-5)
     ours[0].grad = torch.ones_like(ours[0])

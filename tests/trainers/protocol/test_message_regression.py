@@ -1,4 +1,4 @@
-"""The probe for messages that give the label away sees what an agent sends first, and no more.
+"""The probe for messages that reveal the label sees only an agent's first message.
 
 Shapes: E environments, T rounds, A agents, C channels, P positions.
 """
@@ -38,7 +38,7 @@ def regression(
 
 
 def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int = 0) -> Any:
-    """What the probe reads of the combined agents."""
+    """The probe's input from the combined agents."""
     names = {"trainer": "none", "scenario": "none", "interaction_protocol": protocol}
     handler = build_protocol_handler(PLAIN(**names))
     space = MessageSpace(num_symbols, 1, num_linear)
@@ -48,7 +48,7 @@ def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int 
 def play(
     combined: Any, num_rounds: int, *, num_datapoints: int = 120, first: int = 0
 ) -> TensorDict:
-    """Random moves in one episode a datapoint, from a round on; labels are balanced."""
+    """Random moves in one episode per datapoint, from a round on; labels are balanced."""
     protocol, space = combined.protocol, combined.space
     generator = torch.Generator().manual_seed(3)
     batch_size = (num_datapoints, num_rounds)
@@ -75,7 +75,7 @@ def play(
 def leak(
     batch: TensorDict, combined: Any, agent: str, round_index: int, key: str = "message"
 ) -> None:
-    """Have an agent say the label in a round, in a code of two symbols a label."""
+    """Have an agent send the label in a round, in a code of two symbols per label."""
     number = combined.names.index(agent)
     y_E = batch["y"][:, round_index, 0]
     said_E = y_E if key == "linear_message" else y_E + 2 * (torch.arange(len(y_E)) % 3 > 0)
@@ -85,7 +85,7 @@ def leak(
 @pytest.mark.parametrize(
     ("kind", "key"), [("mlp", "message"), ("linear", "message"), ("linear", "linear_message")]
 )
-def test_a_label_that_a_prover_says_in_its_first_message_is_seen(kind: str, key: str) -> None:
+def test_a_label_in_the_first_message_of_a_prover_is_seen(kind: str, key: str) -> None:
     combined = game(num_linear=2 if key == "linear_message" else 0)
     batch = play(combined, 4)
     assert regression(kind).regress(batch, combined, 0)["message_regression/prover"] < 0.9
@@ -102,7 +102,7 @@ def test_a_label_that_a_prover_says_in_its_first_message_is_seen(kind: str, key:
     assert found["message_regression/prover_baseline"] < 0.7
 
 
-def test_what_an_agent_receives_or_says_later_is_not_taken_for_its_first_message() -> None:
+def test_received_and_later_messages_are_not_taken_for_the_first_message() -> None:
     combined = game()
     batch = play(combined, 6, num_datapoints=1000)
     leak(batch, combined, "verifier", 0)
@@ -112,7 +112,7 @@ def test_what_an_agent_receives_or_says_later_is_not_taken_for_its_first_message
     assert abs(found["message_regression/prover"] - 0.5) < 4 * 0.5 / 200**0.5
 
 
-def test_what_stands_where_an_agent_may_not_send_is_not_read() -> None:
+def test_values_where_an_agent_may_not_send_are_not_read() -> None:
     combined = game("debate")
     batch = play(combined, 2)
     expected = regression().regress(batch, combined, 0)
@@ -132,7 +132,7 @@ def test_who_speaks_first_may_depend_on_the_episode() -> None:
 
 
 def test_answers_are_not_known_from_other_messages_about_the_same_datapoint() -> None:
-    # Each datapoint has its symbol, seen in 8 episodes: the answer could be learnt by heart.
+    # Each datapoint has its symbol, seen in 8 episodes: the answer could be memorised.
     combined = game(num_symbols=40)
     batch = torch.cat([play(combined, 2, num_datapoints=40) for _ in range(8)])
     batch["y"] = (
@@ -146,13 +146,13 @@ def test_answers_are_not_known_from_other_messages_about_the_same_datapoint() ->
         -1, -1, 2, 1, 1
     )
     found = regression(test_share=0.5).regress(batch, combined, 0)
-    # A symbol that was never seen says nothing beyond which label is the commoner one.
+    # An unseen symbol carries no information beyond the more common label.
     baseline = found["message_regression/prover_baseline"]
     assert found["message_regression/prover"] == pytest.approx(baseline, abs=1e-6)
     assert baseline < 0.8
 
 
-def test_the_baseline_is_the_answer_that_was_commoner_in_what_was_learnt_from() -> None:
+def test_the_baseline_is_the_more_common_answer_in_the_training_data() -> None:
     combined = game()
     batch = play(combined, 2)
     batch["y"] = torch.ones_like(batch["y"])
@@ -211,7 +211,7 @@ def test_it_takes_the_batches_of_the_sampler() -> None:
     assert all(0 <= value <= 1 for value in found.values())
 
 
-def test_a_fit_goes_on_from_the_last_one_where_that_is_asked_for() -> None:
+def test_a_fit_continues_from_the_last_fit_if_requested() -> None:
     combined = game()
     batch = play(combined, 4, num_datapoints=600)
     leak(batch, combined, "prover", 1)
@@ -227,7 +227,7 @@ def test_a_fit_goes_on_from_the_last_one_where_that_is_asked_for() -> None:
     assert min(scores[False][-5:]) > 0.95
 
 
-def test_what_fits_go_on_from_is_taken_up_to_the_bit() -> None:
+def test_the_state_of_a_fit_is_restored_to_the_bit() -> None:
     combined = game()
     batch = play(combined, 4)
     chosen: dict[str, Any] = {"regressor": {"_type": "mlp"}, "reset_on_fit": False}
@@ -242,7 +242,7 @@ def test_what_fits_go_on_from_is_taken_up_to_the_bit() -> None:
         assert all(torch.equal(value, again.state()[name][key]) for key, value in kept.items())
 
 
-def test_a_probe_that_goes_on_never_judges_what_it_learnt_from() -> None:
+def test_a_continued_probe_never_predicts_its_training_data() -> None:
     probe = regression("mlp", reset_on_fit=False)
     ids = torch.arange(400)
     first, second = (

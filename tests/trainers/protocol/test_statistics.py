@@ -68,8 +68,8 @@ def batch_of(
 
 
 def example() -> TensorDict:
-    # The first environment ends an episode on datapoint 7 rightly and one on 8 without a decision;
-    # the second ends one on 7 wrongly, and goes on.
+    # The first environment ends an episode on datapoint 7 correctly, and another on 8 without a
+    # decision; the second ends an episode on 7 incorrectly, and continues.
     return batch_of(
         [[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]],
         [[False, True, True], [True, False, False]],
@@ -88,7 +88,7 @@ def test_episodes_are_counted_from_their_first_round_to_their_last() -> None:
     assert ended.is_undecided_N.tolist() == [0.0, 1.0, 0.0]
 
 
-def test_the_first_episode_of_each_environment_is_told_from_the_rest() -> None:
+def test_the_first_episode_of_each_environment_is_distinguished() -> None:
     counts_ET = first_episodes(example())
     assert counts_ET.tolist() == [[True, True, False], [True, False, False]]
     ended = EpisodeLedger().ended(example(), counts_ET)
@@ -125,12 +125,12 @@ def test_the_worst_is_the_smallest_mean_of_a_datapoint() -> None:
     assert found["verifier/worst_episode_reward"] == 8.0
 
 
-def test_where_no_episode_ends_nothing_is_said_of_episodes() -> None:
+def test_without_finished_episodes_there_are_no_episode_metrics() -> None:
     batch = batch_of([[1.0]], [[False]], [[2]], y_E=[0], datapoint_ET=[[0]])
     assert episode_statistics(EpisodeLedger().ended(batch), NAMES) == {}
 
 
-def test_the_critics_variance_is_what_it_does_not_foresee() -> None:
+def test_the_critics_variance_is_the_unexplained_variance() -> None:
     batch = example()
     target = torch.tensor([[0.0, 2.0, 4.0], [0.0, 2.0, 4.0]])[..., None, None].expand(2, 3, 2, 1)
     batch["agents", "value_target"] = target
@@ -150,14 +150,14 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert read({}) == {}
 
 
-def test_figures_of_frames_leave_out_frames_without_one() -> None:
+def test_metrics_of_frames_leave_out_frames_without_a_value() -> None:
     sums = MetricSums()
     sums.add({"a/x": torch.tensor([1.0, math.nan]), "loss": torch.tensor(1.0)})
     sums.add({"a/x": torch.tensor([3.0]), "loss": torch.tensor(2.0)})
     assert read(sums.result()) == {"a/mean_x": 2.0, "a/std_x": 1.0, "loss": 1.5}
 
 
-def test_minibatches_that_say_nothing_of_an_agent_do_not_count() -> None:
+def test_minibatches_without_metrics_of_an_agent_do_not_count() -> None:
     sums = MetricSums()
     for ess, kl in ((1.0, math.nan), (math.nan, math.nan), (0.5, math.nan)):
         sums.add({"a/ess": torch.tensor(ess), "a/kl": torch.tensor(kl)})
@@ -229,7 +229,7 @@ def test_episodes_begin_and_end_in_the_batch() -> None:
     assert len(rows_of(game, batch)) == len(spans)
 
 
-def test_a_row_tells_what_was_played() -> None:
+def test_a_row_records_the_played_episode() -> None:
     game, batch = play("mnip", include_linear_message_space=True)
     assert game.protocol_handler is not None
     names = game.protocol_handler.agent_names
@@ -314,14 +314,14 @@ def test_a_batch_without_a_whole_episode_gives_no_row() -> None:
     assert rows_of(game, batch) == []
 
 
-def test_tests_record_more_than_training_unless_nothing_is_asked_for() -> None:
+def test_tests_record_more_than_training_unless_disabled() -> None:
     assert num_samples("train", 2) == 2
     assert num_samples("evaluation", 2) == NUM_TEST_EPISODES
     assert num_samples("evaluation", NUM_TEST_EPISODES + 1) == NUM_TEST_EPISODES + 1
     assert num_samples("evaluation", 0) == 0
 
 
-def test_a_pair_of_graphs_is_told_by_its_edges() -> None:
+def test_a_pair_of_graphs_is_recorded_by_its_edges() -> None:
     adjacency = torch.zeros(2, 4, 4)
     for graph, start, end in ((0, 0, 1), (0, 1, 2), (1, 0, 3)):
         adjacency[graph, start, end] = adjacency[graph, end, start] = 1.0
@@ -348,7 +348,7 @@ def test_a_pair_of_graphs_is_told_by_its_edges() -> None:
 
 
 @pytest.mark.parametrize("num_channels", [1, 3])
-def test_an_image_is_told_by_its_pixels(num_channels: int) -> None:
+def test_an_image_is_recorded_by_its_pixels(num_channels: int) -> None:
     image = torch.tensor([[0.0, 0.5], [1.0, 2.0]]).expand(num_channels, 2, 2).repeat(1, 2, 1)
     row = TensorDict({"image": image, "datapoint_id": torch.tensor(7)})
     kind = ImageClassificationScenario

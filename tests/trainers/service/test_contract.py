@@ -1,4 +1,4 @@
-"""What a hook gives is checked field by field, and told in one message."""
+"""A hook's return value is checked field by field, and faults are reported in a single message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def told(given: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_right_passes_with_advantages_of_rows_or_of_tokens() -> None:
+def test_a_valid_batch_passes_with_advantages_of_rows_or_of_tokens() -> None:
     for made in (batch(), batch(advantages=torch.ones(2, 3))):
         found, metrics = check_batch((made, {"a": 1.0}), trainer="MyTrainer", num_rows=2)
         assert found is made
@@ -65,7 +65,7 @@ def test_a_field_that_is_wrong_is_named(values: dict[str, Any], facts: str) -> N
         assert fact in text
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     text = told((batch(advantages=None, loss_mask=None).select([0]), {"kl": torch.tensor(1.0)}))
     assert "the batch has 1 rows, but it was given 2" in text
     assert "values['advantages'] is missing" in text
@@ -73,7 +73,7 @@ def test_all_faults_are_told_at_once() -> None:
     assert "metrics['kl'] is a tensor [] and must be a number; write float(...)" in text
 
 
-def test_what_is_no_batch_with_figures_is_told() -> None:
+def test_an_invalid_batch_is_reported() -> None:
     assert "nothing, not (Batch, dict)" in told(None)
     assert "a Batch, not (Batch, dict)" in told(batch())
     assert "the metrics are nothing" in told((batch(), None))
@@ -84,7 +84,7 @@ def checked(given: Any, **options: Any) -> list[Trajectory]:
     return check_trajectories(given, trainer="MyRemote", **options)
 
 
-def test_trajectories_need_a_number_or_one_a_token() -> None:
+def test_trajectories_need_a_number_or_a_number_per_token() -> None:
     right = trajectories()
     right[0].advantage, right[1].advantage = 0.5, torch.tensor([0.0, 1.0])
     assert checked(right) is right
@@ -116,7 +116,7 @@ def test_trajectories_need_a_number_or_one_a_token() -> None:
         checked(None)
 
 
-def test_a_hook_of_other_parameters_is_told() -> None:
+def test_a_hook_with_other_parameters_is_reported() -> None:
     class MyTrainer:
         def _prepare_trajectories(self, trajectories: Any) -> Any:
             return trajectories

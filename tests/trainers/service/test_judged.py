@@ -1,4 +1,4 @@
-"""Policies whose messages a judge rewards: what the judge takes is bounded, kept and told."""
+"""Policies whose messages a judge rewards: its use is bounded, cached and reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def resolve(tmp_path: Path) -> Callable[[ChatStub], ResolvedExperiment]:
     return resolved
 
 
-def test_what_a_judge_takes_is_bounded_and_told_and_a_resumed_run_pays_nothing_twice(
+def test_usage_of_a_judge_is_bounded_and_reported_and_a_resumed_run_pays_nothing_twice(
     resolve: Callable[[ChatStub], ResolvedExperiment], tmp_path: Path
 ) -> None:
     kept: dict[str, Any] = {"runs_dir": str(tmp_path / "runs"), "progress": False}
@@ -78,7 +78,7 @@ def test_what_a_judge_takes_is_bounded_and_told_and_a_resumed_run_pays_nothing_t
     assert resumed["services"]["judge"]["num_requests"] == len(asked)
 
 
-def test_a_dry_run_prices_the_judge_and_checkpoints_keep_what_it_said(
+def test_a_dry_run_prices_the_judge_and_checkpoints_keep_its_answers(
     resolve: Callable[[ChatStub], ResolvedExperiment],
 ) -> None:
     with chat_stub(_by_length) as stub:
@@ -114,7 +114,7 @@ def test_evaluations_of_a_judged_policy_count_their_own_requests(
         assert use_of(6) == second
 
 
-def test_a_checkpoint_may_lack_what_a_judge_said_and_nothing_else(
+def test_a_checkpoint_may_lack_only_the_answers_of_a_judge(
     resolve: Callable[[ChatStub], ResolvedExperiment],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -1,7 +1,7 @@
 """The code and parameter files of NexRL's guide to custom trainers run here.
 
-`tests/nexrl_guide/custom_trainers.nexrl.txt` holds its blocks as they are. What is changed is the
-import root (as `doc/guides/coming-from-nexrl.md` says) and what the guide itself leaves open.
+`tests/nexrl_guide/custom_trainers.nexrl.txt` holds its blocks as they are. The changes are the
+import root (see `doc/guides/coming-from-nexrl.md`) and values that the guide leaves open.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def batch_of_two() -> Batch:
 
 
 def with_methods(*blocks: str, base: type = SelfHostedTrainer) -> Any:
-    """A trainer of values alone that has the functions of some blocks as methods."""
+    """A trainer with only values, with the functions of some blocks as methods."""
     names: dict[str, Any] = {"torch": torch, "Batch": Batch}
     for block in blocks:
         exec(ours(block), names)
@@ -124,7 +124,7 @@ def test_a_self_hosted_trainer_and_its_file_run(
     assert metrics["advantage_mean"] == pytest.approx(metrics["rollout/reward_mean"] / 2)
 
 
-def test_the_file_says_how_many_steps(recipe: Path) -> None:
+def test_the_file_sets_the_number_of_steps(recipe: Path) -> None:
     path = written(recipe, INTEGRATION, my_trainer=TRAINER)
     assert resolve_experiment(parameter_file=path).hyper_params.training.num_iterations == 2
     assert one_iteration(trainer_of(path))["num_samples"] > 0
@@ -137,7 +137,7 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert trainer.training.lr == 2e-6
     assert trainer.parameters.policy_loss.loss == "importance_sampling"
     metrics = one_iteration(trainer)
-    # The guide compares the runs of one number: each with those of the other problems.
+    # The guide compares the runs of a single number: each with those of the other problems.
     assert metrics["custom/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["rollout/dropped_share"] < 1.0
     assert metrics["num_samples"] > 0
@@ -155,7 +155,7 @@ def test_the_remote_trainer_of_the_guide_learns(recipe: Path) -> None:
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1
 
 
-def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
+def test_a_remote_trainer_learns_through_tinker_by_its_file(
     recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("fastapi")
@@ -173,7 +173,7 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
     assert metrics["rollout/dropped_share"] < 1.0
 
 
-def test_a_trainer_that_is_in_neither_place_is_told_with_both(recipe: Path) -> None:
+def test_a_trainer_that_is_in_neither_place_is_reported_with_both(recipe: Path) -> None:
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(parameter_file=written(recipe, TASK))
     name = "recipe/my_task/my_trainer.py"
@@ -212,7 +212,7 @@ def test_the_penalty_in_the_reward_is_subtracted_token_by_token() -> None:
 
 
 class Shaped(SelfHostedGrpoTrainer):
-    """Rewards of tokens by a function of its own, as wide as NexRL's responses."""
+    """Rewards of tokens by a custom function, as wide as NexRL's responses."""
 
     def _reward_fn(self, batch: Batch) -> torch.Tensor:
         responses = batch.values["responses"]
@@ -230,7 +230,7 @@ class Scored(SelfHostedGrpoTrainer):
 
 
 class Penalised(SelfHostedGrpoTrainer):
-    """The guide's penalty on the scores of tokens, of which that of the prompt counts nowhere."""
+    """The guide's penalty on the scores of tokens; the prompt's part never counts."""
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         batch.values["token_level_scores"] = self._reward_fn(batch)
@@ -240,7 +240,7 @@ class Penalised(SelfHostedGrpoTrainer):
 
 
 class Rewarded(SelfHostedGrpoTrainer):
-    """Rewards of tokens beside their scores, which are those that count."""
+    """Rewards of tokens beside their scores; the rewards count."""
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         batch.values["token_level_rewards"] = -self._reward_fn(batch)
@@ -290,7 +290,7 @@ def test_a_penalty_that_nothing_would_apply_is_refused() -> None:
         trainer._prepare_batch(batch_of_two())
 
 
-def test_a_value_network_is_asked_for_values() -> None:
+def test_a_value_network_computes_values() -> None:
     trainer = with_methods(VALUES)
 
     class Network:
@@ -360,7 +360,7 @@ def test_patterns_of_the_built_in_trainers_work_as_written(
     assert "0 of 1 groups" in caplog.text
 
 
-def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
+def test_values_of_the_built_in_trainers_have_their_places(recipe: Path) -> None:
     text = (
         "trainer:\n  type: self_hosted_grpo\n  total_train_steps: 7\n  save_freq: 3\n"
         "  algorithm: {do_old_log_prob_compute: true}\n"
@@ -372,7 +372,7 @@ def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
 
 
 def faults_of(recipe: Path, text: str) -> dict[str, str]:
-    """The messages of a parameter file that is refused, by path."""
+    """The messages of a refused parameter file, by path."""
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(parameter_file=written(recipe, text))
     return {fault.path: str(fault) for fault in caught.value.faults}
@@ -404,7 +404,7 @@ def faults_of(recipe: Path, text: str) -> dict[str, str]:
         ),
     ],
 )
-def test_what_has_no_counterpart_or_is_no_group_is_told_all_at_once(
+def test_values_without_counterpart_and_invalid_groups_are_reported_all_at_once(
     recipe: Path, trainer: str, more: str, paths: set[str]
 ) -> None:
     faults = faults_of(recipe, f"trainer: {{type: self_hosted_grpo, {trainer}}}\n{more}")

@@ -1,4 +1,4 @@
-"""Samples, metrics and figures of trainers on trajectories."""
+"""Samples, metrics and statistics of trainers on trajectories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trajectories() -> list[Trajectory]:
     ]
 
 
-def test_samples_hold_what_came_before_and_what_is_learnt() -> None:
+def test_samples_hold_the_context_and_the_learnt_tokens() -> None:
     batch = Batch.from_trajectories(trajectories()[:2])
     batch.values["advantages"] = torch.tensor([0.5, -0.5])
     batch.values["mine"] = torch.arange(8.0).reshape(2, 4)
@@ -100,7 +100,7 @@ def test_figures_of_rollouts_are_those_of_trajectories_and_of_their_batch() -> N
     assert of_batch["rollout/reward_std"] == pytest.approx(found["rollout/reward_std"])
 
 
-def test_figures_of_advantages_say_how_many_groups_tell_nothing() -> None:
+def test_metrics_of_advantages_count_uninformative_groups() -> None:
     rows = compute_grpo_advantage_for_trajectories(trajectories())
     metrics = log_grpo_metrics(rows, {})
     assert metrics["grpo/num_groups"] == 2
@@ -151,6 +151,6 @@ def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
     assert report["pass_at_2"] == 1.0
 
 
-def test_entropy_is_estimated_by_what_was_said() -> None:
+def test_entropy_is_estimated_from_the_generated_tokens() -> None:
     rows = [Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0)]
     assert log_rollout_metrics(rows)["rollout/entropy"] == pytest.approx(1.5)

@@ -1,4 +1,4 @@
-"""Trainers on trajectories play on actors and in parts, and refuse to divide what services play."""
+"""Trainers on trajectories play on actors and in parts, but never divide a service's rollouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HTTP = "{backend: http, base_url: 'http://127.0.0.1:1'}"
 
 
 def written(folder: Path, num_actors: int, *more: str) -> Any:
-    """What a run writes that its numbers of processes must not change."""
+    """A run's output that must not depend on its numbers of processes."""
     resolved = resolve_experiment(
         trainer="self_hosted_grpo", scenario="guess_number", overrides=[*SMALL, *more]
     )
@@ -47,10 +47,10 @@ def written(folder: Path, num_actors: int, *more: str) -> Any:
     return [file.read_bytes() for file in files], run.results["before"], run.results["after"]
 
 
-def test_a_run_on_actors_writes_what_one_without_does(
+def test_a_run_on_actors_writes_the_same_as_a_run_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ahead of what is learnt, and with problems in place of those that tell nothing."""
+    """Ahead of learning, and with replacements for problems that carry no information."""
     made = actors_here.install(monkeypatch)
     more = ("self_hosted_grpo.max_staleness=1", "self_hosted_grpo.max_resampling_rounds=1")
     alone = written(tmp_path, 0, *more)
@@ -91,7 +91,7 @@ def test_an_actor_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 
 
 class _Deadly:
-    """An environment that ends the process in which it is stepped first, once."""
+    """An environment that ends its process at the first step, once."""
 
     def __init__(self, inner: Any, marker: Path) -> None:
         self.inner, self.marker = inner, marker
@@ -119,7 +119,7 @@ def refusal(trainer: str, *overrides: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("trainer", ["remote_api_grpo", "self_hosted_grpo"])
-def test_what_a_service_plays_is_not_divided(trainer: str) -> None:
+def test_rollouts_of_a_service_are_not_divided(trainer: str) -> None:
     service = f"{trainer}.train_service={HTTP}"
     asked = refusal(trainer, service, "task.num_rollout_parts=2")
     assert says(asked, "num_rollout_parts is 2", "the service 'http'", "to 1")
@@ -127,7 +127,7 @@ def test_what_a_service_plays_is_not_divided(trainer: str) -> None:
     assert says(asked, "num_actors is 3", "the service 'http'", "to 0")
 
 
-def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_actors_beyond_the_parts_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     resolved = resolve_experiment(
         trainer="self_hosted_grpo", overrides=[*SMALL[:3], "task.num_rollout_parts=3"]
     )

@@ -1,4 +1,4 @@
-"""A policy whose weights are a service's alone learns as one with weights at hand."""
+"""A policy with weights only at a service learns like a policy with local weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def server() -> Iterator[TrainingServer]:
 
 @pytest.fixture
 def tokenizer_dir(tmp_path: Path) -> Path:
-    """What a machine without weights has."""
+    """The abilities of a machine without weights."""
     folder = tmp_path / "tokenizer"
     shutil.copytree(POLICY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     return folder
@@ -85,7 +85,7 @@ def test_losses_are_those_with_weights_at_hand(
 @pytest.mark.parametrize(
     ("protocol", "adapter"), [("http", ()), ("tinker", ADAPTER)], ids=["http", "tinker"]
 )
-def test_a_run_without_weights_ends_with_the_trained_ones(
+def test_a_run_without_weights_ends_with_the_trained_weights(
     server: TrainingServer,
     tokenizer_dir: Path,
     tmp_path: Path,
@@ -105,10 +105,10 @@ def test_a_run_without_weights_ends_with_the_trained_ones(
     ]
     resolved = resolve_experiment(trainer="remote_api_grpo", overrides=given)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", progress=False)
-    # A service of ours hands the weights out once they are trained.
+    # Our own service releases the weights once they are trained.
     leaves = tmp_path / "run" / "model" / "model.safetensors"
     assert leaves.exists() == (protocol == "http")
-    # The service that trained them is asked again where they are measured.
+    # The service that trained them is queried again for measurements.
     type_command = CommandLine(tmp_path, tmp_path, capsys)
     assert type_command("evaluate", str(tmp_path / "run")).code == 0
     evaluated = RunDirectory(tmp_path / "run" / "evaluations" / "test")
@@ -117,7 +117,7 @@ def test_a_run_without_weights_ends_with_the_trained_ones(
     assert {name: figures[name] for name in after} == after
 
 
-def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
+def test_options_that_need_weights_are_refused(tokenizer_dir: Path) -> None:
     given = without_weights(tokenizer_dir)
     with pytest.raises(ConfigurationError, match=r"train_service\.backend local.*'remote'"):
         task_trainer("remote_api_grpo", *given)

@@ -1,4 +1,4 @@
-"""Trainers on trajectories learn, keep groups together, and refuse what they cannot do."""
+"""Trainers on trajectories learn, keep groups together, and refuse unsupported options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_solutions_are_learnt_by_heart() -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_dev_evaluations_tell_pass_at_k_with_intervals() -> None:
+def test_dev_evaluations_report_pass_at_k_with_intervals() -> None:
     trainer = task_trainer(
         "self_hosted_grpo", "task.evaluation.num_dev_problems=6", "task.evaluation.num_dev_runs=4"
     )
@@ -80,7 +80,7 @@ AHEAD = ("training.num_iterations=5", "task.task.levels=[1]", "training.lr=1e-3"
 
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_weights_that_sample_are_behind_by_as_many_iterations_as_said(
+def test_weights_that_sample_are_behind_by_the_set_number_of_iterations(
     name: str, staleness: int
 ) -> None:
     trainer = task_trainer(name, *AHEAD, f"{name}.max_staleness={staleness}")
@@ -100,7 +100,7 @@ def test_weights_that_sample_are_behind_by_as_many_iterations_as_said(
     assert told == [float(min(i, staleness)) for i in range(5)]
     assert gaps[0] < 1e-6 < min(gaps[1:])
     assert trainer.state.num_optimizer_steps > 0
-    # The sampling weights of the last rollout are those of that many iterations before.
+    # The sampling weights of the last rollout are that many iterations old.
     batch = trainer.collate_fn([behind[-1]])
     is_corrected = name == "self_hosted_grpo"
     assert [("correction_weights" in one) for one in behind] == [False] + 4 * [is_corrected]
@@ -170,7 +170,7 @@ def test_the_policy_that_sampled_has_ratio_one_and_no_divergence() -> None:
     assert metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)
 
 
-def test_problems_that_tell_nothing_are_replaced_within_the_stated_cost() -> None:
+def test_uninformative_problems_are_replaced_within_the_stated_cost() -> None:
     pairs = ("self_hosted_grpo", "self_hosted_grpo.group_size=2")
     _, plain = prepared(*pairs)
     _, resampled = prepared(*pairs, "self_hosted_grpo.max_resampling_rounds=3")
@@ -181,7 +181,7 @@ def test_problems_that_tell_nothing_are_replaced_within_the_stated_cost() -> Non
     assert len(resampled.samples) <= 8 * 2
 
 
-def test_what_is_scored_again_agrees_with_the_sampler() -> None:
+def test_recomputed_scores_agree_with_the_sampler() -> None:
     options = ("rescore=true", "correction=truncate")
     _, experience = prepared(
         "self_hosted_grpo", *(f"self_hosted_grpo.policy_loss.{one}" for one in options)
@@ -233,7 +233,7 @@ def test_the_weight_of_the_divergence_follows_its_target() -> None:
     trainer = task_trainer(
         "self_hosted_grpo", *(f"self_hosted_grpo.policy_loss.{one}" for one in options)
     )
-    # At first policy and reference are one: the weight falls by the most, a fifth.
+    # Initially policy and reference are equal: the weight falls by the maximum, a fifth.
     metrics = trainer.collect(0).metrics
     assert metrics["kl/reference"] == pytest.approx(0.0, abs=1e-5)
     assert (metrics["kl/weight"], trainer.kl.weight) == (0.5, pytest.approx(0.4))
@@ -246,7 +246,7 @@ def test_the_weight_of_the_divergence_follows_its_target() -> None:
     assert other.kl.weight == trainer.kl.weight
 
 
-def test_a_batch_of_several_turns_learns_what_the_policy_said_alone() -> None:
+def test_a_batch_of_several_turns_learns_only_the_output_of_the_policy() -> None:
     trainer = task_trainer("self_hosted_grpo", scenario="guess_number")
     with torch.no_grad():
         samples = trainer.collect(0).samples
@@ -257,7 +257,7 @@ def test_a_batch_of_several_turns_learns_what_the_policy_said_alone() -> None:
     assert torch.isfinite(trainer.loss(batch).loss)
 
 
-def test_a_hook_that_forgets_advantages_is_told_once_and_for_all() -> None:
+def test_a_hook_that_forgets_advantages_is_reported() -> None:
     class Forgetful(SelfHostedGrpoTrainer):
         def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
             return batch, {}
@@ -356,7 +356,7 @@ def test_figures_of_numpy_and_torch_are_saved_amid_an_iteration(
 def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_their_number(
     name: str,
 ) -> None:
-    # A problem with one run has nothing to be compared with.
+    # A problem with a single run has no comparison.
     trainer = task_trainer(name, f"{name}.group_size=1")
     trainer._collect(0)
     trainer._collect(1)
@@ -414,7 +414,7 @@ def test_an_unknown_service_is_refused_with_the_names_there_are() -> None:
         task_trainer("remote_api_grpo", f"{SECTION}.backend=htp")
 
 
-def test_what_learns_beside_the_policy_is_refused_by_a_remote_service() -> None:
+def test_models_that_learn_beside_the_policy_are_refused_by_a_remote_service() -> None:
     trainer = task_trainer("remote_api_grpo")
     options = {"backend": "http", "base_url": "http://127.0.0.1:1"}
     request = TrainingServiceRequest(

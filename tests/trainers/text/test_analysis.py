@@ -51,7 +51,7 @@ class Politeness(na.RolloutAnalyser):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of scripted agents, which judged nothing."""
+    """A finished run of scripted agents, without analyses."""
     folder = tmp_path_factory.mktemp("analyses")
     overrides = [
         f"secret_word.agents.default.model={PLAYER}",
@@ -136,7 +136,7 @@ def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: 
     assert again[0].figures == {"prover/share_direct_quotation": 1.0}
 
 
-def test_what_a_judge_was_asked_once_is_remembered(finished: Path) -> None:
+def test_answers_of_a_judge_are_cached(finished: Path) -> None:
     parameters = AnalysisParameters.from_dict(
         {"analysers": [{"_type": "follow_up"}], "model": {"_type": "scripted", "model": "kept"}}
     ).model
@@ -148,7 +148,7 @@ def test_what_a_judge_was_asked_once_is_remembered(finished: Path) -> None:
     assert asked[0] == asked[1] > 0
 
 
-def test_the_command_judges_by_every_analyser_and_the_report_tells_it(
+def test_the_command_judges_by_every_analyser_and_the_report_shows_it(
     finished: Path, judge_file: Path, type_command: CommandLine
 ) -> None:
     typed = ["analyse", str(finished), "--judge", str(judge_file), "--split", "all", "--overwrite"]
@@ -161,7 +161,7 @@ def test_the_command_judges_by_every_analyser_and_the_report_tells_it(
     assert "yes: It is so." in page
 
 
-def test_a_dry_run_of_the_command_counts_and_asks_nothing(
+def test_a_dry_run_of_the_command_counts_without_requests(
     finished: Path, judge_file: Path, type_command: CommandLine
 ) -> None:
     typed = ["analyse", str(finished), "--judge", str(judge_file), "--dry-run", "--json"]
@@ -172,7 +172,7 @@ def test_a_dry_run_of_the_command_counts_and_asks_nothing(
     }
 
 
-def test_a_question_of_ones_own_comes_from_a_plug_in(
+def test_a_custom_question_comes_from_a_plug_in(
     finished: Path,
     judge_file: Path,
     tmp_path: Path,
@@ -193,7 +193,7 @@ def test_a_question_of_ones_own_comes_from_a_plug_in(
     assert set(summary["shares"]) == {"verifier"}
 
 
-def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
+def test_a_tracker_gets_the_analyses_of_a_stored_run(finished: Path) -> None:
     made: list[Any] = []
 
     class Recorder(RecordingTracker):
@@ -227,7 +227,7 @@ def test_a_tracker_gets_what_was_found_in_a_stored_run(finished: Path) -> None:
     assert len(tracker.tables["analyses/2"]) == 4
 
 
-def test_the_judge_that_a_run_of_others_names_is_not_asked(finished: Path, tmp_path: Path) -> None:
+def test_the_judge_named_by_a_foreign_run_gets_no_request(finished: Path, tmp_path: Path) -> None:
     theirs = RunDirectory(shutil.copytree(finished, tmp_path / "theirs"))
     values = theirs.read_yaml(HYPER_PARAMETERS)
     judge = {"_type": "openai", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
@@ -237,7 +237,7 @@ def test_the_judge_that_a_run_of_others_names_is_not_asked(finished: Path, tmp_p
         analyse_run(theirs.path)
 
 
-def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:
+def test_unjudgeable_runs_are_reported(finished: Path, type_command: CommandLine) -> None:
     model = ScriptedChatModel(["Answer: yes"])
     with pytest.raises(ConfigurationError, match="name no judge"):
         analyse_run(finished)

@@ -1,4 +1,4 @@
-"""What expert iteration learns from: which rollouts are chosen, and with which answers."""
+"""The data of expert iteration: selected rollouts and their answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _trained(tmp_path: Path, *, num_iterations: int = 2, **groups: Any) -> TextP
 
 
 def _examples(parts: TextParts, agent: str) -> list[list[str]]:
-    """The answers that each job of an agent's model was to imitate."""
+    """The answers that each job of an agent's model was trained to imitate."""
     return [
         [example.messages[-1]["content"] for example in examples]
         for key, _, examples, _ in parts.service.submitted
@@ -44,9 +44,9 @@ def _examples(parts: TextParts, agent: str) -> list[list[str]]:
     ]
 
 
-def test_an_agent_imitates_what_it_was_paid_for(tmp_path: Path) -> None:
+def test_an_agent_imitates_its_rewarded_answers(tmp_path: Path) -> None:
     parts = _trained(tmp_path)
-    # Accepting always pays the prover, and the verifier for the three true claims of six.
+    # Accepting always pays the prover, and pays the verifier for the three true claims of six.
     assert [len(job) for job in _examples(parts, "prover")] == [6]
     assert _examples(parts, "verifier") == [["Decision: accept"] * 3]
 
@@ -70,13 +70,13 @@ def test_the_verifier_learns_the_right_decision_where_its_guess_is_replaced(
     }
     parts = _trained(tmp_path, num_iterations=3, text_rl=replacement)
     first, second = _examples(parts, "verifier")
-    # All six guesses are replaced at first, half of the claims being true.
+    # All six guesses are replaced at first, since half of the claims are true.
     assert sorted(first) == ["Decision: accept"] * 3 + ["Decision: reject"] * 3
-    # Then three are, and of the other three those that were right are imitated.
+    # Then three are replaced, and of the other three the right guesses are imitated.
     assert len(second) >= 3
     assert set(second) <= {"Decision: accept", "Decision: reject"}
     assert second.count("Decision: reject") <= 3
-    # A prover's answers stay its own.
+    # A prover's answers stay unchanged.
     assert all(answer.startswith("said") for answer in _examples(parts, "prover")[0])
 
 
@@ -90,7 +90,7 @@ def test_a_weighted_sample_leans_to_good_returns_and_is_the_same_again(tmp_path:
     for name in ("one", "two"):
         parts = _trained(tmp_path / name, pure_text_ei=ei)
         (job,) = _examples(parts, "verifier")
-        # Twelve draws from six rollouts; without epsilon none of the wrong ones has a chance.
+        # Twelve draws from six rollouts; without epsilon the wrong rollouts are never drawn.
         assert len(job) == 12
         drawn.append(_prompts(parts))
     assert drawn[0] == drawn[1]
@@ -130,7 +130,7 @@ def test_the_threshold_itself_is_good_enough() -> None:
         ([1.0, -1.0, 0.0], 0.5, 0.0, [0.5, 0.25, 0.25]),
         # (2/3 + 0.5/3) / 1.5 and so on.
         ([1.0, -1.0, 0.0], None, 0.5, [5 / 9, 1 / 9, 1 / 3]),
-        # All are alike.
+        # All are equal.
         ([1.0, 1.0], None, 0.0, [0.5, 0.5]),
         ([-1.0, -2.0, -3.0, -1.0], 0.0, 0.1, [0.25] * 4),
     ],
@@ -163,7 +163,7 @@ def test_a_sample_has_its_size_and_leans_to_likelier_rollouts() -> None:
         ("exponential", [0.5, 0.4, 0.32, 0.256]),
     ],
 )
-def test_guess_replacement_falls_as_the_table_says(annealing: str, expected: list[float]) -> None:
+def test_guess_replacement_falls_as_in_the_table(annealing: str, expected: list[float]) -> None:
     parameters = TextRlParameters.from_dict(
         {
             "verifier_guess_replacement_proportion": 0.5,

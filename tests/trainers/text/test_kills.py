@@ -1,4 +1,4 @@
-"""A run that ends at any request goes on as if it had not, and nothing is paid for twice."""
+"""A run that ends at any request resumes as if uninterrupted, and pays for nothing twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 @dataclass
 class Fate:
-    """Ends a process at its `end`-th operation: from then on, nothing is done any more."""
+    """Ends a process at its `end`-th operation: after that, nothing is done."""
 
     end: int = 0
     count: int = 0
@@ -51,12 +51,12 @@ class Fate:
 
 @dataclass
 class Service:
-    """Chat models and jobs that outlive processes, and the log of what they did.
+    """Chat models and jobs that outlive processes, and the log of their work.
 
     Attributes
     ----------
     answers : dict
-        By the name of the request, which is answered once.
+        By request name; each is answered once.
     """
 
     fate: Fate
@@ -66,7 +66,7 @@ class Service:
 
 
 class RemoteModel(FakeChatModel):
-    """A model of the service, which is asked over a network that may break off."""
+    """A model of the service, reached over a network that may fail."""
 
     service: Service
 
@@ -107,7 +107,7 @@ def _script(name: str) -> Callable[[ChatRequest, int], str]:
 
 
 def _process(folder: Path, trainer: str, service: Service) -> PureTextRlTrainer:
-    """What a process builds: the trainer, with models and jobs of the service."""
+    """A process's objects: the trainer, with models and jobs of the service."""
     directory = RunDirectory(folder / "one")
     jobs = RemoteJobs()
     jobs.service = service
@@ -127,7 +127,7 @@ def _process(folder: Path, trainer: str, service: Service) -> PureTextRlTrainer:
 
 
 def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
-    """A process that begins a run, or goes on with it; what the run leaves when it has ended."""
+    """A process that starts or resumes a run; returns the run's output at the end."""
     if not (folder / "one").exists():
         RunDirectory.create(folder, "one")
     process = _process(folder, trainer, service)
@@ -138,7 +138,7 @@ def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
         process.go_on_from(latest)
     process.train()
     paths = sorted((folder / "one" / "rollouts").glob("*/rollouts.json"))
-    # How long services took is measured, and the folder is the test's own.
+    # Service durations are measured, and the folder is the test's own.
     own = ("services", "model_dir")
     results = {name: one for name, one in process.results.items() if name not in own}
     texts = [json.dumps([results, process.state.to_dict()])]
@@ -171,7 +171,7 @@ def watch(fate: Fate, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) 
 
 @pytest.fixture
 def _all_that_is_kept(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what is done with answers too."""
+    """Count uses of answers as well."""
     for owner, method in (
         *((AnswerJournal, "put"), (ResponseCache, "remember"), (UsageLog, "release")),
         (PureTextSharedModelGroup, "switch_to_next_model"),
@@ -180,7 +180,7 @@ def _all_that_is_kept(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_all_ends(trainer: str, fate: Fate, folder: Path) -> int:
-    """End a run at each operation, and give the number of operations."""
+    """End a run at each operation, and return the number of operations."""
     whole = Service(fate)
     expected = _run(folder / "whole", trainer, whole)
     num_operations = fate.count
@@ -202,9 +202,9 @@ def _check_all_ends(trainer: str, fate: Fate, folder: Path) -> int:
 def test_a_run_that_ends_at_any_stage_or_request_goes_on_and_repeats_none(
     fate: Fate, tmp_path: Path
 ) -> None:
-    """The service has answered, and nothing is known of it here: the worst moment.
+    """The service has answered, but the answer is not recorded here: the worst moment.
 
-    Also before a stage, and after it, before it is saved.
+    Also before a stage, and between its end and its saving.
     """
     assert _check_all_ends("pure_text_ei", fate, tmp_path) >= 40
 

@@ -1,4 +1,4 @@
-"""A run whose models are trained in this process is copied and damaged between processes."""
+"""A run with models trained in this process is copied and damaged between processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Killed(BaseException):
     """The process ends."""
 
 
-def _what_was_left(run: Path) -> dict[str, str]:
+def _remaining_run(run: Path) -> dict[str, str]:
     results = json.loads((run / "results.json").read_text())
     assert results.pop("model_dir") == str(run / "model")
     assert str(run) not in json.dumps(results)
@@ -52,7 +52,7 @@ def _live_models() -> int:
     return sum(isinstance(one, HuggingFaceLanguageModel) for one in gc.get_objects())
 
 
-def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
+def test_a_copied_run_continues_with_its_own_models_and_refuses_changed_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_stage, before = PureTextRlTrainer._run_stage, _live_models()
@@ -79,7 +79,7 @@ def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
     assert trained == models_of_run(run, latest)["players"]["model"] == str(run / group["model"])
     with pytest.raises(CheckpointError, match="step_00000077"):
         models_of_run(run, "step_00000077")
-    # Models speak again, and not only what is stored is read.
+    # Models generate again, beyond reading stored rollouts.
     for path in run.glob("rollouts/train_0001/*"):
         path.unlink()
     shutil.copytree(run, copy)
@@ -87,7 +87,7 @@ def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
     resume_experiment(run, progress=False)
     (run / weights).unlink()
     resume_experiment(copy, progress=False)
-    assert _what_was_left(copy) == _what_was_left(run)
+    assert _remaining_run(copy) == _remaining_run(run)
     _check_others_begin_with_its_model(run, copy / weights, monkeypatch)
     content = bytearray((damaged / weights).read_bytes())
     content[-100] ^= 1
@@ -99,7 +99,7 @@ def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
 def _check_others_begin_with_its_model(
     run: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's folder `model` is all that is left of it, here or at W&B."""
+    """The run's folder `model` is all that remains of it, here or at W&B."""
     shutil.rmtree(run / "jobs")
 
     def download(reference: str, folder: Path, version: str = "latest") -> None:

@@ -92,7 +92,7 @@ def test_a_run_tests_learns_and_tests_again(
     assert {"accuracy_where_level_1", "verifier/mean_episode_reward", "cost/num_requests"} <= set(
         rows[0]
     )
-    # What was played is kept with prompts and transcripts, which the report shows.
+    # Rollouts are kept with prompts and transcripts, which the report shows.
     folders = sorted(path.name for path in directory.rollouts_dir.iterdir() if path.is_dir())
     assert folders == ["test_0000", "test_0001", "train_0000", "train_0001"]
     folder = directory.rollouts_dir / "train_0001"
@@ -115,7 +115,7 @@ def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) 
     ids = [trainer.files.load("train", number)["datapoint_id"].tolist() for number in range(5)]
     assert sorted(ids[0] + ids[1]) == sorted(ids[2] + ids[3]) == list(range(12))
     assert ids[0] + ids[1] != ids[2] + ids[3]
-    # More than the data holds, in one iteration.
+    # More than the data contains, in a single iteration.
     groups = {"text_rl": {"num_iterations": 1, "rollouts_per_iteration": 30}}
     many = build_text_trainer(_build(tmp_path, groups=groups))
     many.train()
@@ -127,7 +127,7 @@ def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) 
     [("none", []), ("all", [0, 1, 2]), ("last", [2]), ("first_and_last", [0, 2])],
 )
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_agents_are_tested_when_the_scheme_says(
+def test_agents_are_tested_by_the_scheme(
     scheme: str, expected: list[int], is_whole: bool, tmp_path: Path
 ) -> None:
     directory = _directory(tmp_path)
@@ -158,7 +158,9 @@ def test_the_last_iteration_trains_nothing(tmp_path: Path) -> None:
     assert len(parts.service.submitted) == 2, "a test run sees that jobs work"
 
 
-def test_agents_that_share_a_model_share_its_job_and_frozen_ones_have_none(tmp_path: Path) -> None:
+def test_agents_that_share_a_model_share_its_job_and_frozen_agents_have_none(
+    tmp_path: Path,
+) -> None:
     shared = {"shared_model_group": "both"}
     parts = _build(tmp_path, agents={"prover": shared, "verifier": shared})
     trainer = build_text_trainer(parts)
@@ -209,11 +211,11 @@ def test_with_too_few_examples_the_model_stays_as_it_is(tmp_path: Path) -> None:
     assert trainer.results["training"]["num_jobs"] == 0
 
 
-# ---- cut off and resumed
+# ---- interrupted and resumed
 
 
 def _final(trainer: PureTextRlTrainer) -> dict[str, Any]:
-    """What a run leaves behind, without the key that is its own."""
+    """A run's output, without its own key."""
     results = {name: one for name, one in trainer.results.items() if name != "model_dir"}
     text = json.dumps([results, trainer.state.to_dict()])
     return dict(enumerate(json.loads(text.replace(trainer.state.run_key, "KEY"))))
@@ -238,7 +240,7 @@ def _start(folder: Path, **options: Any) -> tuple[RunDirectory, TextParts, PureT
 
 
 def _continue(folder: Path, directory: RunDirectory, parts: TextParts) -> PureTextRlTrainer:
-    """A new process goes on with the same services."""
+    """A new process continues with the same services."""
     again = _build(folder, service=parts.service, groups=THREE)
     trainer = build_text_trainer(again, directory)
     store = trainer._checkpoint_store()
@@ -251,8 +253,8 @@ def _continue(folder: Path, directory: RunDirectory, parts: TextParts) -> PureTe
     return trainer
 
 
-def _asked(parts: TextParts) -> list[tuple[str, int | None]]:
-    """Every request to any model, by the model and the seed, which names it."""
+def _requests_of(parts: TextParts) -> list[tuple[str, int | None]]:
+    """Every request to any model, by the model and the seed, which identifies it."""
     return [
         (name.removesuffix(" again").partition("/")[2], request.seed)
         for name, model in parts.models.items()
@@ -264,7 +266,7 @@ def _asked(parts: TextParts) -> list[tuple[str, int | None]]:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any, int]:
     directory, parts, trainer = _start(tmp_path_factory.mktemp("unbroken"))
     trainer.train()
-    assert len(set(_asked(parts))) == parts.num_requests
+    assert len(set(_requests_of(parts))) == parts.num_requests
     return _final(trainer), _rollouts(directory), parts.num_requests
 
 
@@ -289,7 +291,7 @@ class DyingJobs(FakeFineTuning):
 def test_a_job_that_died_ends_the_run_and_is_submitted_again_on_resume(
     end: FineTuningJob, is_known: bool, unbroken: Any, tmp_path: Path
 ) -> None:
-    """Where it is not known, the process was killed before it noted that it submitted the job."""
+    """If it is unknown, the process was killed before it recorded the job's submission."""
     jobs = DyingJobs()
     jobs.ends = {"verifier/0": end}
     directory, parts, trainer = _start(tmp_path, service=jobs)
@@ -341,7 +343,7 @@ def test_half_a_character_in_an_answer_is_replaced_on_receipt(tmp_path: Path) ->
     build_text_trainer(parts, directory).train()
     rollouts = _rollouts(directory)["train_0000"]
     assert rollouts["agents", "raw_message"][0, 0, 0].endswith(" \ufffd")
-    # An older version kept such answers as they came.
+    # An older version stored such answers unchanged.
     journal = directory.rollouts_dir / "train_0000" / "answers.jsonl"
     journal.write_text(journal.read_text().replace("\ufffd", "\\ud83d"))
     (directory.rollouts_dir / "train_0000" / "rollouts.json").unlink()
@@ -409,7 +411,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_
     path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = text_rollouts.AnswerJournal(path)
     journal.put("one", text_rollouts.StoredResponses(("a",), (False,), ("",)))
-    # As a full disk does, the limit lets a part of a line through.
+    # Like a full disk, the limit lets part of a line through.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
     try:
         with pytest.raises(RunDirectoryError):
@@ -461,7 +463,7 @@ def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> N
     build_text_trainer(_build(tmp_path), directory).train()
     base = directory.path
     if not is_whole:
-        # What a tracker holds of a run.
+        # A tracker's records of a run.
         base = tmp_path / "downloaded"
         shutil.copytree(directory.path / "model", base / "model")
     parts = _build(tmp_path)
@@ -520,7 +522,7 @@ def test_statistics_are_those_of_a_hand_worked_table(
     words = [len(text.split()) for text in texts]
     assert found[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
     assert len(CLAIMS) == 12
-    # A hook may lack `train`; figures of tests are asked for as such.
+    # A hook may lack `train`; metrics of tests are requested explicitly.
     asked = []
 
     def statistics(self: Any, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Values and pairs of a small tree, worked out by hand."""
+"""Values and pairs of a small tree, computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 AGENTS = ("prover", "verifier")
 TREE: dict[str, tuple[str, int, tuple[float, float], str]] = {
-    # id: (parent, agent that speaks, rewards, answer)
+    # id: (parent, speaking agent, rewards, answer)
     "0.0": ("0", 1, (0.0, 0.5), "ask a"),
     "0.1": ("0", 1, (1.0, 1.0), "accept"),
     "0.0.0": ("0.0", 0, (0.0, 0.0), "truth"),
@@ -37,7 +37,7 @@ VALUES = {
 
 
 def _tree(tree: Mapping[str, tuple[str, int, tuple[float, float], str]]) -> NestedArrayDict:
-    """The rollouts of a tree, one for each of its ends."""
+    """The rollouts of a tree, one per leaf."""
     ends = [name for name in tree if not any(one[0] == name for one in tree.values())]
     paths: list[list[str]] = []
     for end in ends:
@@ -100,7 +100,7 @@ def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
         "r.b": ("r", 0, (0.0, 0.0), "long"),
         **{f"r.b.{n}": ("r.b", 1, (0.0, 0.0), "end") for n in range(3)},
     }
-    # A mean over the four ends would be 0.25.
+    # A mean over the four leaves would be 0.25.
     found = tree_values(_tree(tree))
     assert found.node_ids[0] == "r"
     assert found.values_NA[0].tolist() == pytest.approx([0.5, 0.0])
