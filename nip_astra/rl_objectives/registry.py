@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, get_type_hints
 
@@ -49,7 +49,8 @@ def register_policy_loss(name: str) -> Callable[[Callable[..., Tensor]], Callabl
             clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + epsilon)
             return -torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
     """
-    return POLICY_LOSSES.register(name)
+    names = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")
+    return _register(POLICY_LOSSES, name, names)
 
 
 def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -59,7 +60,25 @@ def register_advantage(name: str) -> Callable[[Callable[..., Any]], Callable[...
     `GroupAdvantages`. A reward is NaN where there is no verdict; `group_N` and `run_N` are int64,
     `run_N` may be None. Its keyword arguments are its options (`advantage_options`).
     """
-    return ADVANTAGES.register(name)
+    return _register(ADVANTAGES, name, ("rewards_N", "group_N", "run_N"))
+
+
+def _register(
+    registry: Registry[Callable[..., Any]], name: str, arguments: Sequence[str]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function that takes the arguments by position, and options by keyword."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            inspect.signature(function).bind(*arguments, **options_of(function))
+        except TypeError as error:
+            raise ConfigurationError(
+                f"the {registry.kind.replace('_', ' ')} {name!r} cannot be called: {error}. It "
+                f"takes ({', '.join(arguments)}), and options by keyword only, after a `*`."
+            ) from error
+        return registry.register(name)(function)
+
+    return decorate
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nip_astra as na
-from nip_astra.errors import DuplicateNameError, ParameterError
+from nip_astra.errors import ConfigurationError, DuplicateNameError, ParameterError
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.trainers.registry import TRAINERS
 
@@ -158,4 +158,15 @@ def test_unknown_names_and_options_name_the_nearest(override: str, facts: str) -
 def test_a_built_in_name_cannot_be_taken(register: Any) -> None:
     name = "ppo" if register is na.register_policy_loss else "group"
     with pytest.raises(DuplicateNameError):
-        register(name)(lambda: None)
+        register(name)(lambda *inputs: None)
+
+
+@pytest.mark.parametrize(
+    ("register", "missing"),
+    [(na.register_policy_loss, "mask_BT"), (na.register_advantage, "run_N")],
+)
+def test_a_function_that_lacks_an_argument_is_refused(register: Any, missing: str) -> None:
+    def two_arguments(first: Any, second: Any, *, scale: float = 1.0) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=missing):
+        register("mine")(two_arguments)
