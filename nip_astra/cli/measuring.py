@@ -292,7 +292,7 @@ def push(
 def doctor(
     given: Mapping[str, Any],
     runs_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Where runs are to be kept.")
+        str, typer.Option(metavar="DIR", help="Where runs are kept.")
     ] = "runs",
     online: Annotated[
         bool, typer.Option("--online", help="Also see which hosts can be reached.")

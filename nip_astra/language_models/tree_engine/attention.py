@@ -415,8 +415,8 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
 
 def uses_flex_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether long trees are scored with flex attention; in float32 dense is faster."""
-    is_short = dtype.itemsize == 2
-    return device.type == "cuda" and is_short and compiled_flex_attention() is not None
+    is_half = dtype.itemsize == 2
+    return device.type == "cuda" and is_half and compiled_flex_attention() is not None
 
 
 def trie_attention(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention | TrieAttention:
