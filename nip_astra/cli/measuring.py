@@ -291,9 +291,7 @@ def push(
 @shared_options("as_json", "plugin")
 def doctor(
     given: Mapping[str, Any],
-    runs_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Where runs are kept.")
-    ] = "runs",
+    runs_dir: Annotated[str, typer.Option(metavar="DIR", help="Where runs are kept.")] = "runs",
     online: Annotated[
         bool, typer.Option("--online", help="Also see which hosts can be reached.")
     ] = False,
