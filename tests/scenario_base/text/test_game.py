@@ -57,15 +57,6 @@ def _deciding(text: str) -> FakeChatModel:
     return FakeChatModel(script)
 
 
-def test_the_episodes_seed_determines_who_of_two_speaks_to_arthur(tmp_path: Path) -> None:
-    game = build_text_game("merlin_arthur", tmp_path)
-    starts = [game.start(0, {"y": 1, "claim": "x"}, seed) for seed in (4, 7)]
-    ends = play(game, _deciding("Decision: reject"), starts)
-    assert [list(end.path()[0].moves) for end in ends] == [["prover0"], ["prover1"]]
-    # prover0 argues for reject, prover1 for accept; silent and wronged provers are not rewarded.
-    assert [end.path()[1].outcome.rewards for end in ends] == [(1, 0, -1), (1, 0, -1)]  # type: ignore[union-attr]
-
-
 def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
     groups = {
         "nip": {"max_message_rounds": 4},
