@@ -116,7 +116,6 @@ def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -
         "<bos><user>guess1to16<end><assistant>3<end><user>higher<end><assistant>7<end>"
     )
     assert own_tokens(first) == ["3", "<end>", "7", "<end>"]
-    assert first.logprobs is not None
     assert torch.equal(first.logprobs != 0, first.loss_mask)
     assert (first.reward, second.reward) == (1 - 1 / 6, 1.0)
     assert first.num_turns == 2
@@ -235,16 +234,16 @@ def play_one(environment: Any, rate: Any = None) -> TaskRollout:
     [
         (Answering("guess"), "reset of Answering", "guess"),
         (Answering(["guess"]), "reset of Answering", "guess"),
-        (Answering([Message("user", 3)]), "reset of Answering", "3"),  # type: ignore[arg-type]
-        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),  # type: ignore[arg-type]
+        (Answering([Message("user", 3)]), "reset of Answering", "3"),
+        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),
         (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
         (Answering(reaction=None), "step of Answering", "None"),
         (Answering(reaction=((), 1.0, True)), "step of Answering", "1.0"),
         (Answering(reaction=Reaction("more", is_over=False)), "step of Answering", "more"),
-        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),
         (Answering(reaction=Reaction(reward=float("nan"))), "step of Answering", "nan"),
-        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),  # type: ignore[arg-type]
-        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
+        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
         (None, "environment of Rating", "None"),
         (KeyError("train"), "environment of Rating", "KeyError"),

@@ -43,8 +43,6 @@ def build(
 
 
 def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
-    assert instance.train_environment is not None
-    assert instance.combined_agents is not None
     sampler = EpisodeSampler(instance.train_environment, instance.combined_agents, key=(0,))
     return sampler.collect(num_steps)
 
@@ -177,7 +175,6 @@ def test_an_agent_alone_learns_as_much_as_its_rounds_of_message_passing_reveal()
         ),
         trainer="solo_agent",
     )
-    assert instance.train_environment is not None
     frames = instance.train_environment.first_frames(torch.arange(64))
     agent = instance.agents["verifier"]
     assert (agent.value_head, agent.policy_head) == (None, None)
@@ -231,8 +228,6 @@ def test_a_verifier_alone_learns_which_digits_are_which() -> None:
         instance.train_environment,
         instance.test_environment,
     )
-    assert train is not None
-    assert test is not None
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
     for _ in range(70):
         frames = train.first_frames(train.cycler.take(256))

@@ -30,7 +30,6 @@ def played(
     """The agents of a game, and frames that they played."""
     game = build_game(protocol, scenario, **options)
     agents = game.combined_agents
-    assert agents is not None
     batch = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(num_steps)
     return agents, batch.reshape(-1)
 
@@ -165,6 +164,5 @@ def test_impossible_symbols_leave_gradients_finite() -> None:
         torch.zeros(1, dtype=torch.bool),
     )
     (evaluation.logprobs_B + evaluation.entropies_B).sum().backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert logits.grad[0, 1] == 0

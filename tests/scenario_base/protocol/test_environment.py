@@ -41,7 +41,6 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
         protocol_common={"zero_knowledge": zero_knowledge},
     )
     environment, handler = game.train_environment, game.protocol_handler
-    assert environment is not None
     check_env_specs(environment)
     torch.manual_seed(1)
     rollout = environment.rollout(20, break_when_any_done=False)
@@ -68,7 +67,6 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
 
 def test_verifiers_of_zero_knowledge_end_apart() -> None:
     game = build_game("nip", protocol_common={"zero_knowledge": True})
-    assert game.train_environment is not None
     torch.manual_seed(1)
     rollout = game.train_environment.rollout(20, break_when_any_done=False)
     verifier, adversary, simulator = rollout["next", "has_decided"][..., 1:].unbind(-1)
@@ -120,8 +118,6 @@ def test_a_policy_has_no_decision_to_make_where_decisions_are_forced(zero_knowle
     common = {"force_guess": "y", "zero_knowledge": zero_knowledge}
     game = build_game("nip", protocol_common=common)
     environment, agents = game.train_environment, game.combined_agents
-    assert environment is not None
-    assert agents is not None
     frame = environment.fresh(16)
     moves = agents.act(frame, torch.Generator().manual_seed(0))
     assert not frame["can_decide"][:, agents.number("verifier")].any()

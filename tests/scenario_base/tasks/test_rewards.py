@@ -74,7 +74,7 @@ FUNCTIONS = [by_length_of_ids, by_length, by_format, by_box, for_math, later, wi
 @pytest.fixture(autouse=True)
 def _registered(no_plugins_left: None) -> None:
     for function in FUNCTIONS:
-        REWARDS.register(function.__name__)(function)  # type: ignore[arg-type]
+        REWARDS.register(function.__name__)(function)
 
 
 def dataset(folder: Path, rows: list[dict[str, Any]], *names: str, **weights: float) -> Task:

@@ -243,7 +243,7 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     episode = Episode(environment, [*messages, Message("assistant", "6")])
     task.rate([episode])
     assert episode.reward == 0.5
-    assert other.state.calls == 0  # type: ignore[attr-defined]
+    assert other.state.calls == 0
 
 
 @needs_verifiers
@@ -259,7 +259,7 @@ def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Pat
     environment.close()
     # An unfinished exchange is ended.
     opening_of(environment)
-    running = environment._player._running  # type: ignore[attr-defined]
+    running = environment._player._running
     environment.close()
     assert running.cancelled()
     opening_of(environment)

@@ -74,7 +74,6 @@ def test_shared_rewards_and_forced_guesses_are_those_of_the_declaration(tmp_path
     game = build_text_game("adp", tmp_path, protocol_common=common)
     model = FakeChatModel(_talk)
     (end,) = play(game, model, [game.start(0, {"y": 0, "claim": "x"}, 0)])
-    assert end.outcome is not None
     assert (end.outcome.decision, end.outcome.rewards) == (REJECT, (1, 1))
     assert len(model.requests) == 1, "a decision that is forced is not asked for"
 
@@ -105,7 +104,6 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
     protocol = game.protocol
     decided_EA = torch.zeros(1, protocol.num_agents, dtype=torch.bool)
     for number, node in enumerate(end.path()):
-        assert node.outcome is not None
         at = torch.tensor([number]), torch.tensor([seed])
         active_AC = protocol.active_mask(*at, decided_EA)[0]
         speaking = [protocol.agent_names[a] for a in active_AC.any(-1).nonzero().flatten().tolist()]
@@ -196,7 +194,6 @@ def test_a_random_stance_hangs_on_the_datapoint_and_pays_for_its_side(tmp_path: 
     assert 10 < sum(stances) < 30
     starts = [game.start(number, point, 0) for number, point in enumerate(points)]
     for end, stance in zip(play(game, _deciding("Decision: reject"), starts), stances, strict=True):
-        assert end.outcome is not None
         assert end.outcome.rewards == (float(stance == REJECT), -1.0)
         word = "reject" if stance == REJECT else "accept"
         assert f"Argue for {word}" in end.path()[0].moves["prover"].prompt[0]["content"]

@@ -22,7 +22,7 @@ PARAMETERS = GraphIsomorphismAgentParameters()
 
 def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
     """Mask of the symbols allowed at each position, [B, V, P, S]."""
-    of_agent = agent_shape(3, **shape)  # type: ignore[arg-type]
+    of_agent = agent_shape(3, **shape)
     places = (len(frames["round"]), of_agent.num_visible, 2, 6)
     return ~impossible_symbols(frames, of_agent).expand(places)
 

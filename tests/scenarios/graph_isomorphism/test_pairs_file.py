@@ -83,7 +83,7 @@ def test_a_broken_file_is_refused_with_the_reason(
     file: Path, name: str, change: object, told: str
 ) -> None:
     tensors = load_file(file)
-    changed = change(tensors.pop(name))  # type: ignore[operator]
+    changed = change(tensors.pop(name))
     if changed is not None:
         tensors[name] = changed.contiguous()
     save_file(tensors, file)
