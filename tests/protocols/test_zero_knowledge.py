@@ -188,23 +188,23 @@ def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
 
 def test_who_has_decided_is_carried_and_closes_the_conversation() -> None:
     handler = build("nip", {"max_message_rounds": 6}, zk=ZK)
-    zero, one = torch.tensor([0]), torch.tensor([1])
+    zero, item = torch.tensor([0]), torch.tensor([1])
     nobody = torch.zeros(1, 4, dtype=torch.bool)
-    step = handler.step(zero, zero, one, nobody, moves(handler, ["a", "r", "c", "a"]))
+    step = handler.step(zero, zero, item, nobody, moves(handler, ["a", "r", "c", "a"]))
     assert step.agent_decided_EA.tolist() == [[False, True, False, False]]
     assert int(step.decision_E) == 0
     decided = step.agent_decided_EA
-    assert sends(handler, handler.active_mask(one, zero, decided)) == {"prover:main_adversarial"}
-    assert sends(handler, handler.active_mask(one + 1, zero, decided)) == {
+    assert sends(handler, handler.active_mask(item, zero, decided)) == {"prover:main_adversarial"}
+    assert sends(handler, handler.active_mask(item + 1, zero, decided)) == {
         "adversarial_verifier:main_adversarial",
         "simulator:main_simulator",
     }
-    assert handler.can_decide(one + 1, zero, decided).tolist() == [[False, False, True, False]]
-    step = handler.step(one, zero, one, decided, moves(handler, ["c"] * 4))
+    assert handler.can_decide(item + 1, zero, decided).tolist() == [[False, False, True, False]]
+    step = handler.step(item, zero, item, decided, moves(handler, ["c"] * 4))
     assert int(step.decision_E) == CONTINUE
     assert torch.equal(step.agent_decided_EA, decided)
     # The simulator ends when the agent that it imitates does.
-    step = handler.step(one + 1, zero, one, decided, moves(handler, ["c", "c", "a", "c"]))
+    step = handler.step(item + 1, zero, item, decided, moves(handler, ["c", "c", "a", "c"]))
     assert step.agent_decided_EA.tolist() == [[False, True, True, True]]
     assert bool(step.has_decided_E)
 

@@ -140,8 +140,8 @@ def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
     rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
     assert len(rollout.trajectories) > 1
-    assert {one.run_id for one in rollout.trajectories} == {0}
-    assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+    assert {part.run_id for part in rollout.trajectories} == {0}
+    assert sum(part.num_response_tokens for part in rollout.trajectories) == 6
 
 
 def test_log_probabilities_are_those_that_the_session_settles_at_the_end(

@@ -135,7 +135,7 @@ def test_requests_that_the_model_repeats_itself_are_neither_repeated_nor_kept(
     assert not end.path()[0].moves["prover"].is_filled
     assert len(healed.requests) == 1, "the failure is asked for again, and the rest is kept"
     ends = play(adp, FakeChatModel(script), num_branches=2)
-    assert [one.path()[0].moves["prover"].is_filled for one in ends[::2]] == [True, False]
+    assert [item.path()[0].moves["prover"].is_filled for item in ends[::2]] == [True, False]
 
 
 def test_an_unreachable_service_stops_the_sampling_and_loses_no_answer(

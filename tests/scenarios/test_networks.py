@@ -52,7 +52,7 @@ def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
 )
 def test_pairs_and_networks_of_graphs_match_the_file(name: str, layers: int, largest: int) -> None:
     instance = build(GRAPHS, scenario=name)
-    num_layers = {name: len(one.policy_body.gnn_layers) for name, one in instance.agents.items()}
+    num_layers = {name: len(item.policy_body.gnn_layers) for name, item in instance.agents.items()}
     assert num_layers == {"prover": layers, "verifier": 2}
     assert instance.train_dataset["adjacency"].shape == (48, 2, largest, largest)
     assert len(instance.test_dataset) == 16
@@ -86,8 +86,8 @@ def test_every_protocol_is_played_by_networks_that_all_learn(kind: str, protocol
         assert agent.value_body is not agent.policy_body
         output, values = agent.policy(frames), agent.value(frames)
         assert values.shape == (48,)
-        logits = [one for one in output if one is not None]
-        torch.stack([one.square().sum() for one in (*logits, values)]).sum().backward()
+        logits = [item for item in output if item is not None]
+        torch.stack([item.square().sum() for item in (*logits, values)]).sum().backward()
         assert all(weight.grad is not None for weight in agent.parameters())
 
 
@@ -97,7 +97,7 @@ def test_the_seed_of_the_experiment_changes_the_networks_and_not_the_data(kind: 
     assert torch.equal(first.train_dataset[DATA[kind]], other.train_dataset[DATA[kind]])
 
     def weights(instance: ScenarioInstance) -> torch.Tensor:
-        return torch.cat([one.flatten() for one in instance.agents["prover"].parameters()])
+        return torch.cat([item.flatten() for item in instance.agents["prover"].parameters()])
 
     assert torch.equal(weights(first), weights(same))
     assert not torch.equal(weights(first), weights(other))

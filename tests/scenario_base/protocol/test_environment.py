@@ -105,10 +105,10 @@ def test_common_parameters_apply_to_agents_with_their_own_parameters_too() -> No
 def test_an_agent_is_the_same_whatever_the_others_are() -> None:
     nip, debate = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
     for name in ("prover", "verifier"):
-        for one, other in zip(
+        for item, other in zip(
             nip.agents[name].parameters(), debate.agents[name].parameters(), strict=True
         ):
-            assert one.equal(other)
+            assert item.equal(other)
     first = next(nip.agents["prover"].parameters())
     assert not first.equal(next(nip.agents["verifier"].parameters()))
 

@@ -336,7 +336,7 @@ def test_programs_run_in_the_sandbox_or_the_interpreter(
         for code in ("print(6 * 7)", "print(1)\n1 / 0", "while True: pass")
     ]
     assert outcomes[0] == ("42\n", "")
-    assert [one.error for one in outcomes[1:]] == ["failed", "failed"]
+    assert [part.error for part in outcomes[1:]] == ["failed", "failed"]
     assert "ZeroDivisionError" in outcomes[1].value
 
 

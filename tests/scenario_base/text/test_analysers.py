@@ -203,7 +203,7 @@ def test_an_analyser_can_be_about_named_agents_alone(tmp_path: Path) -> None:
             return f"Is {subject.name} brief?"
 
     rollouts, cast = _played(tmp_path, "mnip", 3)
-    everyone = [one.agent for one in Short().subjects(rollouts, cast)]
+    everyone = [part.agent for part in Short().subjects(rollouts, cast)]
     assert everyone == ["prover0", "prover1", "verifier", "verifier"]
     chosen = Short(Short.Parameters(agents=["prover1"]))
-    assert [one.agent for one in chosen.subjects(rollouts, cast)] == ["prover1"]
+    assert [part.agent for part in chosen.subjects(rollouts, cast)] == ["prover1"]

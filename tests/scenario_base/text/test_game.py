@@ -148,10 +148,10 @@ def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: P
     heard: dict[str, set[str]] = {}
     for node in end.path():
         for agent, move in node.moves.items():
-            texts = [one["content"] for one in move.prompt if one["role"] == "user"]
+            texts = [item["content"] for item in move.prompt if item["role"] == "user"]
             lines = [line for text in texts for line in text.splitlines()]
             names = {line.split(" (")[0].split(":")[0] for line in lines if ": " in line}
-            spoken = {one for one in names if one.lower() in game.protocol.agent_names}
+            spoken = {item for item in names if item.lower() in game.protocol.agent_names}
             heard.setdefault(agent, set()).update(spoken)
     assert heard == SEES[name]
 
@@ -160,7 +160,7 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
     game = build_text_game("nip", tmp_path, nip={"max_message_rounds": 3})
     answers = iter(["Why? ", "Since.", "Decision: accept"])
     (end,) = play(game, FakeChatModel(lambda request, _: next(answers)))
-    assert [dict(one) for one in end.moves["verifier"].prompt] == [
+    assert [dict(item) for item in end.moves["verifier"].prompt] == [
         {
             "role": "system",
             "content": "You are Verifier. At most 1 questions about the sky is blue.",
@@ -169,7 +169,7 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
         {"role": "assistant", "content": "Why? "},
         {"role": "user", "content": "Prover: Since.\n\nLast turn: decide."},
     ]
-    assert [dict(one) for one in end.path()[1].moves["prover"].prompt] == [
+    assert [dict(item) for item in end.path()[1].moves["prover"].prompt] == [
         {"role": "system", "content": "You are Prover. Argue for accept of the sky is blue."},
         {"role": "user", "content": "Begin.\n\nVerifier: Why?\n\n[main]"},
     ]
@@ -182,7 +182,7 @@ def test_an_agent_without_messages_between_two_turns_gets_a_request_to_continue(
     game = build_text_game("multi_channel_test", tmp_path, prompts=prompts)
     (end,) = play(game, FakeChatModel(_talk))
     prompt = end.path()[2].moves["prover1"].prompt
-    assert [one["role"] for one in prompt] == ["system", "user", "assistant", "user"]
+    assert [item["role"] for item in prompt] == ["system", "user", "assistant", "user"]
     assert prompt[-1]["content"] == GO_ON
 
 

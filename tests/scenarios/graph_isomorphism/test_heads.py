@@ -98,8 +98,8 @@ def test_positions_and_channels_have_logits_of_their_own() -> None:
     frames = graph_frames(3, SIZES, shape)
     logits = GraphPolicyHead(PARAMETERS, shape, None)(graph_body(shape)(frames), frames)[0]
     places = logits.flatten(1, 2)
-    for one, other in ((0, 1), (0, 2), (1, 3)):
-        assert not torch.allclose(places[:, one], places[:, other])
+    for item, other in ((0, 1), (0, 2), (1, 3)):
+        assert not torch.allclose(places[:, item], places[:, other])
 
 
 def test_symbols_are_in_the_order_of_nodes() -> None:

@@ -50,13 +50,13 @@ def network(
     # Not symmetric, so that a transposed sum shows; padding is connected to nothing.
     adjacency = torch.rand(num_frames, 2, num_nodes, num_nodes, generator=generator).round()
     adjacency *= is_node[..., None] * is_node[..., None, :]
-    said = torch.rand(num_frames, num_sent, 2 * num_nodes, generator=generator)
+    sent = torch.rand(num_frames, num_sent, 2 * num_nodes, generator=generator)
     last = torch.rand(num_frames, num_sent // 2, 2 * num_nodes, generator=generator)
     of_ends = ((WIDTH, num_sent + 1), (TOKEN, WIDTH), (TOKEN,), (TOKEN, num_sent // 2))
 
     def masked(run: Callable[[Network, Sequence[Tensor]], tuple[Tensor, Tensor]]) -> Layer:
         def layer(*learnt: Tensor) -> Tensor:
-            read = [x.to(learnt[0].dtype) for x in (said, adjacency, last)]
+            read = [x.to(learnt[0].dtype) for x in (sent, adjacency, last)]
             given = Network(read[0], read[1], is_node, read[2], *learnt[:4])
             tokens, sums = run(given, learnt[4:])
             tokens = tokens.view(num_frames, 2, num_nodes, TOKEN) * is_node[..., None]
@@ -174,8 +174,8 @@ def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
         first = torch.autograd.grad(square, inputs, create_graph=True, materialize_grads=True)
         norm = torch.stack([gradient.square().sum() for gradient in first]).sum()
         twice.append(torch.autograd.grad(norm, inputs, materialize_grads=True))
-    for found, expected in zip(*twice, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * scale_of(expected))
+    for results, expected in zip(*twice, strict=True):
+        torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4 * scale_of(expected))
 
 
 def test_large_numbers_do_not_overflow() -> None:
@@ -203,9 +203,9 @@ def test_inputs_unsupported_in_c_go_through_torch(
         inputs = numbers(*(tuple(of_width.get(size, size) for size in x.shape) for x in inputs))
     else:
         monkeypatch.setenv(SWITCH, "0")
-    found = layer(*inputs)
-    assert not is_native(found)
-    torch.testing.assert_close(found, formula(*inputs), rtol=1e-4, atol=1e-5)
+    results = layer(*inputs)
+    assert not is_native(results)
+    torch.testing.assert_close(results, formula(*inputs), rtol=1e-4, atol=1e-5)
 
 
 def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
@@ -333,10 +333,10 @@ def test_inputs_may_lie_in_any_order_and_weights_need_not_learn() -> None:
         for x in inputs
     ]
     turned[1].requires_grad_()
-    found = layer(*turned)
-    assert is_native(found)
-    torch.testing.assert_close(found, formula(*inputs), rtol=1e-4, atol=1e-5)
-    given = gradients_of(found, turned[1:2])
+    results = layer(*turned)
+    assert is_native(results)
+    torch.testing.assert_close(results, formula(*inputs), rtol=1e-4, atol=1e-5)
+    given = gradients_of(results, turned[1:2])
     torch.testing.assert_close(
         given, gradients_of(formula(*inputs), inputs[1:2]), rtol=1e-4, atol=1e-5
     )

@@ -38,11 +38,11 @@ def digit_of(images: torch.Tensor) -> list[int]:
 
 
 def labels_by_class(datasets: Datasets) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+    result: dict[int, set[int]] = {}
     for split in datasets:
         for number, label in zip(digit_of(split["image"]), split["y"].flatten(), strict=True):
-            found.setdefault(number, set()).add(int(label))
-    return found
+            result.setdefault(number, set()).add(int(label))
+    return result
 
 
 def test_the_digits_are_split_by_class_and_lie_between_0_and_1() -> None:
@@ -71,9 +71,9 @@ def test_the_same_parameters_give_the_same_datasets(name: str) -> None:
 def test_merge_gives_half_of_the_classes_each_label_by_seed() -> None:
     groups = []
     for seed in (0, 1):
-        found = labels_by_class(build(binarification_seed=seed))
-        assert all(len(labels) == 1 for labels in found.values())
-        groups.append({number for number, labels in found.items() if labels == {0}})
+        result = labels_by_class(build(binarification_seed=seed))
+        assert all(len(labels) == 1 for labels in result.values())
+        groups.append({number for number, labels in result.items() if labels == {0}})
         assert len(groups[-1]) == 5
     assert groups[0] != groups[1]
 

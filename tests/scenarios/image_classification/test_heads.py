@@ -68,8 +68,8 @@ def test_the_round_is_read_if_requested(includes_round: bool) -> None:
     later = {**frames, "round": (frames["round"] + 1) % shape.num_rounds}
     policy = make_head(shape, include_round_in_decider=includes_round)
     value = make_head(shape, value_head, include_round_in_value=includes_round)
-    decisions = [policy(read, one).decision_logits_B3 for one in (frames, later)]
-    values = [value(read, one) for one in (frames, later)]
+    decisions = [policy(read, item).decision_logits_B3 for item in (frames, later)]
+    values = [value(read, item) for item in (frames, later)]
     assert values[0].shape == (5,)
     assert torch.equal(*decisions) is not includes_round
     assert torch.equal(*values) is not includes_round

@@ -125,10 +125,10 @@ def test_without_test_images_the_others_are_split_by_class(
 ) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    found = build(write(folder), test_share=0.5)
-    assert [len(split) for split in found] == [6, 6]
-    assert not set(numbers(found.train)) & set(numbers(found.test))
-    assert all(int(split["y"].sum()) == 3 for split in found)
+    result = build(write(folder), test_share=0.5)
+    assert [len(split) for split in result] == [6, 6]
+    assert not set(numbers(result.train)) & set(numbers(result.test))
+    assert all(int(split["y"].sum()) == 3 for split in result)
 
 
 @pytest.mark.parametrize(
@@ -232,5 +232,5 @@ def test_unusable_images_are_reported(tmp_path: Path, wrong: str) -> None:
 
 def test_transparent_images_become_coloured(tmp_path: Path) -> None:
     images = [picture(number).convert("RGBA") for number in range(8)]
-    found = build(save_images(tmp_path / "images", images), test_share=0.5)
-    assert found.train["image"].shape[1] == 3
+    result = build(save_images(tmp_path / "images", images), test_share=0.5)
+    assert result.train["image"].shape[1] == 3
