@@ -32,6 +32,19 @@ def results_of(run: str) -> object:
     return json.loads(Path("runs", run, "results.json").read_text())
 
 
+def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "run.py", "list", "trainers"],
+            cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_run_py_and_the_module_are_the_same_program() -> None:
     for command in (["run.py"], ["-m", "nip_astra"]):
         said = subprocess.run(
