@@ -21,6 +21,8 @@ from nip_astra.scorers.base import SCORERS
 from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.messages import says
 
+ROOT = Path(__file__).parents[2]
+
 
 def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> CommandResult:
     return cli("--trainer", "toy_trainer", "--scenario", str(toy), *arguments)
@@ -33,9 +35,21 @@ def results_of(run: str) -> object:
 @pytest.mark.parametrize("program", [["run.py"], ["-m", "nip_astra"]], ids=" ".join)
 def test_run_py_and_the_module_are_the_same_program(program: list[str]) -> None:
     command = [sys.executable, *program, "--version"]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == __version__
+
+
+def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "run.py", "list", "trainers"]
+    try:
+        result = subprocess.run(
+            command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path) -> None:
