@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nip_astra import plugins
 from nip_astra.resume_check import in_a_fork
 from nip_astra.scorers.base import SCORERS
-from tests.kit.command_line import CommandLine, Said, refused, registered_names
+from tests.kit.command_line import CommandLine, CommandResult, refused, registered_names
 from tests.kit.messages import says
 
 SCORER = """
@@ -50,7 +50,7 @@ def test_a_plugin_that_fails_registers_nothing_and_loads_once_it_is_corrected(
     assert says(refused(cli.run("--plugin", path)), "trainer 'ast_dpo'", f"{path}:")
 
 
-def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
+def scorer_of(cli: CommandLine, body: str, *overrides: str) -> CommandResult:
     path = cli.write("mine.py", SCORER.format(body=body))
     return cli.run("--plugin", path, overrides=("ast_chat.scorer={_type: mine}", *overrides))
 
