@@ -23,8 +23,8 @@ METHODS = {"LLM": "vllm/entrypoints/llm.py", "LLMEngine": "vllm/v1/engine/llm_en
 
 def known_names() -> dict[str, dict[str, list[str]]]:
     """The fields of each class and the arguments of each method, by version."""
-    found: dict[str, dict[str, list[str]]] = json.loads(NAMES.read_text())
-    return found
+    result: dict[str, dict[str, list[str]]] = json.loads(NAMES.read_text())
+    return result
 
 
 def _class(wheel: zipfile.ZipFile, file: str, name: str) -> ast.ClassDef:
