@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
 from tests.kit.tiny import CPU, load_backend, make_language_model, uniforms_of
 from tests.language_models import fake_vllm
+from tests.language_models.vllm_names import METHODS
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=6)
@@ -65,6 +67,12 @@ def change(model: VllmLanguageModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_version_of_vllm_has_the_methods_of_the_stand_in(name: str) -> None:
+    arguments = list(inspect.signature(getattr(fake_vllm.LLM, name)).parameters)[1:]
+    fake_vllm.check_names(f"LLM.{name}", {*arguments} - {"given"})
 
 
 def test_a_turn_depends_on_its_own_random_numbers_only(model_dir: Path) -> None:
