@@ -18,13 +18,13 @@ from nip_astra.errors import PluginError, plural
 from nip_astra.overview import registered
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.scorers.base import SCORERS
-from tests.kit.command_line import CommandLine, Said
+from tests.kit.command_line import CommandLine, CommandResult
 from tests.kit.messages import says
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> Said:
+def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> CommandResult:
     return cli("--trainer", "toy_trainer", "--scenario", str(toy), *arguments)
 
 
