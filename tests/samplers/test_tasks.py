@@ -116,7 +116,6 @@ def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -
         "<bos><user>guess1to16<end><assistant>3<end><user>higher<end><assistant>7<end>"
     )
     assert own_tokens(first) == ["3", "<end>", "7", "<end>"]
-    assert first.logprobs is not None
     assert torch.equal(first.logprobs != 0, first.loss_mask)
     assert (first.reward, second.reward) == (1 - 1 / 6, 1.0)
     assert first.num_turns == 2
@@ -141,8 +140,8 @@ def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
     rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
     assert len(rollout.trajectories) > 1
-    assert {one.run_id for one in rollout.trajectories} == {0}
-    assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+    assert {part.run_id for part in rollout.trajectories} == {0}
+    assert sum(part.num_response_tokens for part in rollout.trajectories) == 6
 
 
 def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
@@ -235,16 +234,16 @@ def play_one(environment: Any, rate: Any = None) -> TaskRollout:
     [
         (Answering("guess"), "reset of Answering", "guess"),
         (Answering(["guess"]), "reset of Answering", "guess"),
-        (Answering([Message("user", 3)]), "reset of Answering", "3"),  # type: ignore[arg-type]
-        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),  # type: ignore[arg-type]
+        (Answering([Message("user", 3)]), "reset of Answering", "3"),
+        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),
         (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
         (Answering(reaction=None), "step of Answering", "None"),
         (Answering(reaction=((), 1.0, True)), "step of Answering", "1.0"),
         (Answering(reaction=Reaction("more", is_over=False)), "step of Answering", "more"),
-        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),
         (Answering(reaction=Reaction(reward=float("nan"))), "step of Answering", "nan"),
-        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),  # type: ignore[arg-type]
-        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
+        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
         (None, "environment of Rating", "None"),
         (KeyError("train"), "environment of Rating", "KeyError"),

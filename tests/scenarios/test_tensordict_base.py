@@ -24,7 +24,7 @@ def _build(kind: type[TensorDictScenario]) -> None:
     hyper_params = toy_hyper_params()
     kind.build(
         hyper_params,
-        hyper_params.toy_protocol,  # type: ignore[attr-defined]  # a section
+        hyper_params.toy_protocol,
         ExperimentSettings(),
         scenario_dir=None,
         trainer_type="rl",

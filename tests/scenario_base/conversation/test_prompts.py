@@ -168,7 +168,9 @@ def test_a_scorer_and_all_records_have_the_columns(cli: CommandLine) -> None:
             for place, kind in enumerate(COLUMNS)
         ]
         cli.write(f"{split}.csv", "\n".join(["goal,kind,share", *rows, ""]))
-    files = [f"ast_chat.prompts.{one}={cli.folder / one}.csv" for one in ("train", "dev", "test")]
+    files = [
+        f"ast_chat.prompts.{item}={cli.folder / item}.csv" for item in ("train", "dev", "test")
+    ]
     overrides = (
         *files,
         "ast_chat.prompts.column=goal",

@@ -9,6 +9,7 @@ import torch
 
 from nip_astra.errors import AgentShapeError
 from tests.kit.messages import says
+from tests.kit.recording import record_calls
 from tests.kit.toy_protocol_scenario import (
     ToyBody,
     ToyPolicyHead,
@@ -35,38 +36,24 @@ def test_parts_of_the_right_shape_are_built_and_learn_as_without_the_check(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(3)
-    with_check = toy_trainer(trainer)
+    checked: Any = toy_trainer(trainer).scenario_instance.combined_agents
     drawn = torch.rand(2)
     torch.manual_seed(3)
     monkeypatch.setattr("nip_astra.scenarios.tensordict_base.check_agents", lambda *_: None)
-    without = toy_trainer(trainer)
+    plain: Any = toy_trainer(trainer).scenario_instance.combined_agents
     assert torch.equal(drawn, torch.rand(2))
-    weights = zip(
-        with_check.scenario_instance.combined_agents.parameters(),
-        without.scenario_instance.combined_agents.parameters(),
-        strict=True,
-    )
-    assert all(torch.equal(one, other) for one, other in weights)
-    modes = [
-        [module.training for module in one.scenario_instance.combined_agents.modules()]
-        for one in (with_check, without)
-    ]
-    assert modes[0] == modes[1]
+    for weights, expected in zip(checked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weights, expected)
+    for module, expected in zip(checked.modules(), plain.modules(), strict=True):
+        assert module.training == expected.training
 
 
 def test_parts_are_called_in_eval_mode_so_that_their_statistics_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modes = []
-    forward = ToyBody.forward
-
-    def note(body: ToyBody, observation: Any) -> Any:
-        modes.append(body.training)
-        return forward(body, observation)
-
-    monkeypatch.setattr(ToyBody, "forward", note)
+    calls = record_calls(monkeypatch, ToyBody, "forward")
     toy_trainer()
-    assert modes == [False] * 4, "two agents, two bodies each"
+    assert [call.arguments[0].training for call in calls] == [False] * 4, "two bodies each"
 
 
 WRONG = {

@@ -152,7 +152,7 @@ def test_human_eval_gives_verified_solutions(tmp_path: Path) -> None:
     right, *wrong = row["solutions"]
     assert "Check if" not in right["code"]
     assert len(wrong) == 2
-    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+    assert all(0.5 <= item["share_passed"] < 1 and item["mutation"] for item in wrong)
 
 
 def test_without_the_package_the_error_names_the_package_to_install(
@@ -175,7 +175,7 @@ def test_apps_gives_verified_solutions_of_whole_programs(
     right, *wrong = row["solutions"]
     assert right["is_correct"]
     assert wrong
-    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+    assert all(0.5 <= item["share_passed"] < 1 and item["mutation"] for item in wrong)
     assert "'APPS/3'" in caplog.text
 
 
@@ -185,7 +185,7 @@ def test_buggy_apps_brings_its_wrong_solutions(
     monkeypatch.setattr(sources, "_load", lambda dataset, split: BUGGY)
     rows = _read_back(list(buggy_apps_rows(num_wrong=1)), tmp_path)
     assert [row["name"] for row in rows] == ["buggy-APPS/train/0", "buggy-APPS/train/2"]
-    assert [one["code"] for one in rows[0]["solutions"]] == ["print(1)", "print(2)"]
+    assert [item["code"] for item in rows[0]["solutions"]] == ["print(1)", "print(2)"]
     assert rows[0]["solutions"][1]["mutation"] == "language model"
     assert rows[0]["level"] == 3
     assert len(list(buggy_apps_rows(limit=1))) == 1
@@ -209,8 +209,8 @@ def test_data_sets_are_loaded_from_a_folder(
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "train.jsonl").write_text(lines)
     monkeypatch.setattr(sources, "MAX_CANDIDATES", 4)
-    found = list(apps_rows(str(tmp_path / "apps")))
-    assert [row["name"] for row in found] == ["APPS/0"]
+    result = list(apps_rows(str(tmp_path / "apps")))
+    assert [row["name"] for row in result] == ["APPS/0"]
     assert len(list(buggy_apps_rows(str(tmp_path / "buggy")))) == 2
     with pytest.raises(DataError, match="a folder with its files"):
         list(apps_rows(str(tmp_path / "none")))

@@ -31,9 +31,9 @@ def test_pairs_are_read_as_they_were_written(
     file: Path, pairs: tuple[GraphPairs, GraphPairs]
 ) -> None:
     for read, written in zip(load_pairs(file), pairs, strict=True):
-        for one, other in zip(read, written, strict=True):
-            assert np.array_equal(one, other)
-            assert one.dtype == other.dtype
+        for item, other in zip(read, written, strict=True):
+            assert np.array_equal(item, other)
+            assert item.dtype == other.dtype
 
 
 def test_a_dataset_has_the_observations_of_agents(pairs: tuple[GraphPairs, GraphPairs]) -> None:
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "fact"),
     [
         ("test.wl_score", lambda _: None, "test.wl_score"),
         ("train.adjacency", lambda value: value.float(), "train.adjacency must be bool"),
@@ -80,13 +80,13 @@ def test_a_file_that_cannot_be_written_is_reported(
     ],
 )
 def test_a_broken_file_is_refused_with_the_reason(
-    file: Path, name: str, change: object, told: str
+    file: Path, name: str, change: object, fact: str
 ) -> None:
     tensors = load_file(file)
-    changed = change(tensors.pop(name))  # type: ignore[operator]
+    changed = change(tensors.pop(name))
     if changed is not None:
         tensors[name] = changed.contiguous()
     save_file(tensors, file)
     with pytest.raises(DataError) as caught:
         load_pairs(file)
-    assert told in str(caught.value)
+    assert fact in str(caught.value)
