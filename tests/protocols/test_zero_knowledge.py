@@ -137,13 +137,6 @@ PLAYS = {
         four([-0.75, 0, 0, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0, 0], [-0.25, 0, 0, 0]),
         is_out=True,
     ),
-    "a shared reward is that of the verifier, with what is due to giving nothing away": Play(
-        "cca",
-        "cca",
-        0,
-        four([0.5 - 0.75, 0, -5 - 0.75], [0.5, 0, -5], [0.25, 0, 0.25], [-0.25, 0, -0.25]),
-        common={"shared_reward": True},
-    ),
     "a forced decision is the verifier's alone": Play(
         "ccc",
         "ccr",

@@ -312,13 +312,16 @@ def test_captured_steps_stay_and_actors_capture_their_own(
     assert capture.count == num_captured
 
 
-def test_actors_without_a_gpu_are_refused_for_models_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("trainer", "device", "fact"),
+    [("ast_dpo", "cuda", "actor_gpus is 0"), ("vanilla_ppo", "cpu", "num_actors=2")],
+)
+def test_actors_without_the_gpu_that_models_need_and_idle_actors_are_refused(
+    trainer: str, device: str, fact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    resolved = resolve_experiment(trainer="ast_dpo")
-    with pytest.raises(ConfigurationError, match=r"actor_gpus is 0"):
-        prepare_experiment(resolved, num_actors=2, device="cuda")
+    with pytest.raises(ConfigurationError, match=fact):
+        prepare_experiment(resolve_experiment(trainer=trainer), num_actors=2, device=device)
 
 
 def test_a_fault_in_an_actor_keeps_its_type(
@@ -360,11 +363,6 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
         results = RunDirectory.open(run).read_json("results.json")
         written.append((metrics_of(run), results["before"], results["after"]))
     assert all(rows == written[0] for rows in written)
-
-
-def test_actors_that_would_be_idle_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="num_actors=2"):
-        prepare_experiment(resolve_experiment(trainer="vanilla_ppo"), num_actors=2)
 
 
 @pytest.mark.slow

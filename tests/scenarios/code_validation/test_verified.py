@@ -26,6 +26,7 @@ from nip_astra.errors import DataError
 from nip_astra.utils.interpreter import call_in_interpreter
 
 DATA = Path(__file__).resolve().parents[3] / "scenarios" / "code_validation" / "problems.jsonl"
+ROWS = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
 CLAMP = "def clamp(n, low):\n    if n < low:   # below\n        return low\n    return n"
 
 
@@ -99,10 +100,9 @@ def test_equal_seeds_give_equal_solutions() -> None:
 
 
 def test_the_data_that_ship_are_as_promised() -> None:
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) >= 100
-    assert len({row["name"] for row in rows}) == len(rows)
-    for row in rows:
+    assert len(ROWS) >= 100
+    assert len({row["name"] for row in ROWS}) == len(ROWS)
+    for row in ROWS:
         right, *wrong = row["solutions"]
         assert right["is_correct"]
         assert len(wrong) >= 2
@@ -116,8 +116,7 @@ def test_the_data_that_ship_are_as_promised() -> None:
 
 @pytest.mark.needs_sandbox
 def test_programs_of_the_data_behave_as_labelled() -> None:
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    for row in random.Random(0).sample(rows, 6):
+    for row in random.Random(0).sample(ROWS, 6):
         cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
         for solution in row["solutions"]:
             result = share_passed(solution["code"], row["name"], cases)
@@ -128,8 +127,7 @@ def test_programs_of_the_data_behave_as_labelled() -> None:
 def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
     """Including `majority`, which iterates over a set of numbers."""
     pytest.importorskip("pydantic_monty")
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    programs = [(row, item) for row in rows for item in row["solutions"]]
+    programs = [(row, item) for row in ROWS for item in row["solutions"]]
     chosen = [item for item in programs if item[0]["name"] == "majority"]
     chosen += random.Random(0).sample(programs, min(count, len(programs)))
     for row, solution in chosen:
@@ -142,11 +140,9 @@ def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
 
 def test_the_data_are_of_the_problems_that_ship() -> None:
     """The complete build takes minutes; people edit only questions and right solutions."""
-    problems = {
-        item.name: item for item in runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
-    }
-    for line in DATA.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    built = runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
+    problems = {problem.name: problem for problem in built}
+    for row in ROWS:
         problem = problems[row["name"]]
         assert row["question"] == " ".join(problem.question.split())
         assert row["level"] == problem.level
