@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.agents import (
+    GRAPHS,
+    NODES,
+    GinLayer,
+    GraphIsomorphismAgentParameters,
+)
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import as_dataset
 from nip_astra.scenarios.heads import SummarySoloHead
@@ -31,6 +36,18 @@ def random_order(frames: Frames) -> Tensor:
 
 def close(item: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(item, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu", "gelu"])
+def test_a_gin_layer_sums_over_a_node_and_its_neighbours(name: str) -> None:
+    activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[name]
+    torch.manual_seed(0)
+    layer, nodes = GinLayer(3, 5, name), torch.randn(1, 3, 3)
+    closed = torch.tensor([[[1.0, 1, 0], [1, 1, 1], [0, 1, 1]]])
+    first, second, third = activation(nodes[0])
+    sums = torch.stack([first + second, first + second + third, second + third])
+    expected = layer.outer(activation(layer.inner(sums)))
+    torch.testing.assert_close(layer(nodes, closed)[0], expected)
 
 
 @pytest.mark.parametrize("is_pair_invariant", [True, False])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
 from nip_astra.scenarios.graphs import native_layers as native
+from nip_astra.scenarios.graphs.agents import GinLayer
 from nip_astra.scenarios.graphs.compiled import SWITCH
 from nip_astra.scenarios.graphs.formulas import (
     LayerWeights,
@@ -176,6 +177,14 @@ def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
         twice.append(torch.autograd.grad(norm, inputs, materialize_grads=True))
     for results, expected in zip(*twice, strict=True):
         torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4 * scale_of(expected))
+
+
+def test_the_formula_of_a_layer_is_that_of_its_module() -> None:
+    torch.manual_seed(0)
+    layer, nodes = GinLayer(3, 5, "tanh"), torch.randn(1, 3, 3)
+    closed = torch.tensor([[[1.0, 1, 0], [1, 1, 1], [0, 1, 1]]])
+    formula = gin_formula(nodes, closed, *layer.parameters())
+    torch.testing.assert_close(formula, layer(nodes, closed))
 
 
 def test_large_numbers_do_not_overflow() -> None:

@@ -45,17 +45,13 @@ def test_a_dataset_has_the_observations_of_agents(pairs: tuple[GraphPairs, Graph
     assert torch.equal(dataset["y"][:, 0] == 1, dataset["wl_score"] == -1)
 
 
-def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing\.safetensors"):
-        load_pairs(tmp_path / "nothing.safetensors")
-    (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(DataError, match="save_pairs"):
-        load_pairs(tmp_path / "text")
-
-
-def test_a_file_that_cannot_be_written_is_reported(
+def test_files_that_are_missing_foreign_or_cannot_be_written_are_reported(
     tmp_path: Path, pairs: tuple[GraphPairs, GraphPairs]
 ) -> None:
+    (tmp_path / "text").write_text("no tensors")
+    for name, fact in (("nothing.safetensors", r"nothing\.safetensors"), ("text", "save_pairs")):
+        with pytest.raises(DataError, match=fact):
+            load_pairs(tmp_path / name)
     with pytest.raises(DataError, match=r"none/pairs\.safetensors"):
         save_pairs(tmp_path / "none" / "pairs.safetensors", train=pairs[0], test=pairs[1])
 

@@ -89,9 +89,6 @@ def test_a_chunk_of_pairs_has_the_scores_that_each_has_alone(pairs: GraphPairs) 
     sizes = np.stack([np.concatenate([pairs.num_nodes] * 20)] * 2, axis=1)
     once = refinement_rounds(pairs.adjacency, sizes[: len(pairs.adjacency)])
     assert np.array_equal(refinement_rounds(many, sizes), np.concatenate([once] * 20))
-
-
-def test_no_pairs_have_no_scores() -> None:
     assert wl_scores(np.zeros((0, 2, 4, 4), dtype=bool), np.zeros((0, 2), dtype=int)).shape == (0,)
 
 
