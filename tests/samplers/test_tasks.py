@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -333,42 +334,38 @@ def plain(rollout: TaskRollout) -> tuple[list[Any], list[Any]]:
     return rows, episodes
 
 
-@needs_forks
-@pytest.mark.parametrize(("num_processes", "num_forked"), [(2, 1), (9, 2)])
-def test_any_number_of_forked_processes_plays_the_same(
+@pytest.mark.parametrize(
+    ("executor", "num_forked", "num_sent"),
+    [
+        *(
+            pytest.param(partial(using_processes, count), num_forked, 0, marks=needs_forks)
+            for count, num_forked in ((2, 1), (9, 2))
+        ),
+        *((partial(using_actors, ActorOptions(count)), 0, 3) for count in (1, 2, 4)),
+    ],
+    ids=["2 processes", "9 processes", "1 actor", "2 actors", "4 actors"],
+)
+def test_any_number_of_forked_processes_or_actors_plays_the_same(
     agent: ConversationAgent,
     task: Task,
-    num_processes: int,
+    executor: Callable[[], AbstractContextManager[None]],
     num_forked: int,
+    num_sent: int,
     forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
+    opened = actors_here.install(monkeypatch)
     model = agent.language_model
     with model.counting() as alone:
         expected = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert not forked
-    with using_processes(num_processes), model.counting() as spent:
+    with executor(), model.counting() as spent:
         result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert result == expected
     assert spent == alone
-    assert len(forked) == num_forked
+    assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
-
-
-@pytest.mark.parametrize("num_actors", [1, 2, 4])
-def test_any_number_of_actors_plays_the_same(
-    agent: ConversationAgent, task: Task, num_actors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = actors_here.install(monkeypatch)
-    model = agent.language_model
-    with model.counting() as alone:
-        expected = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=4))
-    with using_actors(ActorOptions(num_actors)), model.counting() as spent:
-        result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=4))
-        assert made[0].turn == 4
-    assert result == expected
-    assert spent == alone
 
 
 def test_the_task_rates_once_and_stays_in_this_process(

@@ -16,40 +16,23 @@ from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.scenarios.code_validation import read_problems
 
 ADDS = "a, b = map(int, input().split())\nif a > 100:\n    print(a - b)\nelse:\n    print(a + b)\n"
-APPS: list[dict[str, Any]] = [
-    {
-        "problem_id": 0,
-        "question": "Add two numbers; of more than 100, take the second away.\n",
-        "solutions": json.dumps([ADDS]),
-        "input_output": json.dumps(
-            {
-                "inputs": ["1 2\n", "3 4\n", "100 1\n", "101 1\n"],
-                "outputs": ["3", "7", "101", "100"],
-            }
-        ),
-        "difficulty": "interview",
-    },
-    {
-        "problem_id": 1,
-        "question": "Its solution is of Python 2.",
-        "solutions": json.dumps(["print 'a'"]),
-        "input_output": json.dumps({"inputs": [""], "outputs": ["a"]}),
-        "difficulty": "introductory",
-    },
-    {
-        "problem_id": 2,
-        "question": "It has no solution.",
-        "solutions": "",
-        "input_output": "",
-        "difficulty": "competition",
-    },
-    {
-        "problem_id": 3,
-        "question": "Its solution fails.",
-        "solutions": json.dumps(["print(1)"]),
-        "input_output": json.dumps({"inputs": [""], "outputs": ["2"]}),
-        "difficulty": "competition",
-    },
+
+
+def apps(number: int, question: str, solutions: list[str], **more: Any) -> dict[str, Any]:
+    """A row of APPS, with `inputs` and `outputs` of a program if it has solutions."""
+    difficulty = more.pop("difficulty", "competition")
+    texts = [json.dumps(value) if value else "" for value in (solutions, more)]
+    row = {"problem_id": number, "question": question, "difficulty": difficulty}
+    return row | dict(zip(("solutions", "input_output"), texts, strict=True))
+
+
+QUESTION = "Add two numbers; of more than 100, take the second away.\n"
+PAIRS = {"1 2\n": "3", "3 4\n": "7", "100 1\n": "101", "101 1\n": "100"}
+APPS = [
+    apps(0, QUESTION, [ADDS], inputs=[*PAIRS], outputs=[*PAIRS.values()], difficulty="interview"),
+    apps(1, "Its solution is of Python 2.", ["print 'a'"], inputs=[""], outputs=["a"]),
+    apps(2, "It has no solution.", []),
+    apps(3, "Its solution fails.", ["print(1)"], inputs=[""], outputs=["2"]),
 ]
 BUGGY = [
     {
