@@ -13,6 +13,7 @@ from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from nip_astra.report.sections import cards, determinism, evaluations, kinds_found
 from nip_astra.utils.formatting import NOTHING
+from tests.kit.messages import says
 from tests.report.runs import evaluation, results, write_run
 
 CARDS: list[dict[str, Any]] = [
@@ -77,23 +78,23 @@ def test_cards_are_those_of_evaluations_or_else_of_the_parameters(tmp_path: Path
 
 def test_the_conditions_of_equal_numbers_name_seed_device_and_services(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", seed=7)
-    for device, environment, start in (
-        ("cpu", '{"num_threads": 2}', "It ran on a CPU with 2 threads: the same parameters"),
-        ("cuda", "{}", "Its device was cuda: a GPU may add numbers up in another order"),
-        ("auto", '{"device": "cpu"}', "It ran on a CPU: the same parameters"),
-        ("auto", '{"device": "cuda"}', "Its device was cuda:"),
+    for device, environment, facts in (
+        ("cpu", '{"num_threads": 2}', ["CPU", "2 threads"]),
+        ("cuda", "{}", ["cuda", "GPU"]),
+        ("auto", '{"device": "cpu"}', ["CPU"]),
+        ("auto", '{"device": "cuda"}', ["cuda", "GPU"]),
     ):
         change(folder, "settings.yaml", device=device)
         (folder / "environment.json").write_text(environment)
         seed, place = determinism(read_run(folder))
-        assert seed == "All random numbers derive from the seed 7 by name."
-        assert place.startswith(start)
+        assert "seed 7" in seed
+        assert says(place, *facts)
     section = {"target": {}, "scorer": {"_type": "judge"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
     judge = evaluation(cards=[{**CARDS[0], "kind": "judge"}])
     other = write_run(tmp_path / "two", evaluations={"a": judge})
-    for one in (folder, other):
-        assert determinism(read_run(one))[-1].startswith("A service stands behind a scorer")
+    for run in (folder, other):
+        assert "scorer" in determinism(read_run(run))[-1]
 
 
 def cells_of(page: str, heading: str) -> list[str]:
@@ -106,7 +107,6 @@ def cells_of(page: str, heading: str) -> list[str]:
 
 
 def test_services_show_cost_latency_and_refusals_of_run_and_evaluation(tmp_path: Path) -> None:
-    assert "seconds, median" not in write_report([write_run(tmp_path / "none")]).read_text()
     of_judge = USE | {"num_estimated": 2, "cost": None, "failures": {}, "median_seconds": None}
     folder = write_run(
         tmp_path / "one",
@@ -114,12 +114,11 @@ def test_services_show_cost_latency_and_refusals_of_run_and_evaluation(tmp_path:
         evaluations={"test": evaluation(services={"judge": of_judge})},
     )
     page = write_report([folder]).read_text()
-    for text in ("refusals", "cost", "seconds, median", "seconds, 95 %", "guessed"):
-        assert text in page
     _, *cells = cells_of(page, "target: gpt-none, the run")
     assert cells[:5] == ["1,234", "56", "7", "3 timeout, 31 refused", "98,765"]
     assert [float(cell) for cell in cells[6:9]] == [1.75, 0.812, 3.25]
     assert cells_of(page, "judge: gpt-none, evaluation test")[4] == "0"
+    assert "gpt-none" not in write_report([write_run(tmp_path / "none")]).read_text()
 
 
 def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Path) -> None:
