@@ -187,17 +187,14 @@ def test_every_name_that_a_file_registers_has_a_documented_member(kind: Kind) ->
 
 @EACH
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_names(kind: Kind) -> None:
-    nearest = str(next(iter(kind.names)))
-    for wrong, is_near in ((f"{nearest.upper().replace('_', '-')}x", True), ("qqqq", False)):
+    registry, nearest = kind.registry, str(next(iter(kind.names)))
+    misspelt = f"{nearest.upper().replace('_', '-')}x"
+    for wrong, suggestions in ((misspelt, [nearest]), ("qqqq", [])):
         with pytest.raises(UnknownNameError) as caught:
-            kind.registry.get(wrong)
+            registry.get(wrong)
         error = caught.value
-        assert (error.kind, error.name, error.known) == (
-            kind.registry.kind,
-            wrong,
-            kind.registry.names(),
-        )
-        assert error.suggestions[:1] == ([nearest] if is_near else [])
+        assert (error.kind, error.name, error.known) == (registry.kind, wrong, registry.names())
+        assert error.suggestions[:1] == suggestions
         assert "--plugin" in str(error)
 
 
