@@ -79,7 +79,7 @@ def test_parts_references_and_sections_of_plugins_pass(text: str) -> None:
     ],
 )
 def test_values_refused_by_the_loader_are_marked(text: str, path: str) -> None:
-    assert any(path.startswith(found) for found in faults(text)), faults(text)
+    assert any(path.startswith(result) for result in faults(text)), faults(text)
 
 
 def test_every_value_has_a_description() -> None:
@@ -88,10 +88,10 @@ def test_every_value_has_a_description() -> None:
 
 
 def _values(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, one in schema.get("properties", {}).items():
-        yield f"{path}.{name}", one
-    for name, one in schema.get("definitions", {}).items():
-        yield from _values(one, name)
+    for name, item in schema.get("properties", {}).items():
+        yield f"{path}.{name}", item
+    for name, item in schema.get("definitions", {}).items():
+        yield from _values(item, name)
 
 
 def test_the_schema_of_one_trainer_knows_its_sections_only(cli: CommandLine) -> None:

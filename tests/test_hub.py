@@ -52,7 +52,7 @@ class Hub:
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         files = [path for path in folder_path.rglob("*") if path.is_file()]
-        self.calls.append((repo_id, {one.name: one.read_bytes() for one in files}))
+        self.calls.append((repo_id, {item.name: item.read_bytes() for item in files}))
 
 
 @pytest.fixture

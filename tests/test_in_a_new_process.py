@@ -34,8 +34,8 @@ def numbers_of_a_game(seed: int) -> list[object]:
     """Final weights of provers and verifiers."""
     trainer = toy_trainer(seed=seed)
     trainer.train()
-    found: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
-    return found
+    result: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
+    return result
 
 
 def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
@@ -59,8 +59,8 @@ def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def test_the_schema_that_ships_is_that_of_the_classes(told: dict[str, Any]) -> None:

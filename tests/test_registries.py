@@ -119,7 +119,7 @@ def _restored() -> Iterator[None]:
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
-    assert of_names == {one.names for one in KINDS.values()}
+    assert of_names == {item.names for item in KINDS.values()}
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
     # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
     assert shipped - OF_EVALUATIONS == {*KINDS, *OF_FUNCTIONS, "tracker"}

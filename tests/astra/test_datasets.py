@@ -57,12 +57,12 @@ def test_a_corpus_of_convokit_gives_the_first_utterance_of_each_conversation(
 ) -> None:
     folder = corpus(tmp_path / "reddit-corpus-small")
     monkeypatch.setenv(prompts.CONVOKIT, str(folder))
-    found = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
-    together = [text for split in SPLITS for text in found[split]]
+    result = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
+    together = [text for split in SPLITS for text in result[split]]
     assert sorted(together) == sorted(f"opening {n}" for n in range(400) if n % 10 > 1)
-    assert found == {split: openings(split, folder) for split in SPLITS}
-    assert 0.72 < len(found["train"]) / len(together) < 0.88
-    assert len(found["dev"]) < len(found["test"])
+    assert result == {split: openings(split, folder) for split in SPLITS}
+    assert 0.72 < len(result["train"]) / len(together) < 0.88
+    assert len(result["dev"]) < len(result["test"])
     assert not caplog.text
 
 

@@ -63,8 +63,8 @@ class WordProblem(ASTProblem):
 
     def _logprobs(self, logits: Tensor, continuation: Sequence[str]) -> Tensor:
         ids = torch.tensor([[WORDS.index(word) for word in text.split()] for text in continuation])
-        found = logits.log_softmax(0)[ids]
-        return torch.nn.functional.pad(found, (2, 1))
+        result = logits.log_softmax(0)[ids]
+        return torch.nn.functional.pad(result, (2, 1))
 
     def get_attacker_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         return self._logprobs(self.attacker.logits, continuation)

@@ -48,10 +48,10 @@ def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episod
 def test_the_rate_of_single_turns_is_that_of_rogan_and_gladen() -> None:
     """(.10 + .97 - 1) / (.95 + .97 - 1)."""
     episodes = judged(*(flagged(i, [i < 10], prompt=str(i)) for i in range(100)))
-    found = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
+    result = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
     for name in ("turn_failure_rate", "failure_rate"):
-        assert found[name]["value"] == pytest.approx(0.07 / 0.92)
-        assert 0.0 <= found[name]["low"] < 0.07 / 0.92 < found[name]["high"] < 0.25
+        assert result[name]["value"] == pytest.approx(0.07 / 0.92)
+        assert 0.0 <= result[name]["low"] < 0.07 / 0.92 < result[name]["high"] < 0.25
 
 
 def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -> None:
@@ -63,9 +63,9 @@ def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -
             errs = (first == 0, second == 0)
             flags = [real is not wrong for real, wrong in zip(truth, errs, strict=True)]
             episodes.append(flagged(len(episodes), flags, prompt=str(len(episodes))))
-    found = corrected_rates(judged(*episodes), Quality(75, 25, 75, 25), **OPTIONS)
-    assert found["turn_failure_rate"]["value"] == pytest.approx(3 / 8)
-    assert found["failure_rate"]["value"] == pytest.approx(1 / 2)
+    result = corrected_rates(judged(*episodes), Quality(75, 25, 75, 25), **OPTIONS)
+    assert result["turn_failure_rate"]["value"] == pytest.approx(3 / 8)
+    assert result["failure_rate"]["value"] == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -
 def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
     quality: Quality, reason: str
 ) -> None:
-    found = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
-    assert found["is_refused"] is True
-    assert found["reason"].endswith(reason)
+    result = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
+    assert result["is_refused"] is True
+    assert result["reason"].endswith(reason)
 
 
 def test_without_a_verdict_through_the_last_turn_nothing_is_corrected() -> None:
     failing = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
     unknown = [episode(i, [0.1, None], prompt=str(i)) for i in range(4, 8)]
     for episodes in (unknown, [*failing, *unknown]):
-        found = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
-        assert found["is_refused"]
+        result = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
+        assert result["is_refused"]
 
 
 @pytest.mark.parametrize("missing", [0.05, 0.3])
@@ -100,11 +100,11 @@ def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing:
     flags = np.where(failed, rng.random(failed.shape) < 0.9, rng.random(failed.shape) < 0.02)
     scores = np.where(rng.random(failed.shape) < missing, np.nan, flags).tolist()
     episodes = judged(*(episode(i, row, prompt=str(i)) for i, row in enumerate(scores)))
-    found = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
+    result = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
     truth = (failed.mean(), failed.any(axis=1).mean())
     for name, share in zip(("turn_failure_rate", "failure_rate"), truth, strict=True):
-        assert found[name]["value"] == pytest.approx(share, abs=0.02)
-        assert found[name]["low"] < share < found[name]["high"]
+        assert result[name]["value"] == pytest.approx(share, abs=0.02)
+        assert result[name]["low"] < share < result[name]["high"]
 
 
 def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
@@ -112,10 +112,10 @@ def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
     options = OPTIONS | {"num_resamples": 20_000}
     for num_failing in (0, 3, 30):
         episodes = judged(*(flagged(i, [i < num_failing], prompt=str(i)) for i in range(30)))
-        found = corrected_rates(episodes, quality, **options)
+        result = corrected_rates(episodes, quality, **options)
         expected = exact_rate_interval(num_failing / 30, 30)
         for name in ("turn_failure_rate", "failure_rate"):
-            assert (found[name]["low"], found[name]["high"]) == pytest.approx(expected, abs=0.005)
+            assert (result[name]["low"], result[name]["high"]) == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize(("num_prompts", "num_played", "rate"), [(20, 1, 0.02), (5, 4, 0.3)])
@@ -130,7 +130,7 @@ def test_neither_bound_of_a_corrected_rate_errs_often(
         failing = rng.random(len(own)) < own
         verdicts = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
         episodes = judged(
-            *(flagged(i, [one], str(i // num_played)) for i, one in enumerate(verdicts.tolist()))
+            *(flagged(i, [item], str(i // num_played)) for i, item in enumerate(verdicts.tolist()))
         )
         hits, passes = int(rng.binomial(80, 0.9)), int(rng.binomial(80, 0.95))
         quality = Quality(hits, 80 - hits, passes, 80 - passes)
@@ -198,4 +198,4 @@ def test_line_breaks_of_unicode_end_no_row(letter: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     row = {"response": f"one{letter}two", "is_failure": True}
     path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n")
-    assert [one.exchange.text for one in read_labelled(path)] == [row["response"]]
+    assert [item.exchange.text for item in read_labelled(path)] == [row["response"]]

@@ -84,13 +84,13 @@ def test_a_broken_line_is_refused(file: RowFile, content: str, line: int) -> Non
 
 def test_chains_are_separated_by_step_and_episode_and_by_the_leaves_of_a_tree() -> None:
     later = [row | {"step": 5} for row in episode(0, [0.3, 0.4])]
-    found = episodes_of([*episode(0, [0.1, 0.2]), *later, *episode(1, [0.5, 0.6])])
-    scores = [[row["response_score"] for row in chain] for chain in found]
+    result = episodes_of([*episode(0, [0.1, 0.2]), *later, *episode(1, [0.5, 0.6])])
+    scores = [[row["response_score"] for row in chain] for chain in result]
     assert scores == [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]]
     nodes = [(0, -1, 0), (1, -1, 0), (2, 0, 1), (3, 0, 1), (4, 1, 1)]
     names = ("node", "parent", "depth")
     tree = [{"step": 0, "episode": 0, **dict(zip(names, node, strict=True))} for node in nodes]
-    assert [[row["node"] for row in one] for one in episodes_of(tree)] == [[0, 2], [0, 3], [1, 4]]
+    assert [[row["node"] for row in item] for item in episodes_of(tree)] == [[0, 2], [0, 3], [1, 4]]
 
 
 def test_a_folder_is_continued_with_the_same_configuration_alone(folder: EvaluationFolder) -> None:

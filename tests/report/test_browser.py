@@ -40,8 +40,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def visible(browser: Browser, selector: str) -> int:
     """The number of visible elements."""
     shown = f"[...document.querySelectorAll({selector!r})].filter(e => e.checkVisibility())"
-    found: int = browser.value(f"{shown}.length")
-    return found
+    result: int = browser.value(f"{shown}.length")
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ from tests.report.runs import THRESHOLD, chains, failing, row, tree
 
 def run_of(**rows: list[dict[str, Any]]) -> RunRecord:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {name: [node_of(one, THRESHOLD) for one in table] for name, table in rows.items()}
+    run.tables = {
+        name: [node_of(item, THRESHOLD) for item in table] for name, table in rows.items()
+    }
     return run
 
 

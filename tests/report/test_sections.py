@@ -59,15 +59,15 @@ def test_cards_are_those_of_evaluations_or_else_of_the_parameters(tmp_path: Path
     model = {"language_model": {"_type": "huggingface", "model": "scenario://models/target"}}
     section = {"failure_threshold": 0.5, "target": model, "scorer": {"_type": "profanity"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
-    found = cards(read_run(folder))
-    assert found is not None
-    (target, cells), (scorer, _) = found["rows"]
-    assert (target, scorer, found["is_digested"]) == ("target", "scorer", False)
+    result = cards(read_run(folder))
+    assert result is not None
+    (target, cells), (scorer, _) = result["rows"]
+    assert (target, scorer, result["is_digested"]) == ("target", "scorer", False)
     assert cells[1] == "scenario://models/target"
     same = evaluation(cards=CARDS)
-    found = cards(read_run(write_run(tmp_path / "two", evaluations={"a": same, "b": same})))
-    assert found is not None
-    (target, cells), (scorer, others) = found["rows"]
+    result = cards(read_run(write_run(tmp_path / "two", evaluations={"a": same, "b": same})))
+    assert result is not None
+    (target, cells), (scorer, others) = result["rows"]
     assert (target, scorer) == ("target", "scorer")
     assert cells == [
         "big/model", "huggingface, hub id big/model", "not stated", "134,515,008", "269.1 MB",
@@ -124,16 +124,16 @@ def test_services_show_cost_latency_and_refusals_of_run_and_evaluation(tmp_path:
 def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", evaluations={"old": evaluation(), "new": FULL})
     run = read_run(folder)
-    found = evaluations(run)
-    assert found is not None
-    ((name, (first, second)),) = found["quality"]
+    result = evaluations(run)
+    assert result is not None
+    ((name, (first, second)),) = result["quality"]
     rates = ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING]
     labelled = ["50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]
     assert (name, first) == ("new", ("a", [*rates, *labelled]))
     assert second[1][:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
-    ((_, (row,)),) = found["agreement"]
+    ((_, (row,)),) = result["agreement"]
     assert row == ("a, b", ["900", "75.0%", NOTHING, "0.5", "1 / 2 / 3 / 894"])
-    (drawn,) = found["kinds"].lines
+    (drawn,) = result["kinds"].lines
     assert drawn.line.label == "new"
     assert drawn.line.points[-2:] == [(200.0, 3.0), (300.0, 3.0)]
     assert kinds_found(read_run(write_run(tmp_path / "two"))) is None
@@ -142,9 +142,9 @@ def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Pat
     assert "no &lt;b&gt;better&lt;/b&gt; than chance" in source
     assert "450.0%" not in source, "kinds are a number and not a share"
     label = "  at least, those not seen included (Chao2)"
-    for one, cell in (
+    for item, cell in (
         (FULL, "4.5 [3.1, 9]"),
         (evaluation(), NOTHING),
         (evaluation(kinds={"seen": 0, "value": 0.0}), NOTHING),
     ):
-        assert dict(figure_rows(one))[label] == cell
+        assert dict(figure_rows(item))[label] == cell

@@ -45,12 +45,12 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
             kind: {**plain[kind], "attacker": attacker},
         }
     )
-    found = resolve_experiment(hyper_params=given).hyper_params
-    assert found.get(f"{kind}.attacker.system_prompt") == text
+    result = resolve_experiment(hyper_params=given).hyper_params
+    assert result.get(f"{kind}.attacker.system_prompt") == text
     # This is kept in the file of a run and for the runs that build on it.
     run = tmp_path / "run"
     run.mkdir()
-    (run / "hyper_parameters.yaml").write_text(to_yaml(found.to_dict()))
+    (run / "hyper_parameters.yaml").write_text(to_yaml(result.to_dict()))
     again = resolve_experiment(parameter_file=run / "hyper_parameters.yaml").hyper_params
     assert again.get(f"{kind}.attacker.system_prompt") == text
     base = ["base_run.base_run_type=parameters", f"base_run.run={run}"]
@@ -76,9 +76,9 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_plugins_of_a_preset_are_loaded_and_recorded(preset: Path) -> None:
-    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
-    assert found.get("ast_chat.reward.terms.0").type_name == "of_a_preset"
-    assert found.plugins == [str(preset.parent / "term.py")]
+    result = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert result.get("ast_chat.reward.terms.0").type_name == "of_a_preset"
+    assert result.plugins == [str(preset.parent / "term.py")]
 
 
 def test_a_missing_plugin_of_a_preset_is_reported_unless_an_option_replaces_it(
@@ -88,8 +88,8 @@ def test_a_missing_plugin_of_a_preset_is_reported_unless_an_option_replaces_it(
     with pytest.raises(PluginError, match=r"term\.py"):
         resolve_experiment(trainer="ast_dpo", scenario="pocket_chat")
     overrides = ["plugins=[]", "ast_chat.reward.terms=[]"]
-    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
-    assert found.hyper_params.plugins == []
+    result = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
+    assert result.hyper_params.plugins == []
 
 
 class JudgedProtocol(AdpProtocol):
@@ -114,9 +114,9 @@ def test_scenario_parameters_for_agents_of_other_protocols_are_left_out() -> Non
             scenario="graph_isomorphism_small",
             overrides=["interaction_protocol=judged", *overrides],
         )
-        found = resolved.hyper_params.get("graph_isomorphism.agents")
-        assert isinstance(found, dict)
-        return set(found)
+        result = resolved.hyper_params.get("graph_isomorphism.agents")
+        assert isinstance(result, dict)
+        return set(result)
 
     try:
         assert agents() == {"default"}

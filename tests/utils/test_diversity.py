@@ -52,8 +52,8 @@ def plain_bleu(text: str, references: list[str], order: int) -> float:
 def test_bleu_by_hand() -> None:
     # 3 of 4 words, 2 of 3 pairs, 1 of 2 triples; the nearest length is 5.
     expected = (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3) * math.exp(1 - 5 / 4)
-    found = bleu_against(["the cat sat down"], ["see the cat sat there"], orders=[3])
-    assert found.tolist() == pytest.approx([expected], abs=1e-12)
+    result = bleu_against(["the cat sat down"], ["see the cat sat there"], orders=[3])
+    assert result.tolist() == pytest.approx([expected], abs=1e-12)
 
 
 def test_degenerate_texts_and_references() -> None:
@@ -71,9 +71,9 @@ def test_degenerate_texts_and_references() -> None:
 def test_bleu_equals_the_definition_written_as_loops(order: int) -> None:
     references = made_up(40, seed=1, shortest=1)
     texts = [*made_up(60, seed=2, shortest=1), *made_up(5, seed=3, words=2)]
-    found = bleu_against(texts, references, orders=[order])
+    result = bleu_against(texts, references, orders=[order])
     expected = [plain_bleu(text, references, order) for text in texts]
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    assert result.tolist() == pytest.approx(expected, abs=1e-12)
     assert len(set(expected)) > 5
 
 

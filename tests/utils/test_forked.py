@@ -151,8 +151,8 @@ def test_tokenizers_use_no_threads_in_a_process(
         monkeypatch.delenv(name, raising=False)
     else:
         monkeypatch.setenv(name, value)
-    found = call_at_once([partial(os.environ.get, name), partial(os.environ.get, name)])
-    assert found == [value, "false"]
+    result = call_at_once([partial(os.environ.get, name), partial(os.environ.get, name)])
+    assert result == [value, "false"]
     assert os.environ.get(name) == value
 
 

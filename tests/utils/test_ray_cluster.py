@@ -38,10 +38,10 @@ class Ray(SimpleNamespace):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    found = Ray()
-    monkeypatch.setitem(sys.modules, "ray", found)
+    result = Ray()
+    monkeypatch.setitem(sys.modules, "ray", result)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return found
+    return result
 
 
 def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
     monkeypatch.setenv("RAY_ADDRESS", "there:1")
     open_ray(num_cpus=1000)
     open_ray("elsewhere:2")
-    assert [one["address"] for one in ray.given] == ["local", "there:1", "elsewhere:2"]
-    assert [one["num_cpus"] for one in ray.given] == [1000, None, None]
+    assert [item["address"] for item in ray.given] == ["local", "there:1", "elsewhere:2"]
+    assert [item["num_cpus"] for item in ray.given] == [1000, None, None]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

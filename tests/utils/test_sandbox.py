@@ -143,7 +143,7 @@ def told(user: str, host: dict[str, object]) -> dict[str, Told]:
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
     assert result.outcome == "finished", result.stderr
-    return {name: Told(*one) for name, one in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {name: Told(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()}
 
 
 @pytest.mark.needs_sandbox
@@ -186,11 +186,11 @@ def test_every_refused_system_call_is_refused(user: str) -> None:
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_fakes_the_check_does_not_know_what_is_expected(forgery: str, user: str) -> None:
     """It may patch all callers and write results itself; the right results are kept outside."""
-    found = call_in_sandbox(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
-    assert len(found) == 2
-    for one, right in zip(found, [4, 9], strict=True):
-        assert one != CallResult(right)
-        assert one.error or type(one.value) in (bool, int, str)
+    result = call_in_sandbox(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
+    assert len(result) == 2
+    for item, right in zip(result, [4, 9], strict=True):
+        assert item != CallResult(right)
+        assert item.error or type(item.value) in (bool, int, str)
 
 
 @pytest.mark.needs_sandbox
@@ -312,16 +312,16 @@ def test_without_a_filter_there_is_a_warning_and_still_no_keyring(
             f"import ctypes\nprint({look}, ctypes.get_errno(), ctypes.CDLL(None).shmget(0, 9, 896))"
         )
         for _ in range(2):
-            found = run_in_sandbox(code, limits=LIMITS).stdout.split()
-        return add > 0, found
+            result = run_in_sandbox(code, limits=LIMITS).stdout.split()
+        return add > 0, result
 
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as pool:
-        is_there, found = pool.submit(find).result()
+        is_there, result = pool.submit(find).result()
     assert is_there
-    assert found[:2] == ["-1", str(errno.ENOKEY)]
+    assert result[:2] == ["-1", str(errno.ENOKEY)]
     # The warning is true: only the filter closes it.
-    assert int(found[2]) >= 0
-    (warning,) = [one.getMessage() for one in caplog.records if "filter" in one.getMessage()]
+    assert int(result[2]) >= 0
+    (warning,) = [item.getMessage() for item in caplog.records if "filter" in item.getMessage()]
     assert "there is none" in warning
     assert "io_uring" in warning
 
@@ -405,9 +405,9 @@ def test_a_program_reads_its_input_and_writes_its_output() -> None:
 @pytest.mark.needs_sandbox
 def test_calls_give_values_or_errors_in_order() -> None:
     code = "def f(a, b):\n    print('noise')\n    return {'q': [a / b, None]}"
-    found = call_in_sandbox(code, "f", [[1, 2], [1, 0], [3, 2]], LIMITS)
-    assert [one.value for one in found] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
-    assert "ZeroDivisionError" in found[1].error
+    result = call_in_sandbox(code, "f", [[1, 2], [1, 0], [3, 2]], LIMITS)
+    assert [item.value for item in result] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
+    assert "ZeroDivisionError" in result[1].error
 
 
 @pytest.mark.needs_sandbox
@@ -422,9 +422,9 @@ def test_calls_give_values_or_errors_in_order() -> None:
     ],
 )
 def test_what_calls_cannot_give_is_an_error(code: str, why: str) -> None:
-    (found,) = call_in_sandbox(code, "f", [[1]], SandboxLimits(cpu_seconds=1))
-    assert found.value is None
-    assert why in found.error
+    (result,) = call_in_sandbox(code, "f", [[1]], SandboxLimits(cpu_seconds=1))
+    assert result.value is None
+    assert why in result.error
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
 
 
 def test_values_of_parts_are_those_of_all_together() -> None:
-    found = []
+    result = []
     for limit in (None, 50_257 * 8 * 30):
         problem = Counts()
         sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
@@ -96,8 +96,8 @@ def test_values_of_parts_are_those_of_all_together() -> None:
         problem.sizes["valued"].clear()
         steps = PPO(problem).flatten(graph)
         assert (max(problem.sizes["valued"]) < 12) == (limit is not None)
-        found.append([step.tokens["old_logprobs"].tolist() for step in steps])
-    assert found[0] == found[1]
+        result.append([step.tokens["old_logprobs"].tolist() for step in steps])
+    assert result[0] == result[1]
 
 
 def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
@@ -110,7 +110,7 @@ def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
             self.sizes.append(len(probe))
             return [-float(len(text.ids)) for text in probe]
 
-    found = []
+    result = []
     options = {"attacker_options": SHORT, "target_options": SHORT}
     for limit in (4 * GIB, len(make_tokenizer()) * 8 * 200):
         monkeypatch.setattr(System, "max_batch_bytes", limit)
@@ -118,6 +118,6 @@ def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
         problem.sizes = []
         graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
         assert sum(problem.sizes) == 3 + 9
-        found.append((texts_of(graph), len(problem.sizes)))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == 1 < found[1][1]
+        result.append((texts_of(graph), len(problem.sizes)))
+    assert result[0][0] == result[1][0]
+    assert result[0][1] == 1 < result[1][1]

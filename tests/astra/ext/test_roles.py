@@ -101,13 +101,13 @@ class OwnLoop(Sampler[str, str]):
 
     def rollout(self, seed: int | None = None) -> Graph[str, str]:
         state: str = "hello"
-        found: list[Node[str, str]] = []
+        result: list[Node[str, str]] = []
         for _ in range(3):
             (probe,) = self.system.rollout_prompt_with_attacker([state])
             (response,) = self.system.rollout_prompt_with_target([state + " " + probe])
-            found.append(Node(state, probe, response, 0.0, []))
+            result.append(Node(state, probe, response, 0.0, []))
             state = self.way(state, probe, response)
-        return Graph("hello", found)
+        return Graph("hello", result)
 
 
 def test_a_custom_sampler_may_put_spaces_between_turns_and_no_labels(models: Models) -> None:
