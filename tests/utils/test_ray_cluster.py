@@ -44,12 +44,6 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return result
 
 
-def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[ray\]'"):
-        open_ray()
-
-
 def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
     ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,10 +57,15 @@ def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_missing_cluster_is_reported(ray: Ray) -> None:
+def test_a_missing_cluster_or_package_is_reported(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.fault = ConnectionError("nobody answers")
     with pytest.raises(ConfigurationError, match=r"'far:6379'.*nobody answers.*ray_address"):
         open_ray("far:6379")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"nip_astra\[ray\]"):
+        open_ray()
 
 
 def test_a_process_of_ray_that_has_ended_is_named() -> None:

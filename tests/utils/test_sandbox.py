@@ -68,7 +68,7 @@ print(json.dumps(told))
 """
 
 
-class Told(NamedTuple):
+class Output(NamedTuple):
     """A program's output, and the last line of its error."""
 
     out: str
@@ -135,7 +135,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def told(user: str, host: dict[str, object]) -> dict[str, Told]:
+def told(user: str, host: dict[str, object]) -> dict[str, Output]:
     """The outcome of each attack that can share a sandbox with others."""
     programs = {
         name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
@@ -143,20 +143,20 @@ def told(user: str, host: dict[str, object]) -> dict[str, Told]:
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
     assert result.outcome == "finished", result.stderr
-    return {name: Told(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {name: Output(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()}
 
 
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_with_its_reason(
-    name: str, host: dict[str, object], told: dict[str, Told]
+    name: str, host: dict[str, object], told: dict[str, Output]
 ) -> None:
     attack = ATTACKS[name]
     one = told.get(name)
     if one is None:
         result = run_in_sandbox(attack.program(host), limits=LIMITS)
         assert result.outcome == "failed"
-        one = Told(result.stdout, result.stderr.strip().splitlines()[-1])
+        one = Output(result.stdout, result.stderr.strip().splitlines()[-1])
     assert "BREACH" not in one.out
     assert re.search(attack.why, one.error), one
     assert not (PROJECT / "x").exists()
@@ -390,16 +390,12 @@ def test_a_program_calls_code_in_another_sandbox_by_value() -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_a_flood_of_output_is_cut_off() -> None:
+def test_a_program_reads_its_input_and_a_flood_of_output_is_cut_off() -> None:
+    result = run_in_sandbox("print(sum(map(int, input().split())), 'ü')", "1 2 3\n", LIMITS)
+    assert (result.outcome, result.exit_code, result.stdout) == ("finished", 0, "6 ü\n")
     result = run_in_sandbox("while True: print('x' * 1000)", limits=LIMITS)
     assert result.outcome != "finished"
     assert len(result.stdout) <= 2**20
-
-
-@pytest.mark.needs_sandbox
-def test_a_program_reads_its_input_and_writes_its_output() -> None:
-    result = run_in_sandbox("print(sum(map(int, input().split())), 'ü')", "1 2 3\n", LIMITS)
-    assert (result.outcome, result.exit_code, result.stdout) == ("finished", 0, "6 ü\n")
 
 
 @pytest.mark.needs_sandbox
@@ -443,17 +439,13 @@ def test_without_bubblewrap_no_program_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_bubblewrap")
-def test_without_an_interpreter_either_no_function_is_called(
+def test_without_bubblewrap_an_interpreter_calls_functions_or_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    pytest.importorskip("pydantic_monty")
+    assert call_in_sandbox("def f(x): return x * 2", "f", [[2]]) == [CallResult(4)]
     monkeypatch.setattr(sandbox, "why_no_interpreter", lambda: "the package p is not installed")
     code = f"open({str(tmp_path / 'x')!r}, 'w')\ndef f(): pass"
     with pytest.raises(SandboxUnavailableError, match=r"no `bwrap`.*p is not installed.*\[sandbox"):
         call_in_sandbox(code, "f", [[]])
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("_no_bubblewrap")
-def test_without_bubblewrap_an_interpreter_calls_functions() -> None:
-    pytest.importorskip("pydantic_monty")
-    assert call_in_sandbox("def f(x): return x * 2", "f", [[2]]) == [CallResult(4)]

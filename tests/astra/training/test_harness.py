@@ -173,12 +173,15 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
     for given in ("sampler", "env", "environment"):
         evaluator = ASTEvaluator(seeds=PROMPTS, **{given: sampler})
         assert evaluator.env is evaluator.sampler is evaluator.environment is sampler
+    for given in ("sampler", "environment"):
+        trainer = Trainer(TrainingConfiguration(), algorithm=DPO(problem), **{given: sampler})
+        assert trainer.harness.sampler is trainer.harness.environment is sampler
     for build in (DPO, PPO, ASTSampler):
         with pytest.raises(ConfigurationError, match="problem"):
             build()
-    with pytest.raises(ConfigurationError, match="given as system and problem"):
+    with pytest.raises(ConfigurationError, match="system and problem"):
         DPO(problem, problem=problem)
-    with pytest.raises(ConfigurationError, match="needs a sampler, got none"):
+    with pytest.raises(ConfigurationError, match="sampler"):
         ASTEvaluator(seeds=PROMPTS)
 
 
