@@ -40,17 +40,6 @@ def test_greedy_text_equals_generate(tiny_model: HuggingFaceLanguageModel) -> No
         assert found.ids_BT[row][found.mask_BT[row]].tolist() == expected.tolist()
 
 
-def test_logprobs_equal_the_log_softmax_of_the_whole_model(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
-    context, continuation = CONTEXTS[0], [7, 8, 3]
-    logits = tiny_model.module(torch.tensor([context + continuation])).logits[0]
-    ids = torch.tensor([continuation])
-    expected = logits.log_softmax(-1)[len(context) - 1 : -1].gather(1, ids.T).squeeze(1)
-    found = tiny_model.logprobs(*pad_left([context], CPU), ids, ids > 0)
-    assert torch.allclose(found[0], expected, atol=1e-6)
-
-
 def test_scores_and_gradients_do_not_depend_on_padding_or_on_the_split_into_batches(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:

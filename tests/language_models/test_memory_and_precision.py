@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -21,28 +20,15 @@ from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model_base import distribute
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
-from tests.kit.tiny import CPU, load_backend, make_language_model, make_tokenizer
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model
 
 ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU))
 
 
-def write_gpt2(folder: Path) -> Path:
-    """A model with its own forward pass only."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=3
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(params=["decoder", "own forward pass"])
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
-    write = make_language_model if request.param == "decoder" else write_gpt2
-    folder = write(tmp_path / "model")
-    return partial(load_backend, folder)
+    make = make_language_model if request.param == "decoder" else make_gpt2
+    return partial(load_backend, make(tmp_path / "model"))
 
 
 def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]:

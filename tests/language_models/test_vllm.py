@@ -29,6 +29,7 @@ from tests.language_models import fake_vllm
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=6)
+ROWS = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +208,6 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
     greedy(attacker)
     assert torch.equal(greedy(target), plain)
     assert target.token_count.forwarded > 0
-    other = VllmLanguageModel.Parameters(model=str(model_dir), dtype="bfloat16")
-    assert attacker.base_for(other) is None
     assert load(model_dir).base_for(same) is None
     by_huggingface = HuggingFaceLanguageModel.Parameters(model=str(model_dir))
     assert isinstance(attacker.base_for(by_huggingface), HuggingFaceLanguageModel)
@@ -217,10 +216,9 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
 def test_the_engine_sleeps_while_weights_are_trained(model_dir: Path) -> None:
     model = load(model_dir, sleep_during_updates=True)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
     llm().calls.clear()
     for _ in range(2):
-        model.logprobs(*rows).sum().backward()
+        model.logprobs(*ROWS).sum().backward()
     change(model)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
     expected = ["sleep", "wake_up weights", "load_weights", "wake_up kv_cache"]
@@ -340,8 +338,7 @@ def test_an_engine_that_cannot_start_is_a_typed_error(
 def test_updates_that_raise_no_version_are_sampled_from(model_dir: Path, lora: Any) -> None:
     model = load(model_dir, lora=lora)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
-    model.logprobs(*rows)
+    model.logprobs(*ROWS)
     before = [parameter._version for parameter in model.parameters()]
     # As fused and 8-bit optimizers do.
     for parameter in model.parameters():
@@ -361,7 +358,11 @@ def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}]
+    "options",
+    [
+        *({"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}),
+        {"dtype": "bfloat16"},
+    ],
 )
 def test_a_target_with_other_engine_options_gets_its_own(
     model_dir: Path, options: dict[str, Any]

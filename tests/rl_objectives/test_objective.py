@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -27,8 +29,8 @@ from tests.rl_objectives.always_acting import (
 )
 
 
-def ippo(agents: AlwaysActing) -> IppoObjective:
-    return IppoObjective(agents, CommonPpoParameters(), RlTrainerParameters())
+def ippo(agents: AlwaysActing, **parameters: Any) -> IppoObjective:
+    return IppoObjective(agents, CommonPpoParameters(**parameters), RlTrainerParameters())
 
 
 def test_the_package_offers_the_base_class() -> None:
@@ -138,10 +140,18 @@ def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: Tens
     assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
 
 
-def test_a_reward_of_one_agent_gives_the_other_no_gradient(
-    agents: AlwaysActing, batch: TensorDict
+@pytest.mark.parametrize("loss", ["clip", "kl_penalty", "reinforce"])
+def test_an_advantage_of_one_agent_gives_the_other_no_gradient(
+    agents: AlwaysActing, batch: TensorDict, loss: str
 ) -> None:
-    batch["agents", "reward_to_go"][:, 1] = 0.0
-    sum_of_losses(ReinforceObjective(agents)(batch).items()).backward()
+    for key in ("advantage", "reward_to_go"):
+        batch["agents", key][:, 1] = 0.0
+    ppo = {"kl_beta": 0.0, "entropy_weight": 0.0, "critic_coef": 0.0}
+    objectives = {
+        "reinforce": lambda: ReinforceObjective(agents),
+        "clip": lambda: ippo(agents, **ppo),
+        "kl_penalty": lambda: ippo(agents, loss_type="kl_penalty", **ppo),
+    }
+    sum_of_losses(objectives[loss]()(batch).items()).backward()
     assert float(agents["first"].policy.weight.grad.abs().sum()) > 0.1
     assert float(agents["second"].policy.weight.grad.abs().sum()) == 0.0

@@ -145,15 +145,6 @@ def test_no_rows_or_no_tokens_give_a_loss_of_zero(name: str, rows: int) -> None:
     assert all(metric == 0.0 for metric in output.metrics.values())
 
 
-@every_loss
-def test_a_row_without_tokens_adds_nothing(name: str) -> None:
-    batch = random_batch()
-    batch["mask_BT"][2] = False
-    _, gradient = run(name, batch)
-    assert gradient[2].eq(0).all()
-    assert gradient.isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["ppo", *(f"variant {name}" for name in GROUP_VARIANTS)])
 def test_gradients_stay_within_the_policy(name: str) -> None:
     batch = {

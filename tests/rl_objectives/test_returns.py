@@ -11,7 +11,6 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.advantages import (
     best_child_backup,
-    gae,
     mean_child_return,
     nstep_returns,
 )
@@ -83,36 +82,6 @@ def test_a_small_tree_by_hand() -> None:
     assert best.tolist() == [1.25, 0.0, 0.5, 4.0]
     mean = mean_child_return(REWARD, PARENT, DEPTH, discount=0.5)
     assert mean.tolist() == [1.125, 0.0, 0.5, 4.0]
-
-
-def test_the_best_of_bad_children_is_bad() -> None:
-    found = best_child_backup(torch.tensor([0.0, -3.0, -2.0]), PARENT[:3], DEPTH[:3], decay=1.0)
-    assert found.tolist() == [-2.0, -3.0, -2.0]
-
-
-def test_children_without_a_verdict_are_left_out() -> None:
-    reward = torch.tensor([1.0, math.nan, 0.5, 4.0])
-    for found in (
-        best_child_backup(reward, PARENT, DEPTH, decay=1.0),
-        mean_child_return(reward, PARENT, DEPTH, discount=1.0),
-    ):
-        assert found[[0, 2, 3]].tolist() == [1.5, 0.5, 4.0]
-        assert found[1].isnan()
-    childless = mean_child_return(
-        torch.tensor([1.0, math.nan, math.nan]), PARENT[:3], DEPTH[:3], discount=1.0
-    )
-    assert childless[0] == 1.0
-
-
-def test_in_a_chain_the_mean_is_the_discounted_return() -> None:
-    reward = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    found = mean_child_return(
-        reward, torch.tensor([-1, 0, 1]), torch.tensor([0, 1, 2]), discount=0.9
-    )
-    plain = gae(
-        reward[None], torch.zeros(1, 3).double(), torch.ones(1, 3).bool(), gamma=0.9, lam=1.0
-    )
-    assert torch.allclose(found, plain.returns[0], atol=1e-12)
 
 
 def test_the_rewards_stay_as_they_were_and_no_tree_is_a_tree() -> None:

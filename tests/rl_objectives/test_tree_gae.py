@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nip_astra.rl_objectives.advantages import gae, tree_gae
+from nip_astra.rl_objectives.advantages import tree_gae
 
 DOUBLE = torch.float64
 
@@ -65,23 +65,6 @@ def test_it_equals_the_recursion_over_the_tree(gamma: float, lam: float) -> None
     assert torch.allclose(found.advantages, _by_recursion(tree, gamma, lam), atol=1e-12)
     expected = found.advantages + tree["values_NT"] * tree["mask_NT"]
     assert torch.allclose(found.returns, expected, atol=1e-12)
-
-
-def test_a_chain_is_one_sequence_of_tokens() -> None:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
-    rewards, values = torch.randn(2, 3, 3, generator=generator, dtype=DOUBLE)
-    found = tree_gae(
-        rewards,
-        values,
-        mask,
-        torch.tensor([-1, 0, 1]),
-        torch.tensor([0, 1, 2]),
-        gamma=1.0,
-        lam=0.9,
-    )
-    flat = gae(rewards[mask][None], values[mask][None], torch.ones(1, 6) > 0, gamma=1.0, lam=0.9)
-    assert torch.allclose(found.advantages[mask], flat.advantages[0], atol=1e-12)
 
 
 def test_padding_and_the_order_of_nodes_change_nothing() -> None:

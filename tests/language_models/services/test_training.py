@@ -12,11 +12,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
-from nip_astra.language_models.base import Generation, LanguageModel
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
-    OptimizerFigures,
     TrainingService,
 )
 from nip_astra.rl_objectives.reductions import LossOutput
@@ -25,14 +24,15 @@ from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from tests.kit.experiments import ast_trainer
 from tests.kit.tiny import load_backend
 
+Rows = tuple[Tensor, ...]
 
-class DistantService(TrainingService):
+
+class DistantService(LocalTrainingService):
     """A stand-in for a remote service: returns log-probabilities, receives their gradients."""
 
     def __init__(self, model: LanguageModel, lr: float) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        self.leaves: list[tuple[Tensor]] = []
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0))
+        self.leaves: list[tuple[Rows, Tensor]] = []
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples, mean = sum(map(len, batches)), 0.0
@@ -45,32 +45,11 @@ class DistantService(TrainingService):
             self.leaves = []
         return {"loss": mean}
 
-    def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
+    def logprobs(self, *rows: Tensor) -> Tensor:
         with torch.no_grad():
-            rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
             leaf = self.model.logprobs(*rows)
         self.leaves.append((rows, leaf.requires_grad_()))
         return leaf
-
-    def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        self.optimizer.param_groups[0]["lr"] = lr
-        weights = list(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(weights, max_grad_norm or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return OptimizerFigures(float(norm), was_taken=True)
-
-    def sample(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
-        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
-
-    def save_state(self, directory: Path) -> None:
-        self.model.save(directory / "policy")
-
-    def load_state(self, directory: Path) -> None:
-        self.model.restore(directory / "policy")
-
-    def save_weights_for_sampler(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
 
 
 def weights_of(model: LanguageModel) -> list[Tensor]:

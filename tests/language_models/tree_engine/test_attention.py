@@ -120,17 +120,6 @@ def test_values_and_gradients_equal_those_of_dense_attention(seed: int, pair_cos
 
 
 @pytest.mark.usefixtures("_small_flex")
-def test_unattended_blocks_are_skipped() -> None:
-    """Two branches of 150 tokens after a stem of 20 do not attend to each other."""
-    stem = list(range(20))
-    trie = build_trie([[*stem, *[1] * 150], [*stem, *[2] * 150]])
-    mask = FlexTrieAttention(trie).block_mask
-    assert mask.shape[-2:] == (512, 512)
-    # Of the 10 blocks on and below the diagonal: the last is padding, which attends only to itself.
-    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 8
-
-
-@pytest.mark.usefixtures("_small_flex")
 @pytest.mark.parametrize(("seed", "pair_cost"), [(0, 0.0), (1, 0.5), (2, 0.0)])
 def test_blocks_by_the_ends_of_tokens_are_those_of_all_pairs(
     seed: int, pair_cost: float, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ from nip_astra.language_models.tree_engine.decoder import (
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
-from tests.kit.tiny import CPU, load_backend, make_language_model, make_tokenizer, uniforms_of
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model, uniforms_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -140,23 +140,11 @@ def test_other_models_use_their_own_forward_pass(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def gpt2() -> HuggingFaceLanguageModel:
+def gpt2(tmp_path: Path) -> HuggingFaceLanguageModel:
     """A backend over an architecture with learned positions, which goes through `generate`."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=23,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        initializer_range=0.4,
-        eos_token_id=3,
-        bos_token_id=2,
-    )
-    module = GPT2LMHeadModel(config)
+    model = load_backend(make_gpt2(tmp_path / "gpt2"))
     # A checkpoint's own generation settings must not change the distribution.
-    module.generation_config.repetition_penalty = 5.0
-    model = HuggingFaceLanguageModel(module, make_tokenizer(), device=CPU, trainable=True)
+    model.module.generation_config.repetition_penalty = 5.0
     assert model._decoder is None
     return model
 
