@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,16 +105,6 @@ OF_FUNCTIONS = {
 MEMBERS = [(kind, str(member)) for kind, one in KINDS.items() for member in one.names]
 
 
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    for kind, name in MEMBERS:
-        KINDS[kind].registry.get(name)
-    snapshots = {kind: registry.snapshot() for kind, (registry, *_) in KINDS.items()}
-    yield
-    for kind, (registry, *_) in KINDS.items():
-        registry.restore(snapshots[kind])
-
-
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
@@ -202,7 +191,7 @@ def subclass_of(base: type) -> type:
     return type("Mine", (base,), {"__doc__": "Mine.", "__module__": __name__})
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @EACH
 def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) -> None:
     registry, _, base, decorator = kind
@@ -219,7 +208,7 @@ def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) 
         decorator("of_my_own")(subclass_of(base))
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
     "kind",
     [

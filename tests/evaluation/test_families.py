@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 
 import nip_astra as na
 from nip_astra.evaluation.api import Matrix
-from nip_astra.evaluation.comparison import METRICS
-from nip_astra.evaluation.exports import EXPORT_FORMATS, Material
-from nip_astra.evaluation.families.base import FAMILIES
+from nip_astra.evaluation.exports import Material
 from tests.kit.resuming import short_experiment
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
@@ -92,16 +89,7 @@ def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path)
         na.evaluate("nowhere", settings={"runs_dir": str(runs)})
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Forget a test's registrations."""
-    before = [(item, item.snapshot()) for item in (EXPORT_FORMATS, FAMILIES, METRICS)]
-    yield
-    for registry, snapshot in before:
-        registry.restore(snapshot)
-
-
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> None:
     @na.register_export_format("count")
     def write_count(material: Material, folder: Path) -> list[Path]:
@@ -114,7 +102,7 @@ def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> 
         na.export(runs / "text_protocol", "cuont", tmp_path)
 
 
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     @na.register_metric("answer_length")
     def answer_length(unit: dict[str, Any]) -> float:
