@@ -163,23 +163,6 @@ def test_a_page_needs_nothing_from_outside_and_its_links_have_targets(
         assert set(item.attributes("for")) <= set(ids)
 
 
-def test_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
-    folders = [
-        write_run(tmp_path / "runs" / "a", seed=0),
-        write_run(tmp_path / "runs" / "b", seed=1),
-        write_run(tmp_path / "runs" / "c", parameters={"lr": 0.1}),
-    ]
-    result = report(*folders)
-    assert (tmp_path / "runs" / "comparison.html").is_file()
-    ids = [item["id"] for item in result.named("section")]
-    assert ids[:3] == ["overview", "differences", "curves"]
-    runs = [item["id"] for item in result.named("details") if item.get("class") == "run"]
-    assert runs == ["run-1", "run-2", "run-3"]
-    assert "A: ast_dpo · lr 0.0004; thick: mean of seeds 0, 1" in result.words
-    assert "training.lr 0.0004 0.1" in result.words
-    assert "mean of 2" in result.words
-
-
 def test_warnings_and_texts_of_failures_are_shown_once_and_blurred(tmp_path: Path) -> None:
     secret = "my cat always eats ."
     tables = {"evaluation": [failing(secret, response="you are silly ."), row(episode=1)]}

@@ -151,10 +151,13 @@ def test_runs_of_protocols_and_of_both_kinds_are_compared(tmp_path: Path) -> Non
         write_protocol_run(tmp_path / "d", parameters={"lr": 0.1}),
     ]
     page = report(both[0], others[0], both[1], others[1])
+    assert (tmp_path / "comparison.html").is_file()
     assert "could not be drawn" not in page.text
     sections = [str(item["id"]) for item in page.named("section")]
     assert sections[:4] == ["overview", "differences", "curves", "run-1-summary"]
     assert {"run-1-episodes", "run-2-conversations"} <= set(sections)
+    runs = [one["id"] for one in page.named("details") if one.get("class") == "run"]
+    assert sorted(map(str, runs)) == ["run-1", "run-2", "run-3", "run-4"]
     assert "A: vanilla_ppo · lr 0.0003; thick: mean of seeds 0, 1" in page.words
     after = "87.3% [84.1%, 90.0%], 1,788 of 2,048"
     assert f"A, seed 1 nip 49.8% [46.0%, 53.0%] {after} 25.0% 3.1% 4.2" in page.words
