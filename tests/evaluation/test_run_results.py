@@ -55,7 +55,7 @@ def test_figures_are_objects_with_their_intervals(run: Path) -> None:
 
 
 def test_figures_tables_and_runs_that_do_not_exist_are_refused(run: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"Did you mean 'failure_rate'"):
+    with pytest.raises(UnknownNameError, match="'failure_rate'"):
         read_results(run).figure("failure_rat")
     with pytest.raises(UnknownNameError, match="rollouts/train"):
         read_results(run).conversations("train")

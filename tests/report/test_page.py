@@ -257,7 +257,7 @@ def test_a_page_without_a_run_or_a_place_to_write_is_refused(
         return opened(self, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", read_only)
-    with pytest.raises(RunDirectoryError, match=r"Read-only file system.*--output"):
+    with pytest.raises(RunDirectoryError, match="--output"):
         write_report([run])
     assert write_report([run], tmp_path.with_name("elsewhere.html")).exists()
 

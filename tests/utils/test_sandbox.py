@@ -143,7 +143,9 @@ def told(user: str, host: dict[str, object]) -> dict[str, Output]:
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
     assert result.outcome == "finished", result.stderr
-    return {name: Output(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {
+        name: Output(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()
+    }
 
 
 @pytest.mark.needs_sandbox

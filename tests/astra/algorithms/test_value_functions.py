@@ -50,7 +50,7 @@ def test_values_that_a_mask_hides_one_position_too_far_are_reported() -> None:
     class Shifted(Headed):
         shift = 1
 
-    with pytest.raises(ConfigurationError, match=r"before the first token.*masked_fill"):
+    with pytest.raises(ConfigurationError, match="masked_fill"):
         train(Shifted())
 
 
@@ -76,7 +76,7 @@ class Forgotten(Headed):
 
 
 def test_a_head_that_no_optimizer_changes_is_reported_by_trainer_and_harness() -> None:
-    with pytest.raises(ConfigurationError, match="2 tensors of the value head"):
+    with pytest.raises(ConfigurationError, match="2 tensors"):
         train(Forgotten())
     problem = Forgotten()
     harness = Harness(ASTSampler(problem, PROMPTS), PPO(problem), 2)

@@ -128,7 +128,7 @@ def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> Non
     assert graph.children[0].response_score == 0.25
     problem.moderator = scorer = Finds()
     assert problem.scorer is scorer
-    with pytest.raises(ConfigurationError, match="scorer and moderator"):
+    with pytest.raises(ConfigurationError, match="moderator"):
         ASTProblem.__init__(problem, Finds(), moderator=Finds())
     with pytest.raises(ConfigurationError, match="w_likelihood"):
         WordProblem(ppl_weight=-1.0)

@@ -179,7 +179,7 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
     for build in (DPO, PPO, ASTSampler):
         with pytest.raises(ConfigurationError, match="problem"):
             build()
-    with pytest.raises(ConfigurationError, match="system and problem"):
+    with pytest.raises(ConfigurationError, match="system"):
         DPO(problem, problem=problem)
     with pytest.raises(ConfigurationError, match="sampler"):
         ASTEvaluator(seeds=PROMPTS)
@@ -202,7 +202,7 @@ def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
     with pytest.raises(ParameterError, match=r"optimizer.*'adam'") as caught:
         TrainingConfiguration(optimizer="adamm")
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(ValueError, match="Did you mean 'minibatch_size'"):
+    with pytest.raises(ValueError, match="'minibatch_size'"):
         TrainingConfiguration(batchsize=4)
 
 
