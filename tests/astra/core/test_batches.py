@@ -37,23 +37,20 @@ def test_two_thousand_texts_are_cut_and_a_few_are_not() -> None:
 
 
 def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> None:
-    problem = WordProblem()
-    problem.max_batch_bytes = 50_257 * 8 * 100
-    texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
-    assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
-
-
-def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_a_single_part() -> None:
     class Letters(WordProblem):
         def __init__(self) -> None:
             super().__init__()
             self.tokenizer = range(100)
 
-    texts = ["hello " * 50] * 5000
-    assert len(list(in_parts(Letters(), texts))) == 1 < len(list(in_parts(WordProblem(), texts)))
     problem = WordProblem()
+    problem.max_batch_bytes = 50_257 * 8 * 100
+    texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
+    assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    # A small vocabulary makes larger parts, and no bound makes a single part.
     problem.max_batch_bytes = None
-    assert list(in_parts(problem, texts)) == [slice(0, 5000)]
+    many = ["hello " * 50] * 5000
+    assert len(list(in_parts(Letters(), many))) == 1 < len(list(in_parts(WordProblem(), many)))
+    assert list(in_parts(problem, many)) == [slice(0, 5000)]
 
 
 class Counts(ValuedWordProblem):
