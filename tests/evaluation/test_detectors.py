@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from nip_astra.errors import DataError
 from nip_astra.evaluation.detectors import (
@@ -20,25 +19,12 @@ from nip_astra.evaluation.detectors import (
     read_labelled,
 )
 from nip_astra.evaluation.storage import Episode
-from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.scorers.base import Message
 from nip_astra.utils.intervals import exact_rate_interval
 from tests.evaluation.rows_by_hand import episode, judged
+from tests.kit.scorers import ScorerOf
 
 OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
-
-
-class Wordy(Scorer):
-    """0.9 for a text with rude, no verdict for a text with odd; records the exchanges."""
-
-    reads_history = True
-
-    def __init__(self) -> None:
-        super().__init__(Scorer.Parameters(), device=torch.device("cpu"))
-        self.seen: list[Exchange] = []
-
-    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float | None]:
-        self.seen += exchanges
-        return [None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1 for e in exchanges]
 
 
 def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episode:
@@ -150,7 +136,9 @@ def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     rows[0] |= {"probe": "well ?", "prompt": "hi !", "prompt_columns": {"goal": "rudeness"}}
     path = tmp_path / "labels.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    scorer = Wordy()
+    scorer = ScorerOf(
+        lambda e: None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1, reads_history=True
+    )
     quality = measure_quality(read_labelled(path), scorer, threshold=0.5)
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
     figures = quality.to_dict(0.95)

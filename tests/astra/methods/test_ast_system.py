@@ -22,10 +22,9 @@ from nip_astra.astra import (
     TrainingConfiguration,
 )
 from nip_astra.errors import ConfigurationError, NipAstraError
-from nip_astra.scorers.base import Exchange, Verdict
-from nip_astra.scorers.base import Scorer as RegisteredKind
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of
+from tests.kit.scorers import ScorerOf
 
 
 @pytest.mark.parametrize("kind", ["hugging face", "own"])
@@ -148,22 +147,10 @@ def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:
 
 
 def test_a_scorer_that_reads_conversations_gets_them() -> None:
-    seen: list[Exchange] = []
-
-    class Reads(RegisteredKind):
-        reads_history = True
-
-        def _score(self, texts: Sequence[str]) -> list[Verdict]:
-            raise AssertionError
-
-        def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
-            seen.extend(exchanges)
-            return [0.5] * len(exchanges)
-
-    scorer = Reads(Reads.Parameters(), device=torch.device("cpu"))
+    scorer = ScorerOf(lambda exchange: 0.5, reads_history=True)
     graph = ASTSampler(WordProblem(scorer), ["hello"], 1, 1).rollout(0)
     (node,) = graph.children
-    assert [(message.role, message.text) for message in seen[0].conversation] == [
+    assert [(message.role, message.text) for message in scorer.seen[0].conversation] == [
         ("assistant", "hello"),
         ("user", node.probe),
         ("assistant", node.response),
