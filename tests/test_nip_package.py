@@ -118,8 +118,10 @@ def test_a_program_uses_all_that_nips_file_uses(file: str) -> None:
 
 
 def test_every_name_is_at_its_place_in_nip() -> None:
-    asked = {use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")}
-    for path in sorted({name.removeprefix("nip.") for name in asked} | set(FURTHER)):
+    imported = {
+        use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")
+    }
+    for path in sorted({name.removeprefix("nip.") for name in imported} | set(FURTHER)):
         assert find(f"nip_astra.nip.{path}") is not None
     for module, names in MODULES.items():
         result = importlib.import_module(f"nip_astra.nip.{module}".rstrip("."))
@@ -200,10 +202,10 @@ def test_the_script_with_hosted_models_runs(
     import datasets
     import openai
 
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def create(**request: Any) -> Any:
-        asked.append(request)
+        requests.append(request)
         token = SimpleNamespace(token="yes", logprob=-0.5, top_logprobs=[])
         token.top_logprobs = [token, SimpleNamespace(token="no", logprob=-1.0)]
         logprobs = SimpleNamespace(content=[token])
@@ -230,8 +232,8 @@ def test_the_script_with_hosted_models_runs(
     monkeypatch.setenv("OPENROUTER_API_KEY", "secret")
     run_script("benchmark", monkeypatch, tmp_path, "some/model", "--check_probs")
     assert json.loads((tmp_path / "shares.json").read_text()) == [0.5]
-    assert len(asked) == 4
-    assert asked[0]["top_logprobs"] == 2
+    assert len(requests) == 4
+    assert requests[0]["top_logprobs"] == 2
     # Absent unless requested, as in nip: its scripts test for it.
     for get_log_probs in (False, True):
         (result,) = running._get_openrouter_response(

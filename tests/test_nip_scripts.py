@@ -141,9 +141,9 @@ def default_of(path: str) -> Any:
 
 
 def test_the_defaults_in_the_guide_are_those_of_the_classes() -> None:
-    told = list(rows(section("Defaults that differ")))
-    assert len(told) > 18
-    for path, theirs, here in told:
+    defaults = list(rows(section("Defaults that differ")))
+    assert len(defaults) > 18
+    for path, theirs, here in defaults:
         if not path.startswith("`"):
             continue
         assert f"`{json.dumps(default_of(path.strip('`')))}`" == here, path

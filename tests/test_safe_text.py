@@ -158,9 +158,9 @@ def test_the_progress_bar_is_safe(
 def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     forged = "2026-01-01 00:00:00,000 ERROR nip_astra: forged"
-    said = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
+    reply = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
     with log_file(RunDirectory(run)):
-        logging.getLogger("nip_astra.x").warning("the target said %s", f"{said}\n{forged}")
+        logging.getLogger("nip_astra.x").warning("the target reply %s", f"{reply}\n{forged}")
     log = (run / "log.txt").read_text()
     assert not has_unsafe(log)
     assert f"\n    {forged}\n" in log

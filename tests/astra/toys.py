@@ -50,15 +50,15 @@ class WordProblem(ASTProblem):
         super().__init__(scorer if scorer is not None else Finds(), **weights)
         self.attacker = Speaker()
         self.tokenizer = None
-        self.asked: list[tuple[str, int]] = []
+        self.requests: list[tuple[str, int]] = []
 
     def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[str]:
-        self.asked.append(("attacker", len(x)))
+        self.requests.append(("attacker", len(x)))
         words = torch.multinomial(self.attacker.logits.softmax(0).repeat(len(x), 1), 2, True)
         return [f" {WORDS[first]} {WORDS[second]}" for first, second in words.tolist()]
 
     def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
-        self.asked.append(("target", len(x)))
+        self.requests.append(("target", len(x)))
         return [f" you said {' '.join(text.split()[-2:])}" for text in x]
 
     def _logprobs(self, logits: Tensor, continuation: Sequence[str]) -> Tensor:

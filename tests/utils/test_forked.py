@@ -71,7 +71,7 @@ def test_an_error_keeps_its_type(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "fact"),
     [
         (partial(failing, TwoArguments("not", "readable")), "TwoArguments: not readable"),
         (lambda: lambda: 1, "pickle"),
@@ -79,8 +79,8 @@ def test_an_error_keeps_its_type(error: Exception) -> None:
     ],
     ids=["error", "result", "killed"],
 )
-def test_unpicklable_values_are_reported(call: Callable[[], Any], told: str) -> None:
-    with pytest.raises(WorkerProcessError, match=f"(?s){told}"):
+def test_unpicklable_values_are_reported(call: Callable[[], Any], fact: str) -> None:
+    with pytest.raises(WorkerProcessError, match=f"(?s){fact}"):
         call_at_once([lambda: 1, call])
 
 

@@ -192,13 +192,13 @@ def test_neither_bound_of_a_difference_errs_more_often_than_stated(
 
 def test_the_variance_of_a_mean_over_clusters_is_that_of_repeated_draws() -> None:
     rng = np.random.default_rng(2)
-    means, told = [], []
+    means, estimates = [], []
     for _ in range(400):
         rates = rng.beta(1, 3, size=30)
         values = (rng.random((30, 5)) < rates[:, None]).astype(float).ravel().tolist()
         means.append(np.mean(values))
-        told.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
-    assert np.mean(told) == pytest.approx(np.var(means), rel=0.15)
+        estimates.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
+    assert np.mean(estimates) == pytest.approx(np.var(means), rel=0.15)
     assert math.isnan(cluster_variance([1.0, 0.0], [0, 0]))
 
 

@@ -107,6 +107,6 @@ def test_an_error_in_an_actor_is_reported_whatever_its_ray_class(
 
     with pytest.raises(kind) as caught:
         results_of(SimpleNamespace(get=get, exceptions=exceptions), [])
-    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    message = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert type(caught.value) is kind
-    assert "heads of 24, in line 7" in told
+    assert "heads of 24, in line 7" in message

@@ -46,7 +46,7 @@ USERS = ("root", "ordinary user")
 # Runs each program in a child, and writes its output and error.
 BATCH = """
 import io, json, os, shutil, sys, traceback
-told = {}
+outputs = {}
 for name, code in PROGRAMS.items():
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
@@ -61,10 +61,10 @@ for name, code in PROGRAMS.items():
     with open(reading, "rb") as answer:
         data = answer.read()
     status = os.waitpid(child, 0)[1]
-    told[name] = json.loads(data) if data else ["", f"ended by signal {status & 127}"]
+    outputs[name] = json.loads(data) if data else ["", f"ended by signal {status & 127}"]
     for left in os.listdir("."):
         os.remove(left)
-print(json.dumps(told))
+print(json.dumps(outputs))
 """
 
 
@@ -135,7 +135,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def told(user: str, host: dict[str, object]) -> dict[str, Output]:
+def outputs(user: str, host: dict[str, object]) -> dict[str, Output]:
     """The outcome of each attack that can share a sandbox with others."""
     programs = {
         name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
@@ -151,10 +151,10 @@ def told(user: str, host: dict[str, object]) -> dict[str, Output]:
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_with_its_reason(
-    name: str, host: dict[str, object], told: dict[str, Output]
+    name: str, host: dict[str, object], outputs: dict[str, Output]
 ) -> None:
     attack = ATTACKS[name]
-    one = told.get(name)
+    one = outputs.get(name)
     if one is None:
         result = run_in_sandbox(attack.program(host), limits=LIMITS)
         assert result.outcome == "failed"
@@ -204,8 +204,8 @@ def test_code_runs_as_nobody_in_an_empty_folder(user: str) -> None:
         "print(os.listdir('/proc/1'), len(glob.glob('/proc/[0-9]*')))\nopen('x', 'w').write('x')"
     )
     for _ in range(2):
-        told = run_in_sandbox(code, limits=LIMITS).stdout.splitlines()
-        assert told == ["True [] ['LC_CTYPE', 'PWD'] 2", "[0, 1, 2]", "[] 2"]
+        lines = run_in_sandbox(code, limits=LIMITS).stdout.splitlines()
+        assert lines == ["True [] ['LC_CTYPE', 'PWD'] 2", "[0, 1, 2]", "[] 2"]
 
 
 CLINGING = """

@@ -76,7 +76,7 @@ def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
     config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
     sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
     Trainer(config, sampler, algorithm(problem)).train()
-    spoken = [count for who, count in problem.asked if who == "attacker"]
+    spoken = [count for who, count in problem.requests if who == "attacker"]
     assert sum(spoken) == 4 * (3 + 9)
     assert max(spoken) < 12 < len(spoken) * 12
     assert len(spoken) > 2

@@ -115,12 +115,12 @@ def test_training_ends_early_by_the_dev_figure(
     assert [line["is_best"] for line in lines[-2:]] == [False, False]
 
 
-@pytest.mark.parametrize("asked", [{"early_stopping_patience": 1}, {"eval_period": 1}])
+@pytest.mark.parametrize("options", [{"early_stopping_patience": 1}, {"eval_period": 1}])
 def test_evaluations_without_dev_prompts_are_reported(
-    tmp_path: Path, asked: dict[str, int]
+    tmp_path: Path, options: dict[str, int]
 ) -> None:
     with pytest.raises(ConfigurationError, match="dev_prompts"):
-        trainer_of(tmp_path, dev_prompts=None, config=asked)
+        trainer_of(tmp_path, dev_prompts=None, config=options)
 
 
 @pytest.mark.parametrize("algorithm", [DPO, PPO])
