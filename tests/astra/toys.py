@@ -97,15 +97,13 @@ class ValuedWordProblem(WordProblem, ValueFunctionSystem):
         yield self.guess
 
 
-def hf_problem(models: Any, scorer: Any = None, **options: Any) -> HFASTProblem:
+def hf_problem(
+    models: Any, scorer: Any = None, kind: type[HFASTProblem] = HFASTProblem, **options: Any
+) -> HFASTProblem:
     """A problem of the tiny models."""
     values = {"attacker_options": SHORT, "target_options": SHORT, **options}
-    return HFASTProblem(
-        str(models.attacker),
-        str(models.target),
-        scorer=Finds("cat") if scorer is None else scorer,
-        **values,
-    )
+    scorer = Finds("cat") if scorer is None else scorer
+    return kind(str(models.attacker), str(models.target), scorer=scorer, **values)
 
 
 def says(problem: ASTProblem, word: str) -> float:

@@ -18,7 +18,7 @@ from nip_astra.astra import (
 )
 from nip_astra.astra.core.batches import in_parts
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, Finds, ValuedWordProblem, WordProblem, texts_of
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of
 from tests.kit.tiny import make_tokenizer
 
 GIB = 2**30
@@ -108,10 +108,9 @@ def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
             return [-float(len(text.ids)) for text in probe]
 
     result = []
-    options = {"attacker_options": SHORT, "target_options": SHORT}
     for limit in (4 * GIB, len(make_tokenizer()) * 8 * 200):
         monkeypatch.setattr(System, "max_batch_bytes", limit)
-        problem = Short(models.attacker, models.target, scorer=Finds(), **options)
+        problem = hf_problem(models, kind=Short)
         problem.sizes = []
         graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
         assert sum(problem.sizes) == 3 + 9

@@ -22,7 +22,7 @@ from nip_astra.astra import (
 )
 from nip_astra.errors import ConfigurationError
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, hf_problem, texts_of
 
 WAYS = {
     "as it is": lambda s, a, r: s + a + r,
@@ -41,8 +41,7 @@ def problem_that_advances(models: Models, way: Any) -> HFASTProblem:
             given: str = way(state, action, response)
             return given
 
-    options = {"attacker_options": SHORT, "target_options": SHORT}
-    return Advances(str(models.attacker), str(models.target), scorer=Finds(), **options)
+    return hf_problem(models, kind=Advances)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
