@@ -98,16 +98,18 @@ def options(scenario: Path, role: str, backend: str, *more: str) -> dict[str, An
 def test_a_target_that_only_samples_is_attacked_as_any_other(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    found = []
+    result = []
     for backend in ("samples", "huggingface"):
         resolved = resolve_experiment(**options(tiny_scenario, "target", backend))
         settings = ExperimentSettings(runs_dir=str(tmp_path), run_id=backend, progress=False)
         run_experiment(resolved, settings)
         text = (tmp_path / backend / "metrics.jsonl").read_text()
         metrics = [json.loads(line) for line in text.splitlines()]
-        found.append([(one["step"], one.get("loss"), one.get("mean_reward")) for one in metrics])
-    assert found[0] == found[1]
-    assert any(loss is not None for _, loss, _ in found[0])
+        result.append(
+            [(item["step"], item.get("loss"), item.get("mean_reward")) for item in metrics]
+        )
+    assert result[0] == result[1]
+    assert any(loss is not None for _, loss, _ in result[0])
 
 
 def prepared(**experiment: Any) -> Any:

@@ -35,13 +35,13 @@ def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]
     scores = model.token_scores(*ROWS, needs_entropy=True)
     assert scores.entropy_BT is not None
     (scores.logprobs_BT.exp().sum() + scores.entropy_BT.sum()).backward()
-    return scores.logprobs_BT.detach(), [one.grad for one in model.parameters()]  # type: ignore[misc]
+    return scores.logprobs_BT.detach(), [weight.grad for weight in model.parameters()]  # type: ignore[misc]
 
 
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(
     load: Callable[..., Any],
 ) -> None:
-    kept, found = [], []
+    kept, result = [], []
     for recomputes in (False, True):
         model = load()
         if recomputes:
@@ -55,26 +55,26 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.logprobs(*ROWS)
         kept.append(sum(sizes))
-        found.append(gradients_of(model))
-    (logprobs, gradients), (again, gradients_again) = found
+        result.append(gradients_of(model))
+    (logprobs, gradients), (again, gradients_again) = result
     assert torch.equal(logprobs, again)
     assert len(gradients) > 20
-    for one, other in zip(gradients, gradients_again, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(gradients, gradients_again, strict=True):
+        assert torch.equal(first, second)
     assert kept[1] < 0.7 * kept[0]
 
 
 def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., Any]) -> None:
     exact, rounded = load(), load(dtype="bfloat16")
     assert rounded.dtype == torch.bfloat16
-    assert {one.dtype for one in rounded.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in rounded.parameters()} == {torch.float32}
     logprobs, gradients = gradients_of(exact)
     nearly, rounded_gradients = gradients_of(rounded)
     assert nearly.dtype == torch.float32
     # Nats, about 5; bfloat16 has 8 bits, so the error is about a percent.
     assert 0 < (nearly - logprobs).abs().max() < 0.08
     whole, nearly_whole = (
-        torch.cat([one.flatten() for one in some]) for some in (gradients, rounded_gradients)
+        torch.cat([item.flatten() for item in some]) for some in (gradients, rounded_gradients)
     )
     assert torch.cosine_similarity(whole, nearly_whole, dim=0) > 0.998
     options = SamplingOptions(max_new_tokens=3)

@@ -101,8 +101,8 @@ def test_an_adapter_of_another_model_or_without_all_weights_is_refused(
 def test_a_missing_tokenizer_comes_from_the_base_or_is_an_error(base: Path, tmp_path: Path) -> None:
     own = shutil.copytree(base, tmp_path / "own")
     bare = without_tokenizer(shutil.copytree(base, tmp_path / "bare"))
-    found = find_tokenizer(str(bare), str(base), None)
-    assert found.chat_template == load_tokenizer(str(base)).chat_template
+    result = find_tokenizer(str(bare), str(base), None)
+    assert result.chat_template == load_tokenizer(str(base)).chat_template
     with pytest.raises(ModelLoadError, match=r"bare .*attacker_base_model_id"):
         find_tokenizer(str(bare), None, None)
     assert find_tokenizer(str(own), "nowhere", None).encode("hello") == [6]
@@ -141,8 +141,8 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, dtype: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    found = computing_dtype(object(), dtype, CPU, trainable=trainable)
-    assert found == expected
+    result = computing_dtype(object(), dtype, CPU, trainable=trainable)
+    assert result == expected
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

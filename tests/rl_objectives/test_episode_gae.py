@@ -22,10 +22,10 @@ def random_ends(seed: int) -> Tensor:
 def test_an_episode_of_two_rounds_equals_hand_computed_values() -> None:
     reward, value = torch.tensor([[[0.0], [1.0]]]), torch.tensor([[[0.5], [0.25]]])
     is_end, after = torch.tensor([[[False], [True]]]), torch.tensor([[9.0]])
-    found = gae(reward, value, gamma=0.9, lam=0.5, bootstrap_E=after, is_end_EH=is_end)
+    result = gae(reward, value, gamma=0.9, lam=0.5, bootstrap_E=after, is_end_EH=is_end)
     # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.9 * 0.25 - 0.5 = -0.275.
-    assert found.advantages.flatten().tolist() == pytest.approx([-0.275 + 0.45 * 0.75, 0.75])
-    assert found.returns.flatten().tolist() == pytest.approx([0.5625, 1.0])
+    assert result.advantages.flatten().tolist() == pytest.approx([-0.275 + 0.45 * 0.75, 0.75])
+    assert result.returns.flatten().tolist() == pytest.approx([0.5625, 1.0])
 
 
 def test_rewards_to_go_are_those_of_torchrl_where_every_episode_ends() -> None:
@@ -33,17 +33,17 @@ def test_rewards_to_go_are_those_of_torchrl_where_every_episode_ends() -> None:
     reward = torch.randn(E, T, A, generator=generator, dtype=torch.float64)
     is_end = random_ends(seed=0)
     is_end[:, -1] = True
-    found = reward_to_go(reward, is_end[..., None], gamma=0.9)
+    result = reward_to_go(reward, is_end[..., None], gamma=0.9)
     for number in range(A):
         expected = torchrl_reward_to_go(reward[..., number, None], is_end[..., None], 0.9)
-        torch.testing.assert_close(found[..., number, None], expected)
+        torch.testing.assert_close(result[..., number, None], expected)
 
 
 def test_a_reward_to_go_equals_a_hand_computed_value() -> None:
     reward = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])
     is_end = torch.tensor([[False, True, False, False]])
-    found = reward_to_go(reward, is_end[..., None], gamma=0.5)
-    assert found.flatten().tolist() == [2.0, 2.0, 8.0, 8.0]
+    result = reward_to_go(reward, is_end[..., None], gamma=0.5)
+    assert result.flatten().tolist() == [2.0, 2.0, 8.0, 8.0]
 
 
 class Recorder:

@@ -109,13 +109,13 @@ def test_each_method_inverts_the_hessian_of_a_small_network(method: SpgParameter
     assert torch.linalg.eigvalsh(hessian).min() > 0.1
     vectors = [random_tensor(3, 4, seed=4), random_tensor(4, seed=5)]
     method = changed(method, rho=0.05)
-    found = inverse_hessian_vector_product(loss(flat), parameters, vectors, method=method)
-    assert [part.shape for part in found] == [(3, 4), (4,)]
+    result = inverse_hessian_vector_product(loss(flat), parameters, vectors, method=method)
+    assert [part.shape for part in result] == [(3, 4), (4,)]
     expected = torch.linalg.solve(
         hessian + 0.05 * torch.eye(16, dtype=DOUBLE), torch.cat([v.reshape(-1) for v in vectors])
     )
     torch.testing.assert_close(
-        torch.cat([part.reshape(-1) for part in found]), expected, rtol=1e-5, atol=1e-7
+        torch.cat([part.reshape(-1) for part in result]), expected, rtol=1e-5, atol=1e-7
     )
 
 
@@ -160,9 +160,9 @@ def test_a_larger_rank_is_nearer_to_the_inverse() -> None:
 def test_nystrom_survives_parameters_that_the_loss_ignores() -> None:
     matrix = torch.block_diag(positive_matrix(3), torch.zeros(4, 4, dtype=DOUBLE))
     vector = random_tensor(7, seed=1)
-    found = solve_quadratic(matrix, vector, NYSTROM)
+    result = solve_quadratic(matrix, vector, NYSTROM)
     expected = torch.linalg.solve(matrix + 0.3 * torch.eye(7, dtype=DOUBLE), vector)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_the_generator_alone_decides_which_columns_nystrom_draws() -> None:

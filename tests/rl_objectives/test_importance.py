@@ -31,20 +31,20 @@ MASK = torch.tensor([[True, True], [True, False]])
 def test_weights_by_hand(
     level: ImportanceLevel, mode: str, most: float, expected: list[list[float]]
 ) -> None:
-    found = importance_weights(PI, MU, MASK, level=level, mode=mode, max_ratio=most)
-    torch.testing.assert_close(found, torch.tensor(expected))
+    result = importance_weights(PI, MU, MASK, level=level, mode=mode, max_ratio=most)
+    torch.testing.assert_close(result, torch.tensor(expected))
 
 
 def test_a_token_that_was_next_to_impossible_gets_the_largest_weight() -> None:
     behaviour = torch.tensor([[-1e4]])
-    found = importance_weights(
+    result = importance_weights(
         torch.zeros(1, 1),
         behaviour,
         torch.ones(1, 1, dtype=torch.bool),
         level="token",
         max_ratio=3.0,
     )
-    assert found.item() == 3.0
+    assert result.item() == 3.0
 
 
 # Sequences of two tokens of three: the second depends on the first.

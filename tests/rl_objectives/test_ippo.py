@@ -183,14 +183,14 @@ def test_the_policy_loss_and_its_metrics_equal_hand_computed_values(
     batch["agents", "logprob"][:, 0] = now_B - ratios_B.log()
     batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
     objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type, kl_beta=1.0)
-    found = objective.agent_losses("first", frames_of(batch))
-    assert float(found["loss_policy"].detach()) == pytest.approx(loss)
-    assert float(found["kl"]) == pytest.approx(-float(ratios_B.log().mean()))
-    assert float(found["clip_fraction"]) == clip_fraction
-    assert float(found["ratio_outside_clip"]) == 1.0
+    result = objective.agent_losses("first", frames_of(batch))
+    assert float(result["loss_policy"].detach()) == pytest.approx(loss)
+    assert float(result["kl"]) == pytest.approx(-float(ratios_B.log().mean()))
+    assert float(result["clip_fraction"]) == clip_fraction
+    assert float(result["ratio_outside_clip"]) == 1.0
     # A share of the frames: 1 / 1.25 of ratios 1.5 and 0.5.
     ess = ratios_B.mean().square() / ratios_B.square().mean()
-    assert float(found["ess"]) == pytest.approx(float(ess))
+    assert float(result["ess"]) == pytest.approx(float(ess))
 
 
 @pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
@@ -207,9 +207,9 @@ def test_a_policy_that_went_far_has_a_finite_gradient_in_float32(
     batch["agents", "logprob"][:, 0] = now_B - log_ratio
     batch["agents", "advantage"][:] = advantage
     objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
-    found = objective.agent_losses("first", frames_of(batch))
-    assert found["ess"].isfinite()
-    sum(value for key, value in found.items() if key.startswith("loss")).backward()
+    result = objective.agent_losses("first", frames_of(batch))
+    assert result["ess"].isfinite()
+    sum(value for key, value in result.items() if key.startswith("loss")).backward()
     assert all(bool(weight.grad.isfinite().all()) for weight in agents["first"].parameters())
 
 

@@ -47,9 +47,9 @@ def test_weights_are_the_agents_own_and_each_is_there_once(agents: AlwaysActing)
 def test_the_value_estimator_is_made_and_found_as_in_torchrl() -> None:
     objective = ippo(AlwaysActing())
     assert objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8) is objective
-    found = objective.value_estimator
-    assert isinstance(found, EpisodeGae)
-    assert (found.gamma, found.lmbda, found.agent_names) == (0.9, 0.8, NAMES)
+    result = objective.value_estimator
+    assert isinstance(result, EpisodeGae)
+    assert (result.gamma, result.lmbda, result.agent_names) == (0.9, 0.8, NAMES)
     assert isinstance(ippo(AlwaysActing()).value_estimator, EpisodeGae), "also without being made"
 
 
@@ -66,14 +66,14 @@ def test_a_custom_objective_takes_one_method(agents: AlwaysActing) -> None:
             view = self.policy_view(name, batch)
             return {"loss_likely": -view.mean(view.evaluation.logprobs_B), "count": torch.ones(())}
 
-    found = Likely(agents)(make_batch(agents))
-    assert set(found.keys()) == {
+    result = Likely(agents)(make_batch(agents))
+    assert set(result.keys()) == {
         "loss_likely_first",
         "loss_likely_second",
         "first/count",
         "second/count",
     }
-    assert found["loss_likely_first"].requires_grad
+    assert result["loss_likely_first"].requires_grad
 
 
 def test_gradients_by_agent_are_those_of_the_sum_of_all_losses(agents: AlwaysActing) -> None:
@@ -91,15 +91,15 @@ def test_parts_of_the_losses_have_together_the_gradients_of_the_whole(agents: Al
     whole = objective.compute_gradients(batch, NAMES)
     expected = gradients_of(agents)
     agents.zero_grad()
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
+    result: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
     for name in NAMES:
         parts = objective.loss_parts(name)
         assert len(parts) == 2
         for part in range(len(parts)):
-            found[name] |= objective.compute_part(name, part, frames_of(batch))
+            result[name] |= objective.compute_part(name, part, frames_of(batch))
     assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[n][k], v) for n in NAMES for k, v in whole[n].items())
+    assert result.keys() == whole.keys()
+    assert all(torch.equal(result[n][k], v) for n in NAMES for k, v in whole[n].items())
 
 
 def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> None:
@@ -119,24 +119,24 @@ def test_its_own_state_excludes_that_of_the_agents() -> None:
 
 
 def test_reinforce_equals_hand_computed_values(agents: AlwaysActing, batch: TensorDict) -> None:
-    found = ReinforceObjective(agents, entropy_weight=0.5)(batch)
+    result = ReinforceObjective(agents, entropy_weight=0.5)(batch)
     seen = agents.evaluate("first", batch)
     weights_B = batch["agents", "reward_to_go"][:, 0, 0]
     torch.testing.assert_close(
-        found["loss_policy_first"], -(seen.logprobs_B * weights_B).mean(), rtol=1e-12, atol=0
+        result["loss_policy_first"], -(seen.logprobs_B * weights_B).mean(), rtol=1e-12, atol=0
     )
-    torch.testing.assert_close(found["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
-    assert "loss_value_first" not in found.keys()  # noqa: SIM118
+    torch.testing.assert_close(result["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
+    assert "loss_value_first" not in result.keys()  # noqa: SIM118
 
 
 def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: TensorDict) -> None:
     objective = ReinforceObjective(
         agents, RlTrainerParameters(loss_critic_type="l2"), weight="advantage"
     )
-    found = objective(batch)
+    result = objective(batch)
     error_B = agents.values("first", batch) - batch["agents", "value_target"][:, 0, 0]
-    torch.testing.assert_close(found["loss_value_first"], error_B.square().mean())
-    sum_of_losses(found.items()).backward()
+    torch.testing.assert_close(result["loss_value_first"], error_B.square().mean())
+    sum_of_losses(result.items()).backward()
     assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
 
 

@@ -19,7 +19,7 @@ INPUTS = ("logprobs_BT", "old_logprobs_BT", "advantages", "mask_BT")
 
 def plain(name: str) -> Callable[..., LossOutput]:
     def loss(batch: Batch, **options: object) -> LossOutput:
-        inputs = [batch[one] for one in INPUTS]
+        inputs = [batch[item] for item in INPUTS]
         return policy_loss(
             *inputs, loss=name, reduction="token", entropy_BT=batch.get("entropy_BT"), **options
         )
@@ -30,7 +30,7 @@ def plain(name: str) -> Callable[..., LossOutput]:
 def variant(name: str) -> Callable[..., LossOutput]:
     def loss(batch: Batch, **options: object) -> LossOutput:
         more = {n: batch[n] for n in ("reference_logprobs_BT", "entropy_BT") if n in batch}
-        inputs = [batch[one] for one in INPUTS]
+        inputs = [batch[item] for item in INPUTS]
         return loss_of_variant(name, *inputs, **more, kl_weight=0.3, **options)
 
     return loss

@@ -132,8 +132,8 @@ def test_a_policy_that_went_far_has_finite_gradients_and_metrics_in_float32(
 
 def test_a_weighted_token_learns_beyond_its_clip() -> None:
     logprobs = tokens(math.log(8.0) - 4.0).requires_grad_()
-    one = torch.ones(1, 1).bool()
-    output = loss_of_variant("cispo", logprobs, tokens(-4.0), torch.tensor([2.0]), one)
+    mask = torch.ones(1, 1).bool()
+    output = loss_of_variant("cispo", logprobs, tokens(-4.0), torch.tensor([2.0]), mask)
     output.loss.backward()
     assert logprobs.grad.item() == pytest.approx(-4.0 * 2.0)
     assert output.metrics["clip_fraction"] == 0.0
@@ -224,9 +224,9 @@ def test_losses_of_one_token_equal_hand_computed_values(
     name: str, ratio: float, advantage: float, loss: float, slope: float
 ) -> None:
     given = one_token(ratio, advantage)
-    found = LOSSES[name].of_tokens(*given)
-    assert found.item() == pytest.approx(loss, abs=1e-6)
-    assert torch.autograd.grad(found.sum(), given[0])[0].item() == pytest.approx(slope, abs=1e-6)
+    result = LOSSES[name].of_tokens(*given)
+    assert result.item() == pytest.approx(loss, abs=1e-6)
+    assert torch.autograd.grad(result.sum(), given[0])[0].item() == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -302,8 +302,8 @@ def test_the_effective_sample_size_is_one_where_all_weights_are_alike() -> None:
 
 def test_the_penalty_on_overlong_answers_falls_in_a_line() -> None:
     lengths = torch.tensor([5, 8, 9, 10, 12])
-    found = overlong_penalty(lengths, max_length=10, margin=2)
-    assert found.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    result = overlong_penalty(lengths, max_length=10, margin=2)
+    assert result.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
 # ---- straight-through KL
@@ -316,11 +316,11 @@ def test_a_straight_through_kl_shows_one_estimate_and_pulls_as_another() -> None
     kinds: tuple[KlKind, ...] = ("k1", "k2", "k3")
     for value in kinds:
         for gradient in kinds[1:]:
-            found = straight_through_kl(*given, batch["mask_BT"], value=value, gradient=gradient)
+            result = straight_through_kl(*given, batch["mask_BT"], value=value, gradient=gradient)
             shown = kl_estimate(*given, value, mask_BT=batch["mask_BT"])
             pulls = kl_estimate(*given, gradient, mask_BT=batch["mask_BT"])
-            assert torch.allclose(found, shown, atol=1e-12)
-            mine, expected = (torch.autograd.grad(x.sum(), logprobs)[0] for x in (found, pulls))
+            assert torch.allclose(result, shown, atol=1e-12)
+            mine, expected = (torch.autograd.grad(x.sum(), logprobs)[0] for x in (result, pulls))
             assert torch.allclose(mine, expected, atol=1e-12)
 
 
@@ -336,6 +336,8 @@ def test_the_gradient_of_k1_is_refused_since_it_is_zero_on_average() -> None:
         ("ppo", {"clip_low": -0.2}, "-0.2"),
         ("ppo", {"dual_clip": 1.1}, "dual_clip 1.1"),
         ("sapo", {"temperature_positive": 0.0}, "0.0"),
+        ("cipso", {}, "cispo"),
+        ("ppo", {"dual_clp": 3.0}, "dual_clip"),
     ],
 )
 def test_options_without_a_meaning_are_refused(
@@ -350,8 +352,8 @@ def test_options_without_a_meaning_are_refused(
 
 def test_every_variant_has_a_source_and_is_that_of_its_paper() -> None:
     assert tuple(GROUP_VARIANTS) == get_args(GroupVariantName)
-    assert all("arXiv:" in one.source for one in GROUP_VARIANTS.values())
-    assert {one.reduction for one in GROUP_VARIANTS.values()} <= set(REDUCTIONS)
+    assert all("arXiv:" in item.source for item in GROUP_VARIANTS.values())
+    assert {item.reduction for item in GROUP_VARIANTS.values()} <= set(REDUCTIONS)
     facts = {
         name: (v.loss, v.clip_high, v.baseline, v.scale, v.zero_variance, v.reduction)
         for name, v in GROUP_VARIANTS.items()

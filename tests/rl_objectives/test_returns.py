@@ -62,9 +62,9 @@ def test_both_backups_equal_the_recursion(seed: int, factor: float) -> None:
     reward, parent, depth = _random_tree(seed)
     best = best_child_backup(reward, parent, depth, decay=factor)
     mean = mean_child_return(reward, parent, depth, discount=factor)
-    for found, join in ((best, max), (mean, _mean)):
+    for result, join in ((best, max), (mean, _mean)):
         expected = _by_recursion(reward.tolist(), parent.tolist(), factor, join)
-        assert found.tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
+        assert result.tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
 
 #   0 (1.0)          parents before children
@@ -94,27 +94,27 @@ def test_the_rewards_stay_as_they_were_and_no_tree_is_a_tree() -> None:
 
 def by_loop(values: list[float], n: int, gamma: float) -> list[float]:
     """As the guide writes it."""
-    found = []
+    result = []
     for i in range(len(values)):
-        found.append(sum(gamma**j * values[i + j] for j in range(min(n, len(values) - i))))
-    return found
+        result.append(sum(gamma**j * values[i + j] for j in range(min(n, len(values) - i))))
+    return result
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])
 def test_nstep_returns_equal_the_loop_of_the_guide(n: int) -> None:
     values = [1.0, -2.0, 0.5, 3.0, 0.25]
     mask = torch.ones(1, 5, dtype=torch.bool)
-    found = nstep_returns(rewards(*values)[None], mask, n=n, gamma=0.9)
-    assert found[0].tolist() == pytest.approx(by_loop(values, n, 0.9), abs=1e-12)
+    result = nstep_returns(rewards(*values)[None], mask, n=n, gamma=0.9)
+    assert result[0].tolist() == pytest.approx(by_loop(values, n, 0.9), abs=1e-12)
 
 
 def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     row = rewards(1, 99, 2, 4)[None]
     mask = torch.tensor([[True, False, True, True]])
     values = rewards(10, 99, 20, 40)[None]
-    found = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
+    result = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
     # 1 + 0.5 * 2 + 0.25 * 40; 2 + 0.5 * 4; 4
-    assert found[0].tolist() == [12.0, 0.0, 4.0, 4.0]
+    assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
     with pytest.raises(ConfigurationError, match="got 0"):

@@ -69,8 +69,8 @@ def learn(
 def test_sellers_reach_the_solution_of_the_order_in_which_they_move(
     groups: object, expected: list[float], method: Method
 ) -> None:
-    found = learn(cournot, "spg", groups, inverse={**method, "ihvp_num_iterations": 20})
-    assert found == pytest.approx(expected, abs=1e-5)
+    result = learn(cournot, "spg", groups, inverse={**method, "ihvp_num_iterations": 20})
+    assert result == pytest.approx(expected, abs=1e-5)
 
 
 def test_lola_is_between_nash_and_stackelberg() -> None:
@@ -241,9 +241,9 @@ def test_how_parameters_are_cut_into_tensors_makes_no_difference(name: str) -> N
     joint = torch.cat([part for own in pieces for part in own])
     again = [joint @ q @ joint / 2 + c @ joint for q, c in zip(matrices, pulls, strict=True)]
     cut = updates_of(again, pieces, name)
-    for one, other in zip(whole, cut, strict=True):
-        assert [part.shape for part in other.update] == [(2,), (1,)]
-        torch.testing.assert_close(torch.cat(other.update), one.update[0])
+    for first, second in zip(whole, cut, strict=True):
+        assert [part.shape for part in second.update] == [(2,), (1,)]
+        torch.testing.assert_close(torch.cat(second.update), first.update[0])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

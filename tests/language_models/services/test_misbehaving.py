@@ -57,10 +57,10 @@ def in_time(work: Callable[[], Any]) -> Any:
     """The result of some work, within `LONGEST` seconds and 64 MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
-    found = work()
+    result = work()
     assert time.monotonic() - started < LONGEST
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
-    return found
+    return result
 
 
 def outcome_of_a_chat(address: str) -> str:
@@ -142,12 +142,12 @@ def test_training_and_jobs_end_in_time_with_a_typed_error(
     outcome_of: Callable[[str], str], name: str
 ) -> None:
     with misbehaving(MISBEHAVIOURS[name].send) as server:
-        found = in_time(lambda: outcome_of(server.address))
+        result = in_time(lambda: outcome_of(server.address))
     if name not in OF_TRAINING:
-        assert found in KINDS | {"ConfigurationError", "BudgetExhaustedError", "an object"}
+        assert result in KINDS | {"ConfigurationError", "BudgetExhaustedError", "an object"}
     else:
         is_job = outcome_of is outcome_of_a_job
-        assert found == ("ServiceError" if is_job else OF_TRAINING[name])
+        assert result == ("ServiceError" if is_job else OF_TRAINING[name])
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ FAULTS = {
 def test_a_fault_is_data_with_its_reason(fault: str) -> None:
     reply, reason = FAULTS[fault]
     with chat_stub([reply]) as stub:
-        found = failure(ask(build(stub), saying("hi"))[0])
+        result = failure(ask(build(stub), saying("hi"))[0])
         assert len(stub.requests) == 1, "the package repeats nothing by itself"
-    assert found.reason == reason
-    assert found.message
-    assert found.retry_after == (7.0 if fault == "busy" else 0.0)
+    assert result.reason == reason
+    assert result.message
+    assert result.retry_after == (7.0 if fault == "busy" else 0.0)
 
 
 def test_a_closed_port_and_a_late_answer_are_failures() -> None:

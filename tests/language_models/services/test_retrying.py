@@ -195,8 +195,8 @@ def test_the_bar_shows_the_reason_of_a_pause(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert texts(ask(model, saying("hi"))[0]) == ["there"]
     bar.close()
-    told, end = shown
-    assert all(part in told for part in ("judge", "rate_limited", "30 s"))
+    message, end = shown
+    assert all(part in message for part in ("judge", "rate_limited", "30 s"))
     assert end == ""
 
 
@@ -286,15 +286,15 @@ def test_a_budget_of_money_needs_prices() -> None:
 
 def test_models_of_a_run_share_its_budget() -> None:
     ledger = UsageLog()
-    one, two = (
+    first, second = (
         patient(Model(lambda n: "x"), label=label, usage_log=ledger, budget=Budget(max_requests=2))
         for label in ("target", "judge")
     )
-    ask(one, saying("a"))
-    ask(two, saying("a"))
+    ask(first, saying("a"))
+    ask(second, saying("a"))
     with pytest.raises(BudgetExhaustedError):
-        ask(one, saying("b"))
-    assert (one.use.num_requests, two.use.num_requests) == (1, 1)
+        ask(first, saying("b"))
+    assert (first.use.num_requests, second.use.num_requests) == (1, 1)
 
 
 # ---- cache

@@ -59,7 +59,7 @@ def weights_of(model: LanguageModel) -> list[Tensor]:
 def batch_of(*counts: int) -> TensorDict:
     """Equal contexts, as many as each count says, with tokens that increase from 6."""
     tokens = [torch.tensor([6 + i, 3]) for count in counts for i in range(count)]
-    return collate([{"context": torch.tensor([2, 4]), "tokens": one} for one in tokens])
+    return collate([{"context": torch.tensor([2, 4]), "tokens": item} for item in tokens])
 
 
 def nll(service: TrainingService) -> Loss:
@@ -84,12 +84,12 @@ def local(model: LanguageModel) -> LocalTrainingService:
 
 def test_gradients_of_calls_add_up_and_those_of_batches_are_means(model: LanguageModel) -> None:
     service = local(model)
-    found = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
+    result = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
     split = [p.grad.clone() for p in model.parameters()]
     assert service.optim_step(lr=0.0).was_taken
     assert all(p.grad is None for p in model.parameters())
     whole = batch_of(3, 1)
-    assert service.forward_backward([whole], nll(service)) == pytest.approx(found, rel=1e-6)
+    assert service.forward_backward([whole], nll(service)) == pytest.approx(result, rel=1e-6)
     service.forward_backward([whole], nll(service))
     for parameter, gradient in zip(model.parameters(), split, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, atol=1e-6, rtol=1e-5)
@@ -112,7 +112,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_dropped(model: Lan
     ("numbers", "named"),
     [
         *(({"lr": lr}, "lr") for lr in (math.nan, math.inf, -1.0, 1e30)),
-        *(({"lr": 0.1, "max_grad_norm": one}, "max_grad_norm") for one in (math.nan, 0.0, -1.0)),
+        *(({"lr": 0.1, "max_grad_norm": item}, "max_grad_norm") for item in (math.nan, 0.0, -1.0)),
     ],
 )
 def test_a_step_by_invalid_numbers_is_refused(

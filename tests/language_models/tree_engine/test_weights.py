@@ -80,16 +80,16 @@ def test_one_product_is_all_products_with_their_adapters() -> None:
     adapters = [[_adapter(7, 4, 2.0)], [], [_adapter(3, 2, 0.5), _adapter(3, 3, 1.5)]]
     x = torch.randn(6, 12, requires_grad=True)
     learnt = [w for of_matrix in adapters for a in of_matrix for w in (a.down, a.up)]
-    found = adapted_linear(matrices, adapters)(x)
+    result = adapted_linear(matrices, adapters)(x)
     expected = _one_by_one(x, matrices, adapters)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn_like(found)
-    for one, other in zip(
-        torch.autograd.grad(found, [x, *learnt], upstream),
+    torch.testing.assert_close(result, expected)
+    upstream = torch.randn_like(result)
+    for first, second in zip(
+        torch.autograd.grad(result, [x, *learnt], upstream),
         torch.autograd.grad(expected, [x, *learnt], upstream),
         strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(first, second)
 
 
 def test_adapters_learn_where_the_input_does_not() -> None:
@@ -184,8 +184,8 @@ def test_packed_products_and_gradients_equal_torch(num_rows: int, has_bias: bool
     learned = leaves if has_bias else leaves[:2]
     ours = torch.autograd.grad(OneDnnLinear.apply(*inputs).square().sum(), learned)
     theirs = torch.autograd.grad(expected.square().sum(), learned)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-3)
+    for first, second in zip(ours, theirs, strict=True):
+        assert torch.allclose(first, second, rtol=1e-4, atol=1e-3)
     # Without gradients of a frozen matrix.
     frozen = OneDnnLinear.apply(x, weight.detach(), None).sum()
     assert torch.allclose(
