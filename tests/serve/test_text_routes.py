@@ -34,8 +34,7 @@ def ask(client: openai.OpenAI, **changes: Any) -> Any:
     return client.chat.completions.create(**(given | changes))
 
 
-def test_the_models_are_listed_and_described(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny", "target"]
+def test_a_model_is_described(client: openai.OpenAI) -> None:
     assert client.models.retrieve("target").id == "target"
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.models.retrieve("no-such-model")
@@ -70,29 +69,20 @@ def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
     assert len(texts) > 1
 
 
-def test_a_stop_text_is_no_part_of_the_answer(client: openai.OpenAI) -> None:
-    whole = ask(client, temperature=0).choices[0].message.content
-    word = whole.split()[3]
-    cut = ask(client, temperature=0, stop=[word]).choices[0]
-    assert cut.message.content == whole[: whole.find(word)]
-    assert cut.finish_reason == "stop"
-
-
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> None:
     choice = ask(client, temperature=0, logprobs=True, top_logprobs=3).choices[0]
     tokens = choice.logprobs.content
     assert "".join(one.token for one in tokens) == choice.message.content
     num_likely = 0
-    for one in tokens:
-        tops = {top.token: top.logprob for top in one.top_logprobs}
-        assert tops.get(one.token, one.logprob) == one.logprob
-        num_likely += one.token in tops
-        assert bytes(one.bytes).decode() == one.token
-        assert one.logprob <= 0
-        assert [top.logprob for top in one.top_logprobs] == sorted(
-            (top.logprob for top in one.top_logprobs), reverse=True
-        )
-        assert len(one.top_logprobs) == 3
+    for token in tokens:
+        tops = {top.token: top.logprob for top in token.top_logprobs}
+        assert tops.get(token.token, token.logprob) == token.logprob
+        num_likely += token.token in tops
+        assert bytes(token.bytes).decode() == token.token
+        assert token.logprob <= 0
+        logprobs = [top.logprob for top in token.top_logprobs]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert len(logprobs) == 3
     assert num_likely > len(tokens) / 2, "in the text around it, as the token itself"
     assert ask(client).choices[0].logprobs is None
 
@@ -102,26 +92,21 @@ def test_a_stream_says_what_a_whole_answer_says(
     client: openai.OpenAI, options: dict[str, Any]
 ) -> None:
     whole = ask(client, logprobs=True, **options)
-    texts: dict[int, str] = {}
-    logprobs: dict[int, list[float]] = {}
-    ends, usage = {}, None
+    streamed = {n: ("", [], None) for n in range(len(whole.choices))}
     chunks = list(
         ask(client, logprobs=True, stream=True, stream_options={"include_usage": True}, **options)
     )
-    for chunk in chunks:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
-            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
-            if choice.logprobs is not None:
-                found = [one.logprob for one in choice.logprobs.content]
-                logprobs.setdefault(choice.index, []).extend(found)
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        text, logprobs, end = streamed[choice.index]
+        text += choice.delta.content or ""
+        logprobs += [one.logprob for one in (choice.logprobs.content if choice.logprobs else [])]
+        streamed[choice.index] = (text, logprobs, choice.finish_reason or end)
     for choice in whole.choices:
-        assert texts[choice.index] == choice.message.content
-        assert ends[choice.index] == choice.finish_reason
+        text, logprobs, end = streamed[choice.index]
+        assert (text, end) == (choice.message.content, choice.finish_reason)
         expected = [one.logprob for one in choice.logprobs.content]
-        assert logprobs[choice.index] == pytest.approx(expected, abs=2e-5)
-    assert usage == whole.usage
+        assert logprobs == pytest.approx(expected, abs=2e-5)
+    assert [chunk.usage for chunk in chunks if chunk.usage] == [whole.usage]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -245,15 +230,11 @@ def test_a_client_that_leaves_frees_its_places(
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=service.base_url, api_key="any") as client:
             # Seven greedy answers to this prompt contain no end token.
-            asked = client.chat.completions.create(
-                model="tiny",
-                messages=HELLO,
-                n=7,
-                temperature=0,
-                max_tokens=85,
-                stream=is_streamed,
+            options: dict[str, Any] = {"n": 7, "temperature": 0, "max_tokens": 85}
+            request = client.chat.completions.create(
+                model="tiny", messages=HELLO, stream=is_streamed, **options
             )
-            task = asyncio.ensure_future(asked)
+            task = asyncio.ensure_future(request)
             while max(steps, default=0) < 7:
                 await asyncio.sleep(0.01)
             if is_streamed:
@@ -268,21 +249,16 @@ def test_a_client_that_leaves_frees_its_places(
     assert sum(number == 7 for number in steps) < 70
 
 
-NOT_SUPPORTED = {
-    "logit_bias": {"1": 1},
-    "frequency_penalty": 0.5,
-    "modalities": ["audio"],
-}
-
-
-@pytest.mark.parametrize("option", NOT_SUPPORTED)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("logit_bias", {"1": 1}), ("frequency_penalty", 0.5), ("modalities", ["audio"])],
+)
 def test_an_option_that_is_not_supported_is_refused_by_name(
-    client: openai.OpenAI, option: str
+    client: openai.OpenAI, option: str, value: Any
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"'{option}' is not supported") as caught:
-        ask(client, **{option: NOT_SUPPORTED[option]})
-    assert caught.value.param == option
-    assert caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError, match=f"'{option}'") as caught:
+        ask(client, **{option: value})
+    assert (caught.value.param, caught.value.code) == (option, "unsupported_parameter")
 
 
 def test_options_without_effect_are_no_fault(client: openai.OpenAI) -> None:
@@ -357,12 +333,7 @@ def test_a_body_that_is_no_object_is_a_json_error(service: Running, content: byt
 def test_half_a_surrogate_pair_is_refused(service: Running) -> None:
     body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]})
     reply = httpx.post(f"{service.base_url}/chat/completions", content=body)
-    assert reply.status_code == 400
-    assert "surrogate" in reply.json()["error"]["message"]
-
-
-def test_the_service_reports_its_health(service: Running) -> None:
-    assert httpx.get(f"{service.root}/health").json() == {"status": "ok"}
+    assert (reply.status_code, "surrogate" in reply.json()["error"]["message"]) == (400, True)
 
 
 def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) -> None:
@@ -415,17 +386,18 @@ def test_a_token_is_required_if_configured(
             ):
                 client.models.list()
         assert httpx.get(f"{service.base_url}/models").status_code == 401
-        assert httpx.get(f"{service.root}/health").status_code == 200
+        assert httpx.get(f"{service.root}/health").json() == {"status": "ok"}
         with openai.OpenAI(base_url=service.base_url, api_key="let me in") as client:
             assert ask(client).choices
 
 
 def test_pages_of_other_sites_are_refused(service: Running) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-        reply = httpx.get(f"{service.base_url}/models", headers=headers)
-        assert reply.status_code == 403
-        assert "evil.example" in reply.json()["error"]["message"]
-    broken = httpx.get(f"{service.base_url}/models", headers={"Origin": "http://["})
-    assert broken.status_code == 403
-    local = {"Origin": "http://localhost:3000"}
-    assert httpx.get(f"{service.base_url}/models", headers=local).status_code == 200
+    for header, value, status in (
+        ("Host", "evil.example", 403),
+        ("Origin", "https://evil.example", 403),
+        ("Origin", "http://[", 403),
+        ("Origin", "http://localhost:3000", 200),
+    ):
+        reply = httpx.get(f"{service.base_url}/models", headers={header: value})
+        assert reply.status_code == status, value
+        assert status == 200 or value in reply.json()["error"]["message"]
