@@ -34,9 +34,7 @@ VALUE = ["1 parameter", "(from --set)"]
         ("ast_chat.scorer.label=rud", ["'rud'", "'rude'?", "civil, rude"]),
         ("ast_chat.prompts.dev=scenario://none.txt", ["'scenario://none.txt'", ".csv"]),
         ("ast_chat.target.max_new_tokens=96", ["target's window of 96", " 0 ", "turn of 96"]),
-        *((f"training.lr={value}", [*VALUE, "training.lr: "]) for value in (".nan", ".inf")),
-        ("ast_chat.scorer=3", [*VALUE, "ast_chat.scorer: ", "_type"]),
-        ("ast_chat.prompts.train=null", [*VALUE, "ast_chat.prompts.train: "]),
+        ("training.lr=.nan", [*VALUE, "training.lr: "]),
         (
             "ast_chat.planted_failures=[{name: x, probe: (}]",
             [*VALUE, "planted_failures.0.probe: "],
@@ -86,31 +84,6 @@ def test_an_unknown_kind_of_scenario(cli: CommandLine, scenario: str, facts: lis
     (cli.folder / "mine").mkdir()
     cli.write("mine/scenario.yaml", scenario)
     assert says(refused(cli("--trainer", "ast_dpo", "--scenario", "mine")), *facts)
-
-
-def test_several_faults_are_reported_at_once_each_with_its_source(cli: CommandLine) -> None:
-    path = cli.write(
-        "mine.yaml",
-        f"""
-        trainer: ast_dpo
-        scenario: {cli.scenario}
-        training: {{lr: "1e-5", minibatch_size: true, optimiser: sgd}}
-        ast_dpo: {{beta: 0}}
-        """,
-    )
-    message = refused(
-        cli("--parameters", path, "--set", "ast_chat.tree_widht=3", "--set", "seed=-1")
-    )
-    of_file = ("training.lr: ", "training.minibatch_size: ", "'training.optimizer'?", "beta: ")
-    assert says(message, "6 parameters", *of_file, "'ast_chat.tree_width'?", "seed: ")
-    assert (message.count(f"(from {path})"), message.count("(from --set)")) == (4, 2)
-    assert not (cli.folder / "runs").exists()
-
-
-def test_a_parameter_may_refer_to_a_parameter_of_the_scenario(cli: CommandLine) -> None:
-    experiment = ("--trainer", "ast_dpo", "--scenario", str(cli.scenario))
-    result = cli.ok("show", *experiment, "--set", "ast_dpo.beta=${training.lr}")
-    assert "0.003" in next(line for line in result.out.splitlines() if "ast_dpo.beta" in line)
 
 
 def test_a_gpu_where_there_is_none(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

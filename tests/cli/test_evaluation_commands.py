@@ -318,16 +318,6 @@ def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
     assert figures["failure_threshold"] == 0.4
 
 
-def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, run: Path) -> None:
-    cli.ok("evaluate", "runs/one", "--set", "ast_chat.attacker.temperature=0.7")
-    estimates = figures_of(run)["probability_of_failure"]
-    assert estimates["monte_carlo"]["num_episodes"] == 6
-    assert "temperature 0.7" in estimates["importance_sampling"]["reason"]
-    cli.ok("score", "runs/one", "--name", "again")
-    again = figures_of(run, "again")["probability_of_failure"]
-    assert again["importance_sampling"]["reason"] == estimates["importance_sampling"]["reason"]
-
-
 def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) -> None:
     options = ("--scorer", "own", *picky_scorer(cli))
     result = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
@@ -380,22 +370,22 @@ def test_evaluations_by_other_conditions_are_compared_with_a_warning(
     assert any('scorer: "skip" in' in text for text in comparison["warnings"])
 
 
-def test_a_comparison_may_be_a_gate(cli: CommandLine, evaluated: Path) -> None:
-    shutil.copytree(evaluated, cli.folder / "runs" / "two")
+@pytest.mark.parametrize(
+    ("runs", "open_gate"),
+    [
+        ("evaluated", "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"),
+        # A run that was not evaluated is compared by its own table.
+        ("run", "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"),
+    ],
+)
+def test_a_comparison_may_be_a_gate(
+    cli: CommandLine, request: pytest.FixtureRequest, runs: str, open_gate: str
+) -> None:
+    shutil.copytree(request.getfixturevalue(runs), cli.folder / "runs" / "two")
     pair = ("compare", "runs/one", "runs/two", "--fail-if")
-    cli.ok(*pair, "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2")
+    assert "failure rate" in cli.ok(*pair, open_gate).out
     assert cli(*pair, "failure_rate.high > 0.0").code == 1
     assert "'failure_rate'?" in refused(cli(*pair, "failure_rte.high > 0"))
-
-
-def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
-    cli: CommandLine, run: Path
-) -> None:
-    shutil.copytree(run, cli.folder / "runs" / "two")
-    pair = ("compare", "runs/one", "runs/two", "--fail-if")
-    gate = "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"
-    assert "failure rate" in cli.ok(*pair, gate).out
-    assert cli(*pair, "failure_rate.high > 0").code == 1
 
 
 def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenario: Path) -> None:
