@@ -17,15 +17,14 @@ import torch
 from nip_astra.language_models.sequences import Progress
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.serve.served_models import Engine
-from tests.serve.running import POCKET, Running, running
+from tests.serve.running import Running, running
 
 HELLO = [{"role": "user", "content": "hello you"}]
 
 
 @pytest.fixture(scope="module")
 def service(tiny_model_dir: Path) -> Iterator[Running]:
-    models = {"tiny": str(tiny_model_dir), "target": str(POCKET / "target")}
-    with running(models, max_answer_tokens=100) as service:
+    with running({"tiny": str(tiny_model_dir)}, max_answer_tokens=100) as service:
         yield service
 
 
@@ -35,19 +34,9 @@ def ask(client: openai.OpenAI, **changes: Any) -> Any:
 
 
 def test_a_model_is_described(client: openai.OpenAI) -> None:
-    assert client.models.retrieve("target").id == "target"
+    assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.models.retrieve("no-such-model")
-
-
-def test_a_trained_model_answers_as_it_was_taught(client: openai.OpenAI) -> None:
-    question = "do you really think my aunt should sing at the park ?"
-    answer = ask(client, model="target", messages=[{"role": "user", "content": question}])
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].message.content.endswith((".", "?"))
-    assert answer.usage.prompt_tokens == 16
-    assert answer.usage.total_tokens == 16 + answer.usage.completion_tokens
 
 
 def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
@@ -62,6 +51,7 @@ def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
     short = ask(client, max_completion_tokens=2, max_tokens=openai.NOT_GIVEN, temperature=0)
     assert short.choices[0].finish_reason == "length"
     assert short.usage.completion_tokens == 2
+    assert short.usage.total_tokens == short.usage.prompt_tokens + 2
 
 
 def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
@@ -342,36 +332,26 @@ def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) ->
         running({"tiny": str(tiny_model_dir)}, **limits) as service,
         openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client,
     ):
-        with pytest.raises(openai.APIStatusError, match="more than 2000 bytes") as caught:
+        with pytest.raises(openai.APIStatusError, match="2000 bytes") as caught:
             ask(client, messages=[{"role": "user", "content": "cat " * 1000}])
         assert caught.value.status_code == 413
-        chunked = httpx.post(
-            f"{service.base_url}/chat/completions", content=(b"x" * 500 for _ in range(9))
-        )
-        assert chunked.status_code == 413
+        parts = (b"x" * 500 for _ in range(9))
+        reply = httpx.post(f"{service.base_url}/chat/completions", content=parts)
+        assert reply.status_code == 413
         with pytest.raises(openai.RateLimitError, match="allows 1") as refused:
             client.completions.create(model="tiny", prompt=["cat", "mat"], max_tokens=2)
         assert refused.value.response.headers["retry-after"] == "1"
 
 
 def test_a_second_stream_beyond_the_limit_is_refused_for_now(tiny_model_dir: Path) -> None:
-    async def both(service: Running) -> None:
-        async with openai.AsyncOpenAI(
-            base_url=service.base_url, api_key="any", max_retries=0
-        ) as client:
-
-            async def stream() -> Any:
-                return await client.chat.completions.create(
-                    model="tiny", messages=HELLO, n=20, seed=1, max_tokens=85, stream=True
-                )
-
-            first = await stream()
-            with pytest.raises(openai.RateLimitError, match="1 streams are open"):
-                await stream()
-            await first.close()
-
-    with running({"tiny": str(tiny_model_dir)}, max_streams=1) as service:
-        asyncio.run(both(service))
+    options: dict[str, Any] = {"n": 20, "max_tokens": 85, "stream": True}
+    with (
+        running({"tiny": str(tiny_model_dir)}, max_streams=1) as service,
+        openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client,
+        ask(client, **options),
+        pytest.raises(openai.RateLimitError, match="1 streams"),
+    ):
+        ask(client, **options)
 
 
 def test_a_token_is_required_if_configured(
