@@ -329,8 +329,8 @@ def test_references_to_a_package_import_nothing(
     (tmp_path / "outer" / "inner" / "__init__.py").touch()
     (tmp_path / "outer" / "inner" / "a.txt").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    found = resolve_reference("package://outer.inner/a.txt", None)
-    assert found == tmp_path / "outer" / "inner" / "a.txt"
+    path = resolve_reference("package://outer.inner/a.txt", None)
+    assert path == tmp_path / "outer" / "inner" / "a.txt"
     assert not marker.exists()
 
 

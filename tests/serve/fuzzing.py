@@ -198,8 +198,8 @@ class Fuzzed:
         if chance.random() < 0.05:
             method = chance.choice(METHODS)
 
-        def chosen(found: re.Match[str]) -> str:
-            right = places.get(found[1], ())
+        def chosen(part: re.Match[str]) -> str:
+            right = places.get(part[1], ())
             if right and chance.random() < 0.8:
                 return urllib.parse.quote(chance.choice(right), safe=":")
             return chance.choice(PARTS)

@@ -194,13 +194,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
         expected[2 if expected[:2].sum() >= top_p else 3] = 0.0
         expected /= expected.sum()
     count = 4000
-    found = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
-    counted = torch.bincount(torch.tensor([one.token for one in found]), minlength=6) / count
+    samples = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
+    counted = torch.bincount(torch.tensor([one.token for one in samples]), minlength=6) / count
     assert counted[5] == 0  # banned
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((counted[:5] - expected).abs() <= 4 * deviation + 1e-9).all()
     raw = logits.log_softmax(dim=0)
-    assert found[0].logprob == pytest.approx(float(raw[found[0].token]))
+    assert samples[0].logprob == pytest.approx(float(raw[samples[0].token]))
 
 
 def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> None:

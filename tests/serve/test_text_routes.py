@@ -132,18 +132,18 @@ def test_an_echoed_prompt_is_scored_as_the_model_scores_it(
         ids = tokenizer.encode(prompt)
         with torch.no_grad():
             logprobs = module(torch.tensor([ids])).logits[0].log_softmax(dim=1)
-        found = choice.logprobs
-        assert found.token_logprobs[0] is None
-        assert found.top_logprobs[0] is None
+        scores = choice.logprobs
+        assert scores.token_logprobs[0] is None
+        assert scores.top_logprobs[0] is None
         expected = [float(logprobs[i, one]) for i, one in enumerate(ids[1:])]
-        assert found.token_logprobs[1:-1] == pytest.approx(expected, abs=2e-5)
-        best = [max(top.values()) for top in found.top_logprobs[1:]]
+        assert scores.token_logprobs[1:-1] == pytest.approx(expected, abs=2e-5)
+        best = [max(top.values()) for top in scores.top_logprobs[1:]]
         assert best == pytest.approx(logprobs.max(dim=1).values.tolist(), abs=2e-5)
-        assert "".join(found.tokens) == choice.text
+        assert "".join(scores.tokens) == choice.text
         assert choice.text.startswith(prompt)
-        pairs = zip(found.text_offset, found.tokens, strict=True)
+        pairs = zip(scores.text_offset, scores.tokens, strict=True)
         assert all(choice.text.startswith(one, at) for at, one in pairs)
-        assert len(found.tokens) == len(ids) + 1, "the end of the turn counts"
+        assert len(scores.tokens) == len(ids) + 1, "the end of the turn counts"
     engine = service.served_models.get("tiny").engine
     before = engine._batch.token_count.forwarded
     as_ids = scored(client, [tokenizer.encode(prompt) for prompt in prompts], max_tokens=0)

@@ -93,52 +93,53 @@ def test_cross_entropy_learns_an_answer_and_the_sampler_generates_it(client: Any
     assert sequence.logprobs == pytest.approx(logprobs_of(training)[-4:].tolist(), abs=1e-4)
 
 
-def expected_loss(name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.Tensor) -> float:
+def expected_loss(
+    name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.Tensor, high: float
+) -> float:
     """Closed forms as the documentation of Tinker's losses writes them."""
     ratio = (new - old).exp()
     losses = {
         "importance_sampling": -ratio * gains,
-        "ppo": -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains),
+        "ppo": -torch.minimum(ratio * gains, ratio.clamp(0.8, high) * gains),
         "cispo": -ratio.clamp(0.0, 4.0) * new * gains,
         "dro": -(new * gains - 0.5 * 0.05 * (new - old) ** 2),
     }
     return float(losses[name].sum())
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize(
+    ("name", "config", "high"),
+    [
+        *((name, None, 1.2) for name in ("importance_sampling", "ppo", "cispo", "dro")),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}, 2.0),
+    ],
+)
 def test_losses_of_policies_equal_their_closed_forms_and_raise_rewarded_tokens(
-    client: Any, name: str
+    client: Any, name: str, config: dict[str, float] | None, high: float
 ) -> None:
     training = training_client(client)
     before = logprobs_of(training)
     old, gains = before - 0.4 * MASK, 2.0 * MASK
-    found = step(training, [datum(logprobs=old, advantages=gains)], name).metrics["loss:sum"]
-    assert found == pytest.approx(expected_loss(name, before, old, gains), rel=1e-5)
+    output = step(training, [datum(logprobs=old, advantages=gains)], name, config)
+    expected = expected_loss(name, before, old, gains, high)
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     moved = (logprobs_of(training) - before)[MASK > 0].sum()
     # Beyond the clip PPO has no gradient.
-    assert moved == pytest.approx(0.0, abs=1e-6) if name == "ppo" else moved > 0.1
-
-
-def test_bounds_of_a_clip_come_from_the_configuration(client: Any) -> None:
-    training = training_client(client)
-    before = logprobs_of(training)
-    data = [datum(logprobs=before - 0.4 * MASK, advantages=MASK)]
-    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
-    step(training, data, "ppo", config)
-    assert (logprobs_of(training) - before)[MASK > 0].sum() > 0.1
+    is_clipped = name == "ppo" and config is None
+    assert moved == pytest.approx(0.0, abs=1e-6) if is_clipped else moved > 0.1
 
 
 def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(client: Any) -> None:
     ours, theirs = training_client(client), training_client(client)
 
     def weighted(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        return -(logprobs[0] * MASK).sum(), {"told": 7.0}
+        return -(logprobs[0] * MASK).sum(), {"extra": 7.0}
 
-    found = ours.forward_backward_custom([datum()], weighted).result()
+    result = ours.forward_backward_custom([datum()], weighted).result()
     ours.optim_step(tinker.AdamParams(**ADAM)).result()
     plain = step(theirs, [datum(weights=MASK)], "cross_entropy")
-    assert found.metrics["told"] == 7.0
-    assert found.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+    assert result.metrics["extra"] == 7.0
+    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
     torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs))
 
 
@@ -186,9 +187,9 @@ def test_a_state_goes_on_to_the_bit_with_its_optimizer(client: Any) -> None:
     again = client.create_training_client_from_state_with_optimizer(path).result()
     assert [step(again, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)] == expected
     fresh = client.create_training_client_from_state(path).result()
-    found = [step(fresh, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
-    assert found[0] == expected[0]
-    assert found != expected
+    result = [step(fresh, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
+    assert result[0] == expected[0]
+    assert result != expected
     assert again.get_info().lora_rank == 4
 
 
@@ -232,27 +233,27 @@ def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
     params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in range(12)]
     prompt = prompt_of(PROMPT)
     together = [sampling.sample(prompt, 3, one) for one in params]
-    found = [[list(s.tokens) for s in one.result().sequences] for one in together]
+    result = [[list(s.tokens) for s in one.result().sequences] for one in together]
     alone = [sampling.sample(prompt, 3, one).result().sequences for one in params]
-    assert found == [[list(s.tokens) for s in one] for one in alone]
-    assert len({tuple(map(tuple, one)) for one in found}) > 1
+    assert result == [[list(s.tokens) for s in one] for one in alone]
+    assert len({tuple(map(tuple, one)) for one in result}) > 1
 
 
 def test_logprobs_of_a_prompt_are_those_of_training(client: Any) -> None:
     sampling, training = sampler(client), training_client(client)
     tokens = prompt_of([*PROMPT, *ANSWER])
-    found = sampling.compute_logprobs(tokens).result()
-    assert found[0] is None
-    assert found[1:] == pytest.approx(logprobs_of(training).tolist(), abs=1e-5)
+    result = sampling.compute_logprobs(tokens).result()
+    assert result[0] is None
+    assert result[1:] == pytest.approx(logprobs_of(training).tolist(), abs=1e-5)
     last = sampling.compute_logprobs(tokens, prompt_logprobs_last_n=2).result()
     assert last[:-2] == [None] * 7
-    assert last[-2:] == pytest.approx(found[-2:])
+    assert last[-2:] == pytest.approx(result[-2:])
 
 
 def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
     sampling = sampler(client)
     named = tinker.TensorData(data=[11, -1] * 4, dtype="int64", shape=[4, 2])
-    found = sampling.sample(
+    result = sampling.sample(
         prompt_of(PROMPT),
         2,
         tinker.SamplingParams(max_tokens=3, seed=1, stop=[]),
@@ -262,15 +263,18 @@ def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
         target_prompt_logprobs=named,
         prompt_alt_tokens_k=5,
     ).result()
-    ids, logprobs = found.topk_prompt_logprobs_np.token_ids, found.topk_prompt_logprobs_np.logprobs
+    likeliest = result.topk_prompt_logprobs_np
     for place in range(1, 5):
-        by_token = dict(zip(ids[place].tolist(), logprobs[place].tolist(), strict=True))
+        ids, logprobs = (
+            values[place].tolist() for values in (likeliest.token_ids, likeliest.logprobs)
+        )
+        by_token = dict(zip(ids, logprobs, strict=True))
         assert math.fsum(math.exp(one) for one in by_token.values()) == pytest.approx(1, abs=1e-4)
-        assert by_token[PROMPT[place]] == pytest.approx(found.prompt_logprobs[place], abs=1e-5)
-        told = found.target_prompt_logprobs.to_torch()[place - 1]
-        assert told.tolist() == pytest.approx([by_token[11], 0.0], abs=1e-5)
-    assert found.prompt_alt_tokens.tokens.to_torch().shape == (4, 5)
-    for one in found.sequences:
+        assert by_token[PROMPT[place]] == pytest.approx(result.prompt_logprobs[place], abs=1e-5)
+        named_logprobs = result.target_prompt_logprobs.to_torch()[place - 1]
+        assert named_logprobs.tolist() == pytest.approx([by_token[11], 0.0], abs=1e-5)
+    assert result.prompt_alt_tokens.tokens.to_torch().shape == (4, 5)
+    for one in result.sequences:
         assert len(one.tokens) == 3
         assert one.topk_logprobs_np.token_ids.shape == (3, 2)
 
@@ -438,10 +442,10 @@ def test_saved_states_are_listed_and_deleted(client: Any) -> None:
     run = rest.get_training_run_by_tinker_path(state).result()
     assert (run.base_model, run.lora_rank) == ("policy", 4)
     assert run.user_metadata == {"purpose": "listing"}
-    found = rest.list_checkpoints(run.training_run_id).result().checkpoints
-    assert [one.tinker_path for one in found] == [state, sampled]
-    assert found[0].user_metadata == {"step": "1"}
-    assert found[0].expires_at is not None
+    result = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    assert [one.tinker_path for one in result] == [state, sampled]
+    assert result[0].user_metadata == {"step": "1"}
+    assert result[0].expires_at is not None
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     rest.delete_checkpoint_from_tinker_path(sampled).result()
