@@ -70,6 +70,14 @@ def test_a_tracker_of_a_plug_in_mirrors_what_it_takes(
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
 
 
+def test_the_base_tracker_takes_everything_and_keeps_nothing() -> None:
+    tracker = na.Tracker()
+    tracker.log_metrics({"loss": 0.5}, step=1)
+    tracker.rewind(tracker.position())
+    tracker.finish(success=False)
+    assert (tracker.position(), vars(tracker)) == ({}, {"run_directory": None})
+
+
 def test_an_unknown_tracker_is_refused_before_any_starts(directory: RunDirectory) -> None:
     with pytest.raises(UnknownNameError) as caught:
         opened(directory, "wand")
