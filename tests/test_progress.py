@@ -411,6 +411,7 @@ def test_requests_and_units_without_requests_are_counted_and_repetitions_never()
         with counting(3):
             for _ in range(6):
                 count_requests()
+            assert bar.num_done == 8, "repetitions do not count"
         assert bar.num_done == 8
         with pytest.raises(ValueError, match="broken"), counting(1):
             raise ValueError("broken")
