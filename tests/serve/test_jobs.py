@@ -172,6 +172,13 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert_trained_as_directly(service, job, preferences(), "dpo", tmp_path)
 
 
+def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
+    key = {"idempotency_key": "only once"}
+    job, again = (submit(client, supervised(), metadata=key) for _ in range(2))
+    assert job.id == again.id
+    client.fine_tuning.jobs.cancel(job.id)
+
+
 @pytest.mark.slow
 def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.OpenAI) -> None:
     long = FAST | {"n_epochs": 900}
