@@ -259,10 +259,7 @@ def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
 
 def test_one_run_number_in_two_groups_is_two_runs() -> None:
     result = group_advantages(
-        doubles(0, 1, 5, 6),
-        torch.tensor([0, 0, 1, 1]),
-        torch.tensor([0, 1, 0, 1]),
-        scale="none",
+        doubles(0, 1, 5, 6), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), scale="none"
     )
     assert result.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
 

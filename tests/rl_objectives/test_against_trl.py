@@ -14,11 +14,7 @@ import torch
 from nip_astra.rl_objectives.advantages import Scale, group_advantages
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss
 from tests.rl_objectives.batches import Batch, loss_of_variant, random_batch
-from tests.rl_objectives.references import (
-    assert_same,
-    grpo_of_trl,
-    loss_of_trl,
-)
+from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
 
 DOUBLE = torch.float64
 MAX_LENGTH = 11

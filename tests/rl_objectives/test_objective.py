@@ -21,12 +21,7 @@ from nip_astra.rl_objectives.objective import (
     frames_of,
     sum_of_losses,
 )
-from tests.rl_objectives.always_acting import (
-    NAMES,
-    AlwaysActing,
-    gradients_of,
-    make_batch,
-)
+from tests.rl_objectives.always_acting import NAMES, AlwaysActing, gradients_of, make_batch
 
 
 def ippo(agents: AlwaysActing, **parameters: Any) -> IppoObjective:

@@ -108,9 +108,6 @@ def test_one_ratio_a_row_by_hand(name: str, ratio: float) -> None:
     assert output.metrics["clip_fraction"] == output.metrics["ratio_outside_clip"] == 0.0
 
 
-INPUTS = ("logprobs_BT", "old_logprobs_BT", "advantages", "mask_BT")
-
-
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
 @pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])

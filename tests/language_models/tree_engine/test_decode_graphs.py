@@ -50,7 +50,6 @@ class Recorder:
 
 
 def fix(model: HuggingFaceLanguageModel, capture: Callable | None, **how: bool) -> None:
-    assert model._decoder is not None
     model._steps = FixedSteps(model._decoder, capture, is_required=how.get("is_required", False))
     model._snapshot = model._new_snapshot()
 
@@ -140,7 +139,6 @@ def test_sizes_used_longest_ago_are_forgotten(
     grow(tiny_model)
     grow(tiny_model)
     assert recorder.count == 6
-    assert tiny_model._steps is not None
     assert len(tiny_model._steps._steps) == 1
 
 
@@ -215,7 +213,6 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
         steps=FixedSteps(decoder, None, is_required=False),
     )
     passes = session._read(CONTEXTS, 1, 6)
-    assert session.steps is not None
     fixed = None
     if is_fixed:
         fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
