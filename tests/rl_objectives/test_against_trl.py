@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nip_astra.rl_objectives.advantages import Scale, group_advantages
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, PolicyLoss
 from tests.rl_objectives.batches import Batch, loss_of_variant, random_batch
 from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
@@ -74,22 +73,3 @@ def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
     theirs = loss_of_trl(trl.RLOOTrainer, *given, old, epsilon_low=0.2, epsilon_high=0.2)
     mine = loss_of_variant("rloo", *inputs_of(batch)).loss
     assert_same(mine, theirs, logprobs)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch"])
-def test_the_deviation_of_a_group_or_of_the_batch_is_that_of_trl(
-    trl: SimpleNamespace, scale: Scale
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(6, 4, generator=generator, dtype=DOUBLE) + torch.arange(6)[:, None]
-    rewards[torch.rand(6, 4, generator=generator) < 0.2] = torch.nan
-    rewards[5] = 0.3
-    group_N = torch.arange(6).repeat_interleave(4)
-    result = group_advantages(rewards.flatten(), group_N, scale=scale, std_epsilon=1e-4)
-    is_group = scale == "group"
-    deviation = trl.nanstd(rewards, dim=1)[:, None] if is_group else trl.nanstd(rewards.flatten())
-    expected = (rewards - rewards.nanmean(dim=1, keepdim=True)) / (deviation + 1e-4)
-    # TRL's correction count / (count - 1) is a division of integers, which gives float32.
-    assert torch.allclose(
-        result.advantages_N, expected.flatten().nan_to_num(0.0), rtol=0, atol=1e-6
-    )
