@@ -57,7 +57,7 @@ def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy() -
         *("nip_astra", "nip_astra.parameters", "nip_astra.experiment_settings"),
         *("nip_astra.parameters.files", "nip_astra.parameters.content", "nip_astra.plugins"),
         *("nip_astra.progress", "nip_astra.tracking.local", "nip_astra.tracking.environment"),
-        "nip_astra.cli.app",
+        *("nip_astra.cli.app", "nip_astra.astra"),
     )
     code = f"import sys, {', '.join(modules)}\nprint(*sorted(set(sys.modules) & set({HEAVY})))"
     assert run_python(code).split() == []

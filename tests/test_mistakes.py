@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 
 MOST_LINES, MOST_CHARACTERS = 2, 300
@@ -146,3 +148,20 @@ def test_without_its_packages_the_program_names_the_packages_to_install() -> Non
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert re.search(r"'\w+' is missing.*pip install", done.stderr)
+
+
+@pytest.mark.parametrize("start", ["run.py", "nip_astra/__main__.py"])
+def test_ctrl_c_while_the_program_loads_ends_it_without_a_traceback(start: str) -> None:
+    code = f"""
+import runpy, sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+runpy.run_path({start!r}, run_name="__main__")
+"""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert (done.returncode, done.stderr) == (130, "")

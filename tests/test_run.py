@@ -119,6 +119,12 @@ def test_an_existing_run_id_is_refused_and_left_alone(run: Any, tmp_path: Path) 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_an_empty_run_id_as_of_an_unset_variable_is_refused(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="run id ''"):
+        run("")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_wrong_settings_are_reported_all_at_once_before_a_directory_is_made(
     run: Any, tmp_path: Path
 ) -> None:

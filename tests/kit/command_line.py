@@ -105,11 +105,6 @@ def refused(result: CommandResult) -> str:
     return " ".join(message.split())
 
 
-def registered_names() -> list[str]:
-    """The names of all registries."""
-    return [name for registry, _ in REGISTRIES for name in registry.names()]
-
-
 @contextmanager
 def plugins_forgotten_after() -> Iterator[None]:
     """Forget plug-ins loaded within the block, with their registrations."""
