@@ -72,6 +72,9 @@ def test_groups_and_sections_may_be_objects_or_mappings() -> None:
     assert agents["verifier"].num_gnn_layers == 2, "of the scenario"
     assert shown.rl.num_epochs == 10, "of the preset"
     assert HyperParameters(trainer="ast_dpo", ast_dpo={"beta": 0.2}).get("ast_dpo.beta") == 0.2
+    rl = shown.rl.model_copy(update={"num_epochs": 3})
+    changed = shown.model_copy(update={"rl": rl})
+    assert resolve_experiment(hyper_params=changed).hyper_params == changed
 
 
 def test_given_values_are_distinguished_from_values_of_files() -> None:

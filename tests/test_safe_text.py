@@ -160,7 +160,7 @@ def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path
     forged = "2026-01-01 00:00:00,000 ERROR nip_astra: forged"
     reply = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
     with log_file(RunDirectory(run)):
-        logging.getLogger("nip_astra.x").warning("the target reply %s", f"{reply}\n{forged}")
+        logging.getLogger("nip_astra.x").warning("the target said %s", f"{reply}\n{forged}")
     log = (run / "log.txt").read_text()
     assert not has_unsafe(log)
     assert f"\n    {forged}\n" in log

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nip_astra.astra import PPO, ASTSampler, Harness, Trainer, TrainingConfiguration
+from nip_astra.astra.algorithms.ppo import leaves_of
 from nip_astra.errors import ConfigurationError
 from tests.astra.toys import PROMPTS, ValuedWordProblem
 
@@ -91,6 +92,15 @@ def test_a_head_that_is_not_to_learn_needs_no_name() -> None:
     problem = Forgotten()
     train(problem, vf_loss_coef=0.0)
     assert problem.attacker.logits.detach().abs().sum() > 0
+
+
+def test_leaves_are_found_behind_any_number_of_steps() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    value = leaf
+    for _ in range(3000):
+        value = value * 1.0
+    assert [id(one) for one in leaves_of((value + leaf.detach()).sum())] == [id(leaf)]
+    assert leaves_of(leaf) == [leaf]
 
 
 def test_values_without_gradient_are_reported() -> None:
