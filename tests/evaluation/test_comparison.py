@@ -23,13 +23,14 @@ from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
+from tests.kit.messages import says
 
 
 def contender(
     label: str, failed: Sequence[float | None], prompts: Sequence[str] | None = None
 ) -> Contender:
     """Conversations of one turn."""
-    return chains(label, *([one] for one in failed), prompts=prompts)
+    return chains(label, *([item] for item in failed), prompts=prompts)
 
 
 def chains(
@@ -47,26 +48,15 @@ def compared(first: Contender, second: Contender) -> dict[str, Any]:
     return metrics
 
 
-def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
-    first = contender("a", [0.9] * 2 + [0.1] * 9 + [0.9] * 4)
-    second = contender("b", [0.1] * 2 + [0.9] * 9 + [0.9] * 4)
-    found = compared(first, second)["failure_rate"]
-    assert found["difference"] == pytest.approx(7 / 15)
-    assert (found["only_first"], found["only_second"], found["num_pairs"]) == (2, 9, 15)
-    assert found["p_value"] == pytest.approx(mcnemar_exact(2, 9))
-    assert found["test"] == "McNemar, exact"
-    assert found["low"] < found["difference"] < found["high"]
-
-
 def test_pairs_without_two_verdicts_are_counted() -> None:
     first = contender("a", [0.9, None, 0.1, 0.9])
     second = contender("b", [0.9, 0.9, None, 0.1])
-    found = compare(first, [second])
-    rate = found["comparisons"]["b"]["failure_rate"]
-    assert found["comparisons"]["b"]["num_pairs"] == 4
+    result = compare(first, [second])
+    rate = result["comparisons"]["b"]["failure_rate"]
+    assert result["comparisons"]["b"]["num_pairs"] == 4
     assert (rate["num_pairs"], rate["num_left_out"], rate["num_censored"]) == (2, 2, 0)
     assert rate["difference"] == -0.5
-    assert {"2", "4"} <= set(re.findall(r"\d+", found["warnings"][0]))
+    assert {"2", "4"} <= set(re.findall(r"\d+", result["warnings"][0]))
     nothing = compare(first, [contender("c", [None] * 4)])
     assert "failure_rate" not in nothing["comparisons"]["c"]
     assert "failure_rate" in nothing["warnings"][0]
@@ -91,26 +81,12 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
     assert (rate["first"], rate["second"]) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("missing", [0.05, 0.3])
-def test_a_difference_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
-    rng = np.random.default_rng(0)
-    contenders, truth = [], []
-    for label, chance, missed in (("a", 0.02, missing), ("b", 0.04, missing / 2)):
-        failed = rng.random((3000, 5)) < chance
-        scores = np.where(rng.random(failed.shape) < missed, np.nan, failed)
-        contenders.append(chains(label, *scores.tolist()))
-        truth.append(failed.any(axis=1).mean())
-    rate = compared(*contenders)["failure_rate"]
-    assert rate["difference"] == pytest.approx(truth[1] - truth[0], abs=0.02)
-    assert rate["low"] < truth[1] - truth[0] < rate["high"]
-
-
 def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() -> None:
     first = contender("a", [0.9] * 10)
     second = contender("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
-    found = compare(first, [second])
-    assert found["comparisons"]["b"]["num_pairs"] == 3
-    (warning,) = found["warnings"]
+    result = compare(first, [second])
+    assert result["comparisons"]["b"]["num_pairs"] == 3
+    (warning,) = result["warnings"]
     assert "7 of 10" in warning
     first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
     second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
@@ -118,23 +94,23 @@ def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() ->
         (p, a[0]["response_score"], b[0]["response_score"]) for p, a, b in pair_up(first, second)
     ]
     assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
-    with pytest.raises(DataError, match="share no opening prompt"):
+    with pytest.raises(DataError):
         compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
 
 
 def test_episodes_of_one_prompt_are_not_independent() -> None:
     prompts = [f"prompt {i // 4}" for i in range(24)]
-    found = compared(contender("a", [0.1] * 24, prompts), contender("b", [0.9] * 24, prompts))
-    rate = found["failure_rate"]
+    result = compared(contender("a", [0.1] * 24, prompts), contender("b", [0.9] * 24, prompts))
+    rate = result["failure_rate"]
     assert rate["test"] == "sign flips of opening prompts"
     # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have given 1e-7.
     assert rate["p_value"] == pytest.approx(2 / 64, abs=0.006)
     same = ["the same"] * 8
-    found = compared(contender("a", [0.1] * 8, same), contender("b", [0.9] * 8, same))
-    assert (found["failure_rate"]["low"], found["failure_rate"]["high"]) == (-1.0, 1.0)
+    result = compared(contender("a", [0.1] * 8, same), contender("b", [0.9] * 8, same))
+    assert (result["failure_rate"]["low"], result["failure_rate"]["high"]) == (-1.0, 1.0)
     # Likelihoods are unbounded: nothing is known of other prompts.
-    assert math.isnan(found["probe_nll"]["low"])
-    table = comparison_tables({"baseline": "a", "comparisons": {"b": found}, "warnings": []})
+    assert math.isnan(result["probe_nll"]["low"])
+    table = comparison_tables({"baseline": "a", "comparisons": {"b": result}, "warnings": []})
     assert f"[{NOTHING}, {NOTHING}]" in as_text(table)
 
 
@@ -153,11 +129,6 @@ def conditions(
     return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | (configuration or {}))
 
 
-def warned(first: Contender, other: Contender) -> list[str]:
-    found: list[str] = compare(first, [other])["warnings"]
-    return found
-
-
 @pytest.mark.parametrize(
     ("figure", "value", "named"),
     [
@@ -174,38 +145,39 @@ def test_other_conditions_than_the_attacker_are_warned_of(
 ) -> None:
     scorers = {"scorers": {"profanity": {"_type": "profanity"}}} if figure == "scorer" else {}
     other = {"target": {"weights": "def"}} if figure == "target" else scorers
-    first = conditions("a", seed=0)
-    text = " ".join(warned(first, conditions("b", other, **{"seed": 0, figure: value})))
+    second = conditions("b", other, **{"seed": 0, figure: value})
+    text = " ".join(compare(conditions("a", seed=0), [second])["warnings"])
     assert all(name in text for name in named)
 
 
 def test_a_shared_name_of_two_scorers_is_warned_of_and_two_names_of_a_target_are_not() -> None:
+    first = conditions("a")
     other = {"scorers": {"classifier": {"_type": "classifier", "label": "kind"}}}
-    (warning,) = warned(conditions("a"), conditions("b", other))
-    assert 'scorer.label: "rude" in a, "kind" in b' in warning
+    (warning,) = compare(first, [conditions("b", other)])["warnings"]
+    assert says(warning, "scorer.label", "rude", "kind")
     moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
-    assert warned(conditions("a"), conditions("b", moved, target="run")) == []
-    assert warned(conditions("a"), contender("b", [0.1, 0.9])) == []
+    for same in (conditions("b", moved, target="run"), contender("b", [0.1, 0.9])):
+        assert compare(first, [same])["warnings"] == []
     # The contenders' own warnings are kept.
     own = [conditions(label, warnings=[f"{label} has collapsed"]) for label in "ab"]
-    found = compare(own[0], own[1:])
-    assert found["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
-    assert "warning: b: b has collapsed" in as_text(comparison_tables(found))
+    result = compare(own[0], own[1:])
+    assert result["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
+    assert "b: b has collapsed" in as_text(comparison_tables(result))
 
 
 def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
     first = contender("a", [0.1] * 12)
     others = [contender("b", [0.9] * 12), contender("c", [0.1] * 12)]
-    found = compare(first, others)["comparisons"]
+    result = compare(first, others)["comparisons"]
     raw = [
-        found[name][m]["p_value"]
+        result[name][m]["p_value"]
         for name in "bc"
         for m in ("failure_rate", "mean_score", "probe_nll")
     ]
     assert len(raw) == 6
-    lowest = found["b"]["failure_rate"]
+    lowest = result["b"]["failure_rate"]
     assert lowest["p_holm"] >= 5 * min(raw)
-    assert found["c"]["failure_rate"]["p_holm"] == 1.0
+    assert result["c"]["failure_rate"]["p_holm"] == 1.0
 
 
 def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) -> None:
@@ -219,15 +191,15 @@ def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) ->
 
 
 def test_five_pairs_that_all_differ_prove_nothing() -> None:
-    found = compared(contender("a", [0.1] * 5), contender("b", [0.9] * 5))
-    rate = found["failure_rate"]
+    result = compared(contender("a", [0.1] * 5), contender("b", [0.9] * 5))
+    rate = result["failure_rate"]
     assert rate["difference"] == 1.0
     assert rate["p_value"] == pytest.approx(2 / 32)
     # So that a `--fail-if` gate does not fire.
-    assert not holds("comparison.failure_rate.low > 0", {"comparison": found})
+    assert not holds("comparison.failure_rate.low > 0", {"comparison": result})
     # Pairs that differ alike do not show that a small difference would have been detected.
     assert rate["minimum_detectable"] > 0.5
-    assert found["mean_score"]["low"] < 0.0
+    assert result["mean_score"]["low"] < 0.0
 
 
 # ---- policies on tasks
@@ -257,19 +229,19 @@ def policy(
 
 def compare_policies(first: Contender, second: Contender) -> tuple[dict[str, Any], list[str]]:
     """The metrics of the second policy, and the warnings."""
-    found = compare(first, [second], unit="problems")
-    return found["comparisons"]["second"], found["warnings"]
+    result = compare(first, [second], unit="problems")
+    return result["comparisons"]["second"], result["warnings"]
 
 
 def test_single_runs_are_compared_by_mcnemars_test() -> None:
     first = policy("first", [[1.0]] * 2 + [[0.0]] * 8)
     second = policy("second", [[0.0]] + [[1.0]] * 8 + [[0.5]])
-    found, warnings = compare_policies(first, second)
-    accuracy, reward = found["accuracy"], found["mean_reward"]
+    metrics, warnings = compare_policies(first, second)
+    accuracy, reward = metrics["accuracy"], metrics["mean_reward"]
     assert (accuracy["first"], accuracy["second"]) == (0.2, 0.8)
     assert accuracy["difference"] == pytest.approx(0.6)
-    assert (accuracy["only_first"], accuracy["only_second"]) == (1, 7)
-    assert accuracy["p_value"] == mcnemar_exact(1, 7)
+    assert (accuracy["only_first"], accuracy["only_second"], accuracy["num_pairs"]) == (1, 7, 10)
+    assert (accuracy["p_value"], accuracy["test"]) == (mcnemar_exact(1, 7), "McNemar, exact")
     assert accuracy["low"] < 0.6 < accuracy["high"]
     assert reward["difference"] == pytest.approx(0.65)
     assert reward["num_problems"] == 10
@@ -282,8 +254,8 @@ def test_single_runs_are_compared_by_mcnemars_test() -> None:
 def test_problems_are_the_pairs_where_each_was_played_several_times() -> None:
     first = policy("first", [[1.0, 0.0], [0.0, 0.0], [None, None], [0.0, 0.0]], num_runs=2)
     second = policy("second", [[1.0], [1.0], [1.0], [None]])
-    found, (runs, *lost) = compare_policies(first, second)
-    accuracy = found["accuracy"]
+    result, (runs, *lost) = compare_policies(first, second)
+    accuracy = result["accuracy"]
     assert (accuracy["first"], accuracy["second"], accuracy["num_pairs"]) == (0.25, 1.0, 2)
     assert accuracy["test"] == "sign flips of problems"
     assert runs.startswith("num_runs: 2 in first, 1 in second")
@@ -294,15 +266,15 @@ def test_problems_are_the_pairs_where_each_was_played_several_times() -> None:
 def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
     first = policy("first", [[1.0], [0.0], [1.0]], "aab", split="dev")
     second = policy("second", [[1.0], [1.0], [0.0], [0.0]], "baac")
-    found, (split, lost) = compare_policies(first, second)
-    accuracy = found["accuracy"]
+    result, (split, lost) = compare_policies(first, second)
+    accuracy = result["accuracy"]
     assert (accuracy["difference"], accuracy["num_pairs"], accuracy["num_problems"]) == (0.0, 3, 2)
     # Repeating a problem does not double the evidence.
     assert accuracy["test"] == "sign flips of problems"
     assert split.startswith('split: "dev" in first, "test" in second')
     assert "0 of 3 of first" in lost
     assert "1 of 4 of second" in lost
-    with pytest.raises(DataError, match="share no problem"):
+    with pytest.raises(DataError):
         compare_policies(policy("first", [[1.0]], "a"), policy("second", [[1.0]], "b"))
 
 
@@ -318,8 +290,8 @@ def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
     for _ in range(200):
         drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
         first, second = (
-            policy(label, one[:, None].tolist(), ascii_letters[:30], success_reward=1.0)
-            for label, one in zip(("first", "second"), drawn, strict=True)
+            policy(label, item[:, None].tolist(), ascii_letters[:30], success_reward=1.0)
+            for label, item in zip(("first", "second"), drawn, strict=True)
         )
         reward = compare_policies(first, second)[0]["mean_reward"]
         num_held += reward["low"] <= truth <= reward["high"]

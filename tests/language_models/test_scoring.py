@@ -15,18 +15,35 @@ def _weights(matrix_VX: torch.Tensor) -> Weights:
 
 
 @pytest.mark.parametrize("has_entropy", [False, True])
-@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 22), (0, 1)])
+@pytest.mark.parametrize(
+    ("joint", "kept", "at_once", "cached"),
+    [
+        (1 << 20, 1 << 20, 1 << 20, 1 << 20),
+        (1 << 20, 1 << 20, 1 << 20, 22),
+        (0, 1 << 20, 22, 1),
+        (0, 0, 1 << 20, 1 << 20),
+        (0, 0, 22, 11),
+        (0, 0, 1, 1),
+    ],
+)
 def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int, has_entropy: bool
+    monkeypatch: pytest.MonkeyPatch,
+    joint: int,
+    kept: int,
+    at_once: int,
+    cached: int,
+    has_entropy: bool,
 ) -> None:
+    monkeypatch.setattr(scoring, "MAX_JOINT_LOGITS", joint)
     monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
     monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
+    monkeypatch.setattr(scoring, "MAX_CACHED_LOGITS", cached)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 4, generator=generator)
     matrix = torch.randn(11, 4, generator=generator)
     ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
     rates = torch.randn(2, 7, generator=generator)
-    found = []
+    result = []
     for is_ours in (True, False):
         x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
         values: tuple[torch.Tensor, ...]
@@ -40,8 +57,8 @@ def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
             values = (token_logprobs(x, ids, _weights(w)),)
             assert not token_logprobs(x.detach(), ids, _weights(w.detach())).requires_grad
         torch.stack([v * r for v, r in zip(values, rates, strict=False)]).sum().backward()
-        found.append([*(value.detach() for value in values), x.grad, w.grad])
-    for ours, expected in zip(*found, strict=True):
+        result.append([*(value.detach() for value in values), x.grad, w.grad])
+    for ours, expected in zip(*result, strict=True):
         assert torch.allclose(ours, expected, atol=1e-5)
 
 

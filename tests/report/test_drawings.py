@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ def drawn_image(*choices: Choice, **changes: Any) -> DrawnImage:
 
 
 def gaps(points: list[tuple[float, float]]) -> list[float]:
-    return sorted(math.dist(one, other) for one, other in combinations(points, 2))
+    return sorted(math.dist(item, other) for item, other in combinations(points, 2))
 
 
 def test_isomorphic_graphs_look_alike_except_for_a_turn_and_neighbours_are_near() -> None:
@@ -83,24 +83,20 @@ def test_nodes_are_within_the_picture_and_apart(
     assert min(gaps(points)) > 20.0
 
 
-def do_cross(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
-    def side(start: tuple[float, float], end: tuple[float, float], at: tuple[float, float]) -> bool:
-        cross = (end[0] - start[0]) * (at[1] - start[1]) - (end[1] - start[1]) * (at[0] - start[0])
-        return cross > 0
-
-    parts = [
-        {side(*line, point) for point in others} for line, others in ((one, other), (other, one))
-    ]
-    return all(len(part) == 2 for part in parts)
-
-
 @pytest.mark.parametrize("num_nodes", [6, 11, 20, 40])
 def test_a_long_path_is_bent_and_does_not_cross_itself(num_nodes: int) -> None:
     points, _ = layout(num_nodes, [(node, node + 1) for node in range(num_nodes - 1)])
-    edges = [[points[node], points[node + 1]] for node in range(num_nodes - 1)]
-    pairs = combinations(range(num_nodes - 1), 2)
-    assert not any(do_cross(edges[a], edges[b]) for a, b in pairs if b > a + 1)
-    lengths = [math.dist(*edge) for edge in edges]
+    edges = [complex(*end) - complex(*start) for start, end in pairwise(points)]
+    starts = [complex(*point) for point in points]
+
+    def is_left(line: int, point: int) -> bool:
+        return (edges[line].conjugate() * (starts[point] - starts[line])).imag > 0
+
+    for a, b in combinations(range(num_nodes - 1), 2):
+        if b > a + 1:
+            sides = (is_left(a, b), is_left(a, b + 1)), (is_left(b, a), is_left(b, a + 1))
+            assert not all(first != second for first, second in sides), (a, b)
+    lengths = [abs(edge) for edge in edges]
     assert min(lengths) > 14
     assert num_nodes > 20 or max(lengths) / min(lengths) < 1.6
 
@@ -110,9 +106,9 @@ def test_named_nodes_are_marked_by_agent_and_round_outside_of_their_rings() -> N
         choice(4), choice(4, agent="verifier", rounds="0, 2"), choice(1, part=1, rounds="3")
     )
     marks = [
-        (node.label, one.choice.agent, one.choice.rounds)
+        (node.label, item.choice.agent, item.choice.rounds)
         for node in first.nodes
-        for one in node.marks
+        for item in node.marks
     ]
     assert marks == [("4", "prover", "1"), ("4", "verifier", "0, 2")]
     assert [node.label for node in second.nodes if node.marks] == ["1"]
@@ -177,6 +173,7 @@ def test_named_latent_pixels_are_framed_in_their_place() -> None:
     assert "prover named row 1, column 2 in round 1" in drawn.summary
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_registered_scenario_draws_its_datapoints() -> None:
     class Tally(DatapointView):
         def symbol(self, symbol: int) -> str:
@@ -189,12 +186,8 @@ def test_a_registered_scenario_draws_its_datapoints() -> None:
         datapoint_kind = "tally"
         datapoint_view = Tally
 
-    snapshot = SCENARIOS.snapshot()
-    SCENARIOS.register("tallies")(TallyScenario)
-    try:
-        view = view_of({"kind": "tally"})
-        assert view.picture([]) == Picture(graphs=[])
-        assert (view.symbol(3), view.label(1)) == ("|||", "label 1")
-    finally:
-        SCENARIOS.restore(snapshot)
     assert type(view_of({"kind": "tally"})) is DatapointView
+    SCENARIOS.register("tallies")(TallyScenario)
+    view = view_of({"kind": "tally"})
+    assert view.picture([]) == Picture(graphs=[])
+    assert (view.symbol(3), view.label(1)) == ("|||", "label 1")

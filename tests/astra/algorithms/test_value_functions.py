@@ -51,16 +51,22 @@ def test_values_that_a_mask_hides_one_position_too_far_are_reported() -> None:
     class Shifted(Headed):
         shift = 1
 
-    with pytest.raises(ConfigurationError, match=r"before the first token.*masked_fill"):
+    with pytest.raises(ConfigurationError, match="masked_fill"):
         train(Shifted())
 
 
-def test_values_that_are_all_zero_are_no_fault() -> None:
-    problem = Headed()
-    torch.nn.init.zeros_(problem.vf.weight)
-    torch.nn.init.zeros_(problem.vf.bias)
-    train(problem)
-    assert float(problem.vf.bias.detach()) != 0
+def test_values_that_are_all_zero_and_a_part_left_out_on_purpose_are_no_fault() -> None:
+    class Half(Headed):
+        def parameters(self) -> Iterator[torch.nn.Parameter]:
+            yield from self.attacker.parameters()
+            yield self.vf.bias
+
+    for kind in (Headed, Half):
+        problem = kind()
+        torch.nn.init.zeros_(problem.vf.weight)
+        torch.nn.init.zeros_(problem.vf.bias)
+        train(problem)
+        assert float(problem.vf.bias.detach()) != 0
 
 
 class Forgotten(Headed):
@@ -71,7 +77,7 @@ class Forgotten(Headed):
 
 
 def test_a_head_that_no_optimizer_changes_is_reported_by_trainer_and_harness() -> None:
-    with pytest.raises(ConfigurationError, match="2 tensors of the value head"):
+    with pytest.raises(ConfigurationError, match="2 tensors"):
         train(Forgotten())
     problem = Forgotten()
     harness = Harness(ASTSampler(problem, PROMPTS), PPO(problem), 2)
@@ -88,16 +94,13 @@ def test_a_head_that_is_not_to_learn_needs_no_name() -> None:
     assert problem.attacker.logits.detach().abs().sum() > 0
 
 
-def test_a_part_of_a_head_may_be_left_out_on_purpose() -> None:
-    class Half(Headed):
-        def parameters(self) -> Iterator[torch.nn.Parameter]:
-            yield from self.attacker.parameters()
-            yield self.vf.bias
-
-    problem = Half()
-    before = float(problem.vf.bias.detach())
-    train(problem)
-    assert float(problem.vf.bias.detach()) != before
+def test_leaves_are_found_behind_any_number_of_steps() -> None:
+    leaf = torch.nn.Parameter(torch.ones(2))
+    value = leaf
+    for _ in range(3000):
+        value = value * 1.0
+    assert [id(one) for one in leaves_of((value + leaf.detach()).sum())] == [id(leaf)]
+    assert leaves_of(leaf) == [leaf]
 
 
 def test_values_without_gradient_are_reported() -> None:
@@ -107,13 +110,3 @@ def test_values_without_gradient_are_reported() -> None:
 
     with pytest.raises(ConfigurationError, match="vf_loss_coef=0"):
         train(Constant())
-
-
-def test_leaves_are_found_behind_any_number_of_steps() -> None:
-    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    value = first
-    for _ in range(3000):
-        value = value * 1.0
-    found = leaves_of((value + second.detach()).sum())
-    assert [id(leaf) for leaf in found] == [id(first)]
-    assert leaves_of(first) == [first]

@@ -142,7 +142,11 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
-@pytest.mark.parametrize("values", [[math.inf, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]]])
+@pytest.mark.parametrize(
+    "values",
+    [[math.inf, 0.0], [math.nan, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]], None],
+    ids=str,
+)
 def test_wrong_values_are_refused_by_the_name_of_the_function(
     tmp_path: Path, values: list[Any]
 ) -> None:
@@ -150,6 +154,20 @@ def test_wrong_values_are_refused_by_the_name_of_the_function(
     task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
     with pytest.raises(TaskError, match="'wrong'"):
         rated(task, "x", "y")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_function_that_fails_is_named(tmp_path: Path, is_async: bool) -> None:
+    def by_answer(completions: Any) -> list[float]:
+        raise KeyError("answer")
+
+    async def later_by_answer(completions: Any) -> list[float]:
+        return by_answer(completions)
+
+    REWARDS.register("by_answer")(later_by_answer if is_async else by_answer)
+    task = dataset(tmp_path, [{"prompt": "a"}], "by_answer")
+    with pytest.raises(TaskError, match=r"'by_answer'.*KeyError.*'answer'"):
+        rated(task, "x")
 
 
 def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Path) -> None:
