@@ -351,8 +351,8 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
         raise CheckpointError(
-            f"the checkpoints of the run {directory.run_id!r} are lost: {store.directory} holds "
-            "none. Restore that folder, or start a new run."
+            f"the checkpoints of the run {directory.run_id!r} are lost: {store.directory} is "
+            "empty. Restore that folder, or start a new run."
         )
     return checkpoint
 
