@@ -414,6 +414,10 @@ class Unfinished(na.AstTrainer):
 @na.register_trainer("forgetful")
 class Forgetful(AstDpoTrainer):
     def __init__(self, *given): self.given = given
+
+@na.register_trainer("narrow")
+class Narrow(AstDpoTrainer):
+    def __init__(self, config): super().__init__(config)
 """
 
 
@@ -423,7 +427,11 @@ def test_a_trainer_without_its_hooks_or_its_base_class_s_constructor_is_refused(
 ) -> None:
     plugin = tmp_path / "unfinished.py"
     plugin.write_text(UNFINISHED)
-    for trainer, facts in (("unfinished", "Unfinished .*loss"), ("forgetful", "Forgetful .*super")):
+    for trainer, facts in (
+        ("unfinished", "Unfinished .*loss"),
+        ("forgetful", "Forgetful .*super"),
+        ("narrow", "Narrow .*scenario_instance"),
+    ):
         resolved = resolve_experiment(
             trainer=trainer, scenario=str(tiny_scenario), plugins=[str(plugin)]
         )

@@ -77,6 +77,15 @@ def test_a_trainer_takes_one_method() -> None:
     assert 0 <= trainer.results["after"]["mean_accuracy"] <= 1
 
 
+def test_a_loss_module_without_the_second_value_is_refused_with_the_pair_to_return() -> None:
+    class Alone(LikelyTrainer):
+        def _get_loss_module_and_gae(self) -> Any:
+            return self.Likely(self.agents)
+
+    with pytest.raises(ConfigurationError, match=r"Alone returned Likely.*gae"):
+        toy_trainer("my_trainer", trainer_class=Alone)
+
+
 def test_the_gae_is_made_from_the_loss_module_as_in_the_guide() -> None:
     trainer = toy_trainer()
     loss_module, gae = trainer._get_loss_module_and_gae()
