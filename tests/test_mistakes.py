@@ -53,6 +53,8 @@ MISTAKES = {
     "dataset create x.safetensors --set num_trian=3": "'num_train'",
     # parameters and settings
     f"{SHOW} training.learning_rate=1e-4": "lr",
+    "--trainer ast_dpo --settings num_checkpoints_kept=0": "num_checkpoints_kept",
+    "--trainer ast_dpo --settings checkpoint_period": "--settings",
     f"{SHOW} learning_rate=1e-4": "training.lr",
     f"{SHOW} training.max_steps=10": "training.num_iterations",
     f"{SHOW} training.per_device_train_batch_size=10": "training.minibatch_size",
@@ -125,16 +127,16 @@ def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -
         (cli.folder / name).parent.mkdir(parents=True, exist_ok=True)
         cli.write(name, text)
     wrong = []
-    for typed, fact in MISTAKES.items():
+    for command, fact in MISTAKES.items():
         with plugins_forgotten_after():
-            result = cli(*shlex.split(typed))
+            result = cli(*shlex.split(command))
         lines = result.err.splitlines()
         # The list of all names, after an unknown name, may take the lines that it needs.
         own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", result.err)
         is_short = 0 < len(lines) <= MOST_LINES and len(own) <= MOST_CHARACTERS
-        is_said = fact in result.err and "error: " in lines[0].lower()
-        if result.code != 2 or not is_short or not is_said or "Traceback" in result.err:
-            wrong.append((typed, fact, result.code, result.err))
+        is_reported = fact in result.err and "error: " in lines[0].lower()
+        if result.code != 2 or not is_short or not is_reported or "Traceback" in result.err:
+            wrong.append((command, fact, result.code, result.err))
     assert wrong == []
 
 
