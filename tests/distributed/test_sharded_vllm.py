@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from nip_astra.distributed.team import open_team
 from nip_astra.errors import ConfigurationError
@@ -17,14 +16,16 @@ from nip_astra.language_models.sampling import SamplingOptions
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend.engine import Request
-from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment
 from tests.distributed.processes import together
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
-from tests.kit.resuming import AST_OVERRIDES
-from tests.kit.tiny import make_language_model, write_scenario
+from tests.kit.resuming import short_experiment
+from tests.kit.tiny import make_language_model, sampled_by_vllm
 from tests.language_models import fake_vllm
+
+LORA = "ast_chat.attacker.language_model.lora={}"
 
 
 @pytest.fixture(autouse=True)
@@ -62,16 +63,8 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
 def test_the_engine_of_the_leader_gets_the_jointly_learned_weights(
     lora: str, tmp_path: Path
 ) -> None:
-    root = tmp_path / "scenario"
-    root.mkdir()
-    write_scenario(root)
-    content = yaml.safe_load((root / "scenario.yaml").read_text())
-    content["ast_chat"]["attacker"]["language_model"]["_type"] = "vllm"
-    (root / "scenario.yaml").write_text(yaml.safe_dump(content))
-    given = [f"ast_chat.attacker.language_model.lora={lora}", "training.num_iterations=2"]
-    resolved = resolve_experiment(
-        trainer="ast_dpo", scenario=str(root), overrides=[*AST_OVERRIDES, *given]
-    )
+    options = [*sampled_by_vllm(tmp_path / "scenario", "attacker"), LORA.format(lora)]
+    resolved = short_experiment("ast_dpo", tmp_path / "scenario", *options, num_iterations=2)
     leader, other = together(lambda store: learned(resolved, store, "fsdp"), tmp_path)
     assert leader["is_sharded"]
     # Only the leader's engine samples, from each iteration's weights.

@@ -248,3 +248,12 @@ def write_scenario(root: Path, **changes: object) -> Path:
     text = yaml.safe_dump({"kind": "ast_chat", "training": training, "ast_chat": section})
     (root / "scenario.yaml").write_text(text)
     return root
+
+
+def sampled_by_vllm(scenario: Path, *roles: str) -> list[str]:
+    """Overrides by which vLLM holds the models of agents of a written scenario."""
+    return [
+        f"ast_chat.{role}.language_model.{option}"
+        for role in roles
+        for option in ("_type=vllm", f"model={scenario / role}")
+    ]

@@ -12,6 +12,7 @@ from nip_astra.errors import ConfigurationError, DataError, TrackingError
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.trainers.language_model_base import Experience
 from tests.kit.experiments import ast_trainer
+from tests.kit.messages import says
 
 
 @pytest.fixture(scope="module")
@@ -19,16 +20,12 @@ def trainer(tiny_scenario: Path) -> Any:
     return ast_trainer("ast_dpo", tiny_scenario, "training.num_episodes_per_experience=2")
 
 
+LEAF = torch.ones((), requires_grad=True)
+
+
 def learn_once(trainer: Any) -> None:
     trainer._collect(0)
     trainer._update(0)
-
-
-def returning(value: Any) -> Any:
-    return lambda *_: value
-
-
-LEAF = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -52,49 +49,46 @@ LEAF = torch.ones((), requires_grad=True)
 def test_a_wrong_result_of_a_hook_is_named(
     trainer: Any, hook: str, value: Any, fact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, hook, returning(value))
+    monkeypatch.setattr(trainer, hook, lambda *_: value)
     with pytest.raises(ConfigurationError) as caught:
         learn_once(trainer)
-    assert f"{hook} of the trainer AstDpoTrainer" in str(caught.value)
-    assert fact in str(caught.value)
+    assert says(caught.value, f"{hook} of the trainer AstDpoTrainer", fact)
 
 
 @pytest.mark.parametrize(
-    ("samples", "fact"),
+    ("hook", "value", "error", "fact"),
     [
-        ([1.0], "1.0"),
-        ([{"mine": 1.0}], "'mine'"),
-        ([{"mine": torch.ones(())}, {"other": torch.ones(())}], "'other'"),
-        ([{"mine": torch.ones(())}, {"mine": torch.ones(3)}], "'mine'"),
+        ("flatten", [1.0], DataError, "1.0"),
+        ("flatten", [{"mine": 1.0}], DataError, "'mine'"),
+        ("flatten", [{"mine": LEAF}, {"other": LEAF}], DataError, "'other'"),
+        ("flatten", [{"mine": LEAF}, {"mine": torch.ones(3)}], DataError, "'mine'"),
+        ("collect", Experience([], {"mine": "good"}), TrackingError, "'mine'"),  # type: ignore[dict-item]
     ],
 )
-def test_samples_that_make_no_batch_are_named(
-    trainer: Any, samples: Any, fact: str, monkeypatch: pytest.MonkeyPatch
+def test_samples_that_make_no_batch_and_metrics_that_are_text_are_named(
+    trainer: Any,
+    hook: str,
+    value: Any,
+    error: type[Exception],
+    fact: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trainer, "flatten", returning(samples))
-    with pytest.raises(DataError) as caught:
+    monkeypatch.setattr(trainer, hook, lambda *_: value)
+    with pytest.raises(error, match=fact):
         learn_once(trainer)
-    assert fact in str(caught.value)
-
-
-def test_metrics_that_are_text_are_named(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    experience = Experience([], {"mine": "good"})  # type: ignore[dict-item]
-    monkeypatch.setattr(trainer, "collect", returning(experience))
-    with pytest.raises(TrackingError, match="'mine'"):
-        trainer._collect(0)
 
 
 @pytest.mark.parametrize(
     ("figures", "fact"),
     [({}, "mean_reward"), ({"mean_reward": "good"}, "mean_reward"), (None, "NoneType")],
 )
-def test_figures_of_dev_are_numbers_with_that_which_chooses(
+def test_dev_figures_are_numbers_and_include_the_metric_of_selection(
     tiny_scenario: Path, figures: Any, fact: str
 ) -> None:
     trainer: Any = ast_trainer(
         "ast_dpo", tiny_scenario, "training.eval_period=1", "training.dev_metric=mean_reward"
     )
-    trainer.evaluate_dev = returning(figures)
+    trainer.evaluate_dev = lambda: figures
     trainer.state.begin([], {})
     with pytest.raises((ConfigurationError, TrackingError), match=fact):
         trainer._finish_iteration(None, {"time/collect_seconds": 1.0, "time/update_seconds": 1.0})
@@ -108,9 +102,9 @@ def test_a_loss_alone_is_a_loss(
     trainer._collect(0)
     whole = dict(trainer._optimizer_step(next(trainer._step_groups(0))))
     monkeypatch.setattr(trainer, "loss", lambda batch: own(batch).loss.reshape(shape))
-    found = trainer._optimizer_step(next(trainer._step_groups(0)))
-    assert found.keys() == {"loss", "grad_norm", "lr"}
-    assert whole.keys() > found.keys()
+    of_loss = trainer._optimizer_step(next(trainer._step_groups(0)))
+    assert of_loss.keys() == {"loss", "grad_norm", "lr"}
+    assert whole.keys() > of_loss.keys()
     logged = {"mine": 2, "share": torch.ones(1)}
     monkeypatch.setattr(trainer, "loss", lambda batch: (own(batch).loss, logged))
     metrics = trainer._optimizer_step(next(trainer._step_groups(0)))

@@ -29,7 +29,7 @@ from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
-from tests.kit.experiments import RecordingTracker, metrics_of, run_in
+from tests.kit.experiments import RecordingTracker, run_in
 from tests.kit.resuming import short_experiment
 from tests.kit.toy_protocol_scenario import KIND, toy_trainer
 
@@ -54,27 +54,71 @@ def parts_changed(trainer: Any) -> set[str]:
     return {".".join(name.removeprefix("agents.").split(".")[:2]) for name in names}
 
 
-# ---- outputs of a trainer
+class Likely(Objective):
+    """Makes every move likelier, by a loss of each agent."""
+
+    def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
+        view = self.policy_view(name, batch)
+        return {"loss_likely": -view.mean(view.evaluation.logprobs_B)}
 
 
-class LikelyTrainer(TensorDictRlTrainer):
-    """A trainer with a single method, whose agents make every move likelier."""
+class LikelyTogether(Objective):
+    """The same by a `forward` of its own, which returns the losses of all agents together."""
 
-    class Likely(Objective):
-        def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-            view = self.policy_view(name, batch)
-            return {"loss_likely": -view.mean(view.evaluation.logprobs_B)}
-
-    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
-        return self.Likely(self.agents), None
+    def forward(self, batch: TensorDict) -> TensorDict:
+        assert ("next", "agents", "reward") in batch.keys(True)
+        logprobs = [self.agents.evaluate(name, frames_of(batch)).logprobs_B for name in AGENTS]
+        likely = -torch.stack(logprobs).mean()
+        return TensorDict({"loss_likely": likely, "likelihood": likely.exp().detach()})
 
 
-def test_a_trainer_takes_one_method() -> None:
-    trainer = toy_trainer("my_trainer", trainer_class=LikelyTrainer)
-    assert parts_changed(trainer) == {
-        f"{agent}.{part}" for agent in AGENTS for part in ("policy_body", "policy_head")
-    }
+class ScaledValues(LossModule):
+    """A module of TorchRL that has weights of its own, and no notion of agents."""
+
+    def __init__(self, agents: Any) -> None:
+        super().__init__()
+        self.agents = agents
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        values = torch.stack([self.agents.values(name, tensordict) for name in AGENTS])
+        return TensorDict({"loss_value": (values * self.scale - 1).square().mean()})
+
+
+def trainer_with(loss_module: type[LossModule], **more: Any) -> Any:
+    """A trainer with a single method."""
+
+    class Mine(TensorDictRlTrainer):
+        def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
+            return loss_module(self.agents), None
+
+    return toy_trainer("my_trainer", trainer_class=Mine, **more)
+
+
+@pytest.mark.parametrize(
+    ("loss_module", "parts", "logged"),
+    [
+        (Likely, ("policy_body", "policy_head"), "prover/loss_likely"),
+        (LikelyTogether, ("policy_body", "policy_head"), "likelihood"),
+        (ScaledValues, ("value_body", "value_head"), "loss_value"),
+    ],
+)
+def test_a_trainer_is_one_method_that_returns_any_loss_module(
+    loss_module: type[LossModule], parts: tuple[str, ...], logged: str
+) -> None:
+    trainer = trainer_with(loss_module)
+    assert parts_changed(trainer) == {f"{agent}.{part}" for agent in AGENTS for part in parts}
+    assert logged in trainer.state.last
     assert 0 <= trainer.results["after"]["mean_accuracy"] <= 1
+    frozen = {"verifier": {"update_schedule": {"_type": "constant", "is_on": False}}}
+    trainer = trainer_with(loss_module, **{KIND: {"agents": frozen}})
+    assert {part.partition(".")[0] for part in parts_changed(trainer)} == {"prover"}
+
+
+def test_weights_of_a_loss_module_learn_as_well() -> None:
+    trainer = trainer_with(ScaledValues)
+    trainer.train()
+    assert float(trainer.loss_module.scale.detach()) != 1.0
 
 
 def test_the_gae_is_made_from_the_loss_module_as_in_the_guide() -> None:
@@ -82,57 +126,7 @@ def test_the_gae_is_made_from_the_loss_module_as_in_the_guide() -> None:
     loss_module, gae = trainer._get_loss_module_and_gae()
     assert isinstance(loss_module, Objective)
     assert gae is loss_module.value_estimator
-    batch = trainer.collect()
-    assert batch["agents", "advantage"].shape == (32, 3, 2, 1)
-
-
-class PlainLossTrainer(TensorDictRlTrainer):
-    """A trainer with a TorchRL-style loss module that knows nothing of agents."""
-
-    class PlainLoss(LossModule):
-        def __init__(self, agents: Any) -> None:
-            super().__init__()
-            self.agents = agents
-            self.scale = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, tensordict: TensorDict) -> TensorDict:
-            values = torch.stack([self.agents.values(name, tensordict) for name in AGENTS])
-            return TensorDict({"loss_value": (values * self.scale - 1).square().mean()})
-
-    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
-        return self.PlainLoss(self.agents), None
-
-
-def test_any_loss_module_of_torchrl_may_be_given() -> None:
-    trainer = toy_trainer("my_trainer", trainer_class=PlainLossTrainer)
-    moved = parts_changed(trainer)
-    assert moved == {f"{agent}.{part}" for agent in AGENTS for part in ("value_body", "value_head")}
-    assert float(trainer.loss_module.scale.detach()) != 1.0, "its own weights learn as well"
-
-
-class ForwardTrainer(TensorDictRlTrainer):
-    """A trainer whose objective returns the losses of all agents together."""
-
-    class Together(Objective):
-        def forward(self, batch: TensorDict) -> TensorDict:
-            assert ("next", "agents", "reward") in batch.keys(True)
-            logprobs = [self.agents.evaluate(name, frames_of(batch)).logprobs_B for name in AGENTS]
-            likely = -torch.stack(logprobs).mean()
-            return TensorDict({"loss_likely": likely, "likelihood": likely.exp().detach()})
-
-    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
-        return self.Together(self.agents), None
-
-
-def test_an_objective_may_have_a_forward_of_its_own() -> None:
-    frozen = {"verifier": {"update_schedule": {"_type": "constant", "is_on": False}}}
-    trainer = toy_trainer("my_trainer", trainer_class=ForwardTrainer)
-    assert parts_changed(trainer) == {
-        f"{agent}.{part}" for agent in AGENTS for part in ("policy_body", "policy_head")
-    }
-    assert {"loss_likely", "likelihood"} <= set(trainer.state.last)
-    trainer = toy_trainer("my_trainer", trainer_class=ForwardTrainer, **{KIND: {"agents": frozen}})
-    assert {part.partition(".")[0] for part in parts_changed(trainer)} == {"prover"}
+    assert trainer.collect()["agents", "advantage"].shape == (32, 3, 2, 1)
 
 
 def test_a_forward_of_its_own_wins_over_losses_that_are_inherited() -> None:
@@ -183,19 +177,16 @@ def test_rollouts_may_be_counted_in_place_of_frames() -> None:
     assert training["num_frames"] == 20 * training["num_iterations"]
 
 
-class BufferTrainer(VanillaPpoTrainer):
-    """A trainer with a replay buffer of TorchRL."""
-
-    def _get_replay_buffer(self) -> ReplayBuffer:
-        return ReplayBuffer(
-            storage=LazyTensorStorage(self.rl.frames_per_batch),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=self.rl.minibatch_size,
-        )
-
-
 def test_a_replay_buffer_of_torchrl_may_be_given() -> None:
-    trainer = toy_trainer("my_trainer", trainer_class=BufferTrainer)
+    class Buffering(VanillaPpoTrainer):
+        def _get_replay_buffer(self) -> ReplayBuffer:
+            return ReplayBuffer(
+                storage=LazyTensorStorage(self.rl.frames_per_batch),
+                sampler=SamplerWithoutReplacement(),
+                batch_size=self.rl.minibatch_size,
+            )
+
+    trainer = toy_trainer("my_trainer", trainer_class=Buffering)
     trainer.train()
     assert trainer.state.num_optimizer_steps == 3 * 2 * 3
 
@@ -209,38 +200,25 @@ def test_a_scenario_without_a_protocol_is_refused() -> None:
 # ---- before and after
 
 
-def test_observations_are_normalised_by_random_play() -> None:
-    trainer = toy_trainer(rl={"normalize_observations": True, "num_normalization_steps": 100})
-    trainer.train()
-    for name in AGENTS:
-        for body in trainer.agents[name].bodies:
-            assert 0.1 < float(body.history_mean[0].sum()) < 1
-            assert float(body.history_scale[0].min()) > 1
-            assert float(body.history_mean[2].sum()) == 0, "the last round is never looked back on"
-
-
-def test_an_agent_may_read_histories_as_they_are() -> None:
+def test_histories_are_normalised_by_random_play_unless_an_agent_reads_them_as_they_are() -> None:
     trainer = toy_trainer(
-        rl={"normalize_observations": True, "num_normalization_steps": 100},
-        toy_protocol={"agents": {"prover": {"normalize_message_history": False}}},
-    )
-    trainer._prepare()
-    for name in AGENTS:
-        for body in trainer.agents[name].bodies:
-            assert bool(body.history_mean.any()) == (name != "prover")
-
-
-def test_normalised_histories_have_mean_zero_and_deviation_one() -> None:
-    trainer = toy_trainer(
-        rl={"normalize_observations": True, "frames_per_batch": 900, "num_normalization_steps": 900}
+        rl={
+            "normalize_observations": True,
+            "frames_per_batch": 900,
+            "num_normalization_steps": 900,
+        },
+        toy_protocol={"agents": {"verifier": {"normalize_message_history": False}}},
     )
     with ExitStack() as stack:
         trainer._build_train_context(stack)
         trainer._prepare()
-    frames = trainer.collect().flatten()
-    read = trainer.agents["prover"].policy_body.history(frames)[:, 0]
-    assert float(read.mean()) == pytest.approx(0.0, abs=0.15)
-    assert float(read.std()) == pytest.approx(1.0, abs=0.15)
+    history = trainer.agents["prover"].policy_body.history(trainer.collect().flatten())[:, 0]
+    assert float(history.mean()) == pytest.approx(0.0, abs=0.15)
+    assert float(history.std()) == pytest.approx(1.0, abs=0.15)
+    for body in trainer.agents["prover"].bodies:
+        assert 0.1 < float(body.history_mean[0].sum()) < 1
+        assert float(body.history_mean[2].sum()) == 0, "the last round is never looked back on"
+    assert not any(body.history_mean.any() for body in trainer.agents["verifier"].bodies)
 
 
 def test_statistics_are_logged_by_agent_and_for_all() -> None:
@@ -248,19 +226,14 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
     trainer.tracker = RecordingTracker()
     trainer.train()
     row, *_, last = trainer.tracker.rows
-    learned = ("kl", "clip_fraction", "ratio_outside_clip", "ess")
+    of_loss = ("kl", "clip_fraction", "ratio_outside_clip", "ess")
     of_agent = (
         *("mean_step_reward", "mean_episode_reward", "worst_episode_reward", "mean_advantage"),
         *("mean_value", "mean_value_target", "residual_critic_variance", "grad_norm", "lr"),
-        *("mean_message_entropy", "std_message_entropy"),
-        *("mean_max_message_prob", "std_max_message_prob"),
+        *("mean_message_entropy", "std_max_message_prob"),
     )
-    of_all = (
-        *("mean_episode_length", "mean_accuracy", "std_accuracy"),
-        *("worst_datapoint_accuracy", "share_undecided"),
-    )
-    expected = {*(f"prover/{figure}" for figure in (*of_agent, *learned)), *of_all, *learned}
-    assert expected <= row.keys()
+    of_all = ("mean_episode_length", "std_accuracy", "worst_datapoint_accuracy", "share_undecided")
+    assert {f"prover/{name}" for name in (*of_agent, *of_loss)} | {*of_all, *of_loss} <= row.keys()
     assert "verifier/mean_decision_entropy" in row
     assert "prover/mean_decision_entropy" not in row, "a prover decides nothing"
     assert {"test_mean_accuracy", "verifier/test_mean_episode_reward"} <= last.keys()
@@ -323,73 +296,56 @@ def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
     assert run.read_json("results.json")["model_dir"] == str(run.path / "model")
 
 
-@pytest.fixture
-def from_files(tmp_path: Path) -> RunDirectory:
-    """The directory of a finished run from files."""
+def test_a_run_from_files_keeps_its_episodes_and_warns_on_resume_if_layers_are_computed_differently(
+    tmp_path: Path,
+) -> None:
     resolved = short_experiment("vanilla_ppo", tmp_path / "toy", num_iterations=3)
-    return RunDirectory.open(run_in(tmp_path / "runs", resolved))
-
-
-def test_a_run_from_files_is_resumed_after_a_signal(from_files: RunDirectory) -> None:
-    results = from_files.read_json("results.json")
+    run = RunDirectory.open(run_in(tmp_path / "runs", resolved))
+    results = run.read_json("results.json")
     assert results["training"]["num_iterations"] == 3
-    assert (from_files.path / "model" / "prover.safetensors").is_file()
-    assert len(metrics_of(from_files.path)) == 3 + 1
     for table in ("before", "train", "evaluation"):
-        assert (from_files.rollouts_dir / f"{table}.jsonl").stat().st_size > 0
-    rows, after = read_rows(from_files.rollouts_dir / "evaluation_outcomes.jsonl"), results["after"]
+        assert (run.rollouts_dir / f"{table}.jsonl").stat().st_size > 0
+    rows, after = read_rows(run.rollouts_dir / "evaluation_outcomes.jsonl"), results["after"]
     assert len(rows) == after["num_episodes"]
     assert sum(row["is_right"] for row in rows) / len(rows) == pytest.approx(after["mean_accuracy"])
-    (from_files.path / "results.json").unlink()
-    assert resume_experiment(from_files.path, progress=False).results["after"] == after
+    environment = run.read_json("environment.json")
+    assert environment["layers"] == "torch"
+    assert environment["processor"]
+    for layers, is_warned in (("torch", False), ("compiled: toy.c 12", True)):
+        run.write_json("environment.json", environment | {"layers": layers})
+        (run.path / "results.json").unlink()
+        (run.path / "log.txt").unlink()
+        assert resume_experiment(run.path, progress=False).results["after"] == after
+        log = (run.path / "log.txt").read_text()
+        assert (f"layers was '{layers}' and is 'torch'" in log) is is_warned
+        assert run.read_json("environment.json")["layers"] == layers
 
 
-def test_a_resume_warns_that_layers_are_computed_differently(from_files: RunDirectory) -> None:
-    begun = from_files.read_json("environment.json")
-    assert begun["layers"] == "torch"
-    assert begun["processor"]
-
-    def resumed_log() -> str:
-        (from_files.path / "results.json").unlink()
-        (from_files.path / "log.txt").unlink()
-        resume_experiment(from_files.path, progress=False)
-        return (from_files.path / "log.txt").read_text()
-
-    assert "last digits may differ" not in resumed_log()
-    from_files.write_json("environment.json", begun | {"layers": "compiled: toy.c 12"})
-    log = resumed_log()
-    assert "last digits may differ" in log
-    assert "layers was 'compiled: toy.c 12' and is 'torch'" in log
-    assert from_files.read_json("environment.json")["layers"] == "compiled: toy.c 12"
-
-
-def test_an_agent_starts_from_another_runs_agent(first: Path) -> None:
-    agents = trainer_beside(first, {}).agents
-    assert has_weights(agents["prover"], first / "model" / "prover.safetensors")
-    assert not has_weights(agents["verifier"], first / "model" / "verifier.safetensors")
-
-
-def test_an_agent_starts_from_a_checkpoint_of_another_run(first: Path) -> None:
-    (earlier,) = (first / "checkpoints").glob("step_*")
-    at_end = first / "model" / "prover.safetensors"
+def test_an_agent_starts_from_the_final_weights_or_a_checkpoint_of_another_run(
+    first: Path,
+) -> None:
+    (checkpoint,) = (first / "checkpoints").glob("step_*")
+    at_end, stored = first / "model" / "prover.safetensors", checkpoint / "agents"
     save_file({name: value + 1 for name, value in load_file(at_end).items()}, at_end)
-    stored = earlier / "agents" / "prover.safetensors"
-    prover = trainer_beside(first, {"checkpoint_version": earlier.name}).agents["prover"]
-    assert has_weights(prover, stored)
-    with pytest.raises(CheckpointError, match=rf"step_99.*{earlier.name}"):
+    agents = trainer_beside(first, {}).agents
+    assert has_weights(agents["prover"], at_end)
+    assert not has_weights(agents["verifier"], first / "model" / "verifier.safetensors")
+    agents = trainer_beside(first, {"checkpoint_version": checkpoint.name}).agents
+    assert has_weights(agents["prover"], stored / "prover.safetensors")
+    with pytest.raises(CheckpointError, match=rf"step_99.*{checkpoint.name}"):
         trainer_beside(first, {"checkpoint_version": "step_99"})
-    stored.write_bytes(b"other")
+    (stored / "prover.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError):
-        trainer_beside(first, {"checkpoint_version": earlier.name})
+        trainer_beside(first, {"checkpoint_version": checkpoint.name})
 
 
 def test_agents_start_from_those_of_a_run_on_w_and_b(
     first: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requests = []
 
     def download(reference: str, folder: Path, version: str) -> None:
-        asked.append((reference, version))
+        requests.append((reference, version))
         shutil.copytree(first / "model", folder)
 
     monkeypatch.setattr(wandb_runs, "download_model", download)
@@ -397,7 +353,7 @@ def test_agents_start_from_those_of_a_run_on_w_and_b(
     chosen = {"load_from_run": run, "checkpoint_version": "v3"}
     agents = dict.fromkeys(("prover", "verifier"), chosen)
     trainer = toy_trainer(seed=7, toy_protocol={"agents": agents})
-    assert asked == [(run, "v3")]
+    assert requests == [(run, "v3")]
     for name in agents:
         assert has_weights(trainer.agents[name], first / "model" / f"{name}.safetensors")
 

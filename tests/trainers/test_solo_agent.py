@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,12 +45,12 @@ def test_an_agent_learns_only_from_its_observations() -> None:
 
 def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
     """Largest change of the weights of each part of an agent."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, value in agent.named_parameters():
         part = name.partition(".")[0]
         distance = float((value.detach() - before[name]).abs().max())
-        found[part] = max(found.get(part, 0.0), distance)
-    return found
+        largest[part] = max(largest.get(part, 0.0), distance)
+    return largest
 
 
 def test_learning_rate_factors_and_schedules_of_agents_hold() -> None:
@@ -95,16 +97,11 @@ def test_nothing_is_learned_from_held_out_data() -> None:
     training = trainer.trainings["prover"]
     assert len(training.held_out_N) == 8
     assert sorted([*training.held_out_N.tolist(), *training.learned_N.tolist()]) == list(range(32))
-    asked: list[int] = []
     first_frames = training.environment.first_frames
-
-    def record(rows: Tensor) -> Any:
-        asked.extend(rows.tolist())
-        return first_frames(rows)
-
-    training.environment.first_frames = record
-    training.run_epoch(0)
-    assert sorted(asked) == sorted(training.learned_N.tolist())
+    with mock.patch.object(training.environment, "first_frames", wraps=first_frames) as read:
+        training.run_epoch(0)
+    rows = [row for call in read.call_args_list for row in call.args[0].tolist()]
+    assert sorted(rows) == sorted(training.learned_N.tolist())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
@@ -163,16 +160,6 @@ def test_decisions_start_from_the_solo_head_if_requested(
     assert taken_over == (heads if pretrain_decisions else [])
 
 
-def test_a_body_is_trained_once_and_read_from_then_on(tmp_path: Path) -> None:
-    first = pretrained(tmp_path).agents.state_dict()
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / CACHE_DIR).iterdir()}
-    assert len(files) == 2
-    second = pretrained(tmp_path).agents.state_dict()
-    bodies = [name for name in first if "_body" in name]
-    assert all(torch.equal(first[name], second[name]) for name in bodies)
-    assert {path: path.stat().st_mtime_ns for path in files} == files
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -185,70 +172,77 @@ def test_a_body_is_trained_once_and_read_from_then_on(tmp_path: Path) -> None:
         {"nip": {"max_message_rounds": 4}, "rl": {"steps_per_env_per_iteration": 3}},
     ],
 )
-def test_whatever_matters_has_a_body_of_its_own(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_other_parameters_have_bodies_of_their_own(tmp_path: Path, other: dict[str, Any]) -> None:
     pretrained(tmp_path)
     pretrained(tmp_path, **other)
     assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
 
 
-@pytest.mark.parametrize("how", ["no safetensors file", "cut short", "other bytes"])
-def test_a_damaged_body_is_trained_again(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = pretrained(tmp_path).agents.state_dict()
-    files = {path: path.read_bytes() for path in (tmp_path / CACHE_DIR).iterdir()}
-    for path, whole in files.items():
-        damaged = {
-            "no safetensors file": b"broken",
-            "cut short": whole[:-1],
-            "other bytes": whole[:-8] + bytes(8),
-        }
-        path.write_bytes(damaged[how])
-    second = pretrained(tmp_path).agents.state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first if "_body" in name)
-    assert caplog.text.count("computed again") == 2
-    assert {path: path.read_bytes() for path in files} == files
-
-
-@pytest.mark.parametrize("what", ["layers", "processor", "code"])
-def test_agents_computed_in_another_way_are_trained_again(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (ToyProtocolScenario, "layers_on", "compiled: toy.c"),
+        (solo_agent, "processor_name", "another"),
+        (solo_agent, "digest_of_code", "other lines"),
+    ],
+)
+def test_other_layers_processors_and_code_have_bodies_of_their_own(
+    owner: Any, name: str, value: str, tmp_path: Path
 ) -> None:
     pretrained(tmp_path)
-    if what == "layers":
-        monkeypatch.setattr(ToyProtocolScenario, "layers_on", lambda device: "compiled: toy.c")
-    elif what == "processor":
-        monkeypatch.setattr(solo_agent, "processor_name", lambda: "another")
-    else:
-        monkeypatch.setattr(solo_agent, "digest_of_code", lambda modules: "other lines")
-    pretrained(tmp_path)
+    with mock.patch.object(owner, name, return_value=value) as replaced:
+        pretrained(tmp_path)
+    replaced.assert_called()
     assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
 
 
-def test_a_bodys_code_is_that_of_its_classes_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules: set[str] = set()
-    monkeypatch.setattr(solo_agent, "digest_of_code", lambda names: modules.update(names) or "code")
-    pretrained(tmp_path)
-    assert {
-        "tests.kit.toy_protocol_scenario",
-        "nip_astra.scenario_base.protocol.tensordict_agents",
-    } <= modules
+def test_the_code_of_a_body_is_that_of_its_classes_as_well(tmp_path: Path) -> None:
+    with mock.patch.object(solo_agent, "digest_of_code", return_value="code") as digest:
+        pretrained(tmp_path)
+    modules = {module for call in digest.call_args_list for module in call.args[0]}
+    bases = "nip_astra.scenario_base.protocol.tensordict_agents"
+    assert {"tests.kit.toy_protocol_scenario", bases} <= modules
     assert not any(name.startswith("torch") for name in modules)
 
 
-def test_a_body_is_not_given_to_a_critic_that_sees_more(
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda whole: b"broken", id="no safetensors file"),
+        pytest.param(lambda whole: whole[:-1], id="cut short"),
+        pytest.param(lambda whole: whole[:-8] + bytes(8), id="other bytes"),
+    ],
+)
+def test_a_body_is_read_from_its_file_unless_it_is_damaged(
+    damage: Callable[[bytes], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = pretrained(tmp_path).agents.state_dict()
+    files = {path: path.read_bytes() for path in (tmp_path / CACHE_DIR).iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in files}
+    assert len(files) == 2
+    again = pretrained(tmp_path).agents.state_dict()
+    assert {path: path.stat().st_mtime_ns for path in files} == times
+    for path, whole in files.items():
+        path.write_bytes(damage(whole))
+    repaired = pretrained(tmp_path).agents.state_dict()
+    assert caplog.text.count("computed again") == 2
+    assert {path: path.read_bytes() for path in files} == files
+    for name in (name for name in first if "_body" in name):
+        assert torch.equal(first[name], again[name])
+        assert torch.equal(first[name], repaired[name])
+
+
+def test_a_critic_that_sees_more_channels_keeps_its_own_body(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: set[str] = set()
+    loaded: set[bool] = set()
     load = ToyBody.load_state_dict
 
-    def noted(body: ToyBody, *args: Any, **kwargs: Any) -> Any:
-        given.add("verifier" if body.shape.is_verifier else "prover")
+    def recorded(body: ToyBody, *args: Any, **kwargs: Any) -> Any:
+        loaded.add(body.shape.is_verifier)
         return load(body, *args, **kwargs)
 
-    monkeypatch.setattr(ToyBody, "load_state_dict", noted)
+    monkeypatch.setattr(ToyBody, "load_state_dict", recorded)
     pretrained(
         *(tmp_path, "mappo"),
         interaction_protocol="mnip",
@@ -256,4 +250,4 @@ def test_a_body_is_not_given_to_a_critic_that_sees_more(
         mnip={"max_message_rounds": 4},
     )
     # The verifier sees all channels itself.
-    assert given == {"verifier"}
+    assert loaded == {True}

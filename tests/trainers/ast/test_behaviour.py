@@ -27,6 +27,7 @@ from nip_astra.trainers.ast.behaviour import (
 from nip_astra.trainers.ast.rollouts import node_samples
 from tests.kit import actors_here
 from tests.kit.experiments import ast_trainer, metrics_of, run_in
+from tests.kit.messages import says
 from tests.kit.resuming import copy_as_killed_after, short_experiment
 from tests.kit.tiny import experience_of, write_scenario
 
@@ -67,11 +68,18 @@ def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) 
 
 def _tree(trainer: AstTrainer, rows: list[list[int]], reward_N: Tensor) -> RolloutTree:
     """A tree whose nodes are the rows, all after the same context."""
-    probe = torch.tensor(rows)
-    mask = torch.ones_like(probe, dtype=torch.bool)
-    count = len(rows)
+    probe, count = torch.tensor(rows), len(rows)
+    zeros_N = torch.zeros(count, dtype=torch.long)
+    content = {
+        "parent": zeros_N - 1,
+        "depth": zeros_N,
+        "episode": zeros_N,
+        "probe": probe,
+        "probe_mask": torch.ones_like(probe, dtype=torch.bool),
+        "reward": reward_N,
+    }
     tree = RolloutTree(
-        nodes=_nodes(probe, mask, reward_N),
+        nodes=TensorDict(content, batch_size=[count]),
         tree_width=count,
         prompts=["hello"],
         probes=[""] * count,
@@ -83,27 +91,9 @@ def _tree(trainer: AstTrainer, rows: list[list[int]], reward_N: Tensor) -> Rollo
     return tree
 
 
-def _nodes(probe: Tensor, mask: Tensor, reward_N: Tensor) -> TensorDict:
-    count = len(probe)
-    zeros = torch.zeros(count, dtype=torch.long)
-    return TensorDict(
-        {
-            "parent": zeros - 1,
-            "depth": zeros,
-            "episode": zeros,
-            "probe": probe,
-            "probe_mask": mask,
-            "reward": reward_N,
-            "probe_logprobs": torch.zeros(mask.shape),
-            "reference_logprobs": torch.zeros(mask.shape),
-        },
-        batch_size=[count],
-    )
-
-
 def _gradient(trainer: AstTrainer, value: Tensor) -> Tensor:
-    found = torch.autograd.grad(value, list(trainer.policy.parameters()), allow_unused=True)
-    return torch.cat([part.flatten() for part in found if part is not None])
+    parts = torch.autograd.grad(value, list(trainer.policy.parameters()), allow_unused=True)
+    return torch.cat([part.flatten() for part in parts if part is not None])
 
 
 def _relative_error(
@@ -135,10 +125,10 @@ def _relative_error(
     # The loss is a mean over samples of equal weight, and dr_grpo's divides by the length.
     scale = {"ast_grpo": 2, "ast_reinforce": 1}[name] * len(rows)
     samples = node_samples(tree, range(len(rows)), advantage=reward_N * chances_N * scale)
-    found = -_gradient(trainer, trainer.step(trainer.collate_fn(samples)).loss)
+    estimate = -_gradient(trainer, trainer.step(trainer.collate_fn(samples)).loss)
     now_N = _model_logprobs(trainer, rows, drawn=of_sampling)
     exact = _gradient(trainer, (now_N.exp() * reward_N).sum())
-    return float((found - exact).norm() / exact.norm())
+    return float((estimate - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
@@ -173,42 +163,33 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
     name: str, sampling: tuple[str, ...], tiny_scenario: Path
 ) -> None:
     trainer = ast_trainer(name, tiny_scenario, *sampling)
-    experience = experience_of(trainer)
-    metrics = trainer.step(trainer.collate_fn(experience.samples)).metrics
+    samples = experience_of(trainer).samples
+    metrics = trainer.step(trainer.collate_fn(samples)).metrics
     assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
     assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
     assert float(metrics["clip_fraction"]) == 0.0
-    if not sampling:
-        return
-    nodes = experience.tree.nodes
-    mask_NT = nodes["probe_mask"]
-    # The sampling distribution is sharper than the model; initially the reference is the same.
-    assert (nodes["drawn_logprobs"] - nodes["probe_logprobs"])[mask_NT].mean() > 0.1
-    torch.testing.assert_close(
-        nodes["drawn_logprobs"], nodes["drawn_reference_logprobs"], atol=1e-4, rtol=0
-    )
+
+
+@pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
+def test_the_sampling_distribution_is_sharper_than_the_model_and_at_first_the_references(
+    sampling: tuple[str, ...], tiny_scenario: Path
+) -> None:
+    nodes = experience_of(ast_trainer("ast_ppo", tiny_scenario, *sampling)).tree.nodes
+    drawn_NT = nodes["drawn_logprobs"]
+    assert (drawn_NT - nodes["probe_logprobs"])[nodes["probe_mask"]].mean() > 0.1
+    torch.testing.assert_close(drawn_NT, nodes["drawn_reference_logprobs"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_weights_are_logged_and_multiply_the_loss(name: str, tiny_scenario: Path) -> None:
-    options = (*TEMPERED, f"{name}.behaviour.logprobs=raw")
-    plain = experience_of(ast_trainer(name, tiny_scenario, *options))
-    weighted = experience_of(
-        ast_trainer(
-            name,
-            tiny_scenario,
-            *options,
-            f"{name}.behaviour.importance_weights=token",
-            f"{name}.behaviour.max_importance_weight=1.5",
-        )
-    )
-    nodes, mask_NT = weighted.tree.nodes, weighted.tree.nodes["probe_mask"]
-    assert nodes["importance_weight"].max() <= 1.5
-    assert weighted.metrics["importance_weight/mean"] == pytest.approx(
-        float(nodes["importance_weight"][mask_NT].mean())
-    )
-    assert 0.0 <= weighted.metrics["importance_weight/truncated_share"] < 1.0
-    assert "importance_weight" not in plain.tree.nodes.keys()  # noqa: SIM118
+def test_importance_weights_are_bounded_and_logged(name: str, tiny_scenario: Path) -> None:
+    options = ("logprobs=raw", "importance_weights=token", "max_importance_weight=1.5")
+    behaviour = (f"{name}.behaviour.{option}" for option in options)
+    experience = experience_of(ast_trainer(name, tiny_scenario, *TEMPERED, *behaviour))
+    weights_NT, metrics = experience.tree.nodes["importance_weight"], experience.metrics
+    assert weights_NT.max() <= 1.5
+    mean = float(weights_NT[experience.tree.nodes["probe_mask"]].mean())
+    assert metrics["importance_weight/mean"] == pytest.approx(mean)
+    assert 0.0 <= metrics["importance_weight/truncated_share"] < 1.0
 
 
 @pytest.mark.parametrize(("logprobs", "column"), [("sampling", "drawn"), ("raw", "probe")])
@@ -234,12 +215,13 @@ def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
 @pytest.mark.parametrize("name", TRAINERS)
 def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scenario: Path) -> None:
     losses = []
-    for behaviour in ("sampling", "raw"):
-        trainer = ast_trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
+    for logprobs in ("sampling", "raw"):
+        trainer = ast_trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={logprobs}")
         with mock.patch.object(trainer.policy, "support_mask") as cuts:
-            samples = experience_of(trainer).samples
+            experience = experience_of(trainer)
         cuts.assert_not_called()
-        losses.append(trainer.step(trainer.collate_fn(samples)).loss)
+        assert "importance_weight" not in experience.tree.nodes.keys()  # noqa: SIM118
+        losses.append(trainer.step(trainer.collate_fn(experience.samples)).loss)
         assert not trainer.results.get("warnings")
     assert torch.equal(*losses)
 
@@ -251,17 +233,12 @@ def test_uncorrected_off_policy_gradients_are_reported_once(
     with caplog.at_level(logging.WARNING):
         trainer = ast_trainer(name, tiny_scenario, *CUT, f"{name}.behaviour.logprobs=raw")
         trainer.train()
-    told = [record for record in caplog.records if "off-policy" in record.getMessage()]
-    assert len(told) == 1
-    (text,) = (text for text in trainer.results["warnings"] if "off-policy" in text)
-    assert "temperature 0.5, top_p 0.9" in text
-    assert f"{name}.behaviour.logprobs=sampling" in text
-
-
-def test_a_trainer_that_compares_with_nothing_is_not_warned_of(tiny_scenario: Path) -> None:
-    trainer = ast_trainer("ast_dpo", tiny_scenario, *CUT)
-    assert trainer.behaviour is None
-    assert not trainer.results.get("warnings")
+    assert sum("off-policy" in record.getMessage() for record in caplog.records) == 1
+    (warning,) = (text for text in trainer.results["warnings"] if "off-policy" in text)
+    assert says(warning, "temperature 0.5, top_p 0.9", f"{name}.behaviour.logprobs=sampling")
+    of_pairs = ast_trainer("ast_dpo", tiny_scenario, *CUT)
+    assert of_pairs.behaviour is None
+    assert not of_pairs.results.get("warnings")
 
 
 @pytest.mark.parametrize("variant", ["gspo", "rloo"])
@@ -298,18 +275,14 @@ GSPO = ("variant=gspo", "staleness_weights=sequence")
 
 @pytest.mark.parametrize(
     ("trainer", "most"),
-    [
-        *(pytest.param(one, 1, marks=pytest.mark.slow) for one in STALE),
-        ("ast_grpo", 3),
-    ],
+    [*(pytest.param(name, 1, marks=pytest.mark.slow) for name in STALE), ("ast_grpo", 3)],
 )
 def test_asynchronous_rollouts_are_the_same_with_actors_and_after_a_kill(
     trainer: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor, "SMALLEST_PART", 2)
     resolved = short_experiment(trainer, tmp_path / "x", f"{trainer}.max_staleness={most}")
-    kept = {"checkpoint_period": 1, "num_checkpoints_kept": 99}
-    alone = run_in(tmp_path, resolved, "alone", **kept)
+    alone = run_in(tmp_path, resolved, "alone", checkpoint_period=1, num_checkpoints_kept=99)
     # These actors play when their results are awaited, long after the weights have changed.
     opened = actors_here.install(monkeypatch)
     by_actors = run_in(tmp_path, resolved, "actors", num_actors=2)
@@ -318,41 +291,28 @@ def test_asynchronous_rollouts_are_the_same_with_actors_and_after_a_kill(
     lines = metrics_of(alone)
     assert [line["rollout/staleness"] for line in lines] == [min(i, most) for i in range(4)]
     assert [("staleness/kl" in line) for line in lines] == [False, *([trainer in CORRECTED] * 3)]
-    second = sorted(alone.glob("checkpoints/step_*"))[1]
     copy = tmp_path / "copy"
-    copy_as_killed_after(alone, second, copy)
+    copy_as_killed_after(alone, sorted(alone.glob("checkpoints/step_*"))[1], copy)
     resume_experiment(copy, progress=False)
     assert what_was_found(copy) == what_was_found(alone)
-
-
-def test_without_staleness_nothing_is_corrected(tmp_path: Path) -> None:
-    found = []
-    for number, more in enumerate(((), ("ast_grpo.max_staleness=0",))):
-        resolved = short_experiment("ast_grpo", tmp_path / f"x{number}", *more, num_iterations=2)
-        path = run_in(tmp_path, resolved, f"run{number}")
-        assert not any("staleness" in name for line in metrics_of(path) for name in line)
-        found.append(what_was_found(path))
-    assert found[0] == found[1]
 
 
 def test_the_rollout_of_an_iteration_uses_the_weights_of_the_previous_iteration(
     tmp_path: Path,
 ) -> None:
-    trees: dict[str, list[RolloutTree]] = {}
-    lr = "training.lr=0.05"
-    for name in ("0", "1"):
-        more = f"ast_grpo.max_staleness={name}"
-        resolved = short_experiment("ast_grpo", tmp_path / name, more, lr, num_iterations=2)
+    probes = []
+    for staleness in (0, 1):
+        options = (f"ast_grpo.max_staleness={staleness}", "training.lr=0.05")
+        folder = tmp_path / f"{staleness}"
+        resolved = short_experiment("ast_grpo", folder, *options, num_iterations=2)
         trainer = prepare_experiment(resolved, progress=False).trainer
-        trees[name] = []
-        digest = trainer.digest
-        kept = trees[name]
-        trainer.digest = lambda tree, kept=kept, digest=digest: (kept.append(tree), digest(tree))[1]
-        fresh = trainer.rollouts.play(1)
-        trainer.train()
-    assert trees["0"][0].probes == trees["1"][0].probes
-    # The second iteration's probes come from the untrained attacker.
-    assert trees["1"][1].probes == fresh.probes != trees["0"][1].probes
+        of_initial_weights = trainer.rollouts.play(1).probes
+        with mock.patch.object(trainer, "digest", wraps=trainer.digest) as digest:
+            trainer.train()
+        probes.append([call.args[0].probes for call in digest.call_args_list])
+    fresh, stale = probes
+    assert fresh[0] == stale[0]
+    assert stale[1] == of_initial_weights != fresh[1]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -364,21 +324,21 @@ def test_importance_weights_turn_means_under_old_weights_into_means_under_new_we
     with torch.no_grad():
         tree = trainer.rollouts.play(0)
         played_NT = tree.nodes["probe_logprobs"].clone()
-        for one in trainer.policy.parameters():
-            one.add_(torch.randn_like(one), alpha=0.05)
+        for weight in trainer.policy.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.05)
         now_NT = trainer.probe_logprobs(tree)
     options = CorrectedStalenessParameters(
         max_staleness=1, staleness_weights=level, max_staleness_weight=1e9
     )
-    figures = correct_for_staleness(tree, now_NT, options)
+    metrics = correct_for_staleness(tree, now_NT, options)
     weights_NT, mask_NT = tree.nodes["importance_weight"], tree.nodes["probe_mask"]
     assert torch.equal(tree.nodes["probe_logprobs"], now_NT)
     gap_NT = (now_NT - played_NT) * mask_NT
     expected = gap_NT if level == "token" else gap_NT.sum(dim=1, keepdim=True).expand_as(gap_NT)
     assert torch.allclose(weights_NT[mask_NT].log(), expected[mask_NT], atol=1e-5)
-    assert figures["staleness/kl"] > 0
-    assert 0 < figures["staleness/effective_sample_size"] < 1
-    assert figures["staleness/truncated_share"] == 0
+    assert metrics["staleness/kl"] > 0
+    assert 0 < metrics["staleness/effective_sample_size"] < 1
+    assert metrics["staleness/truncated_share"] == 0
     bounded = CorrectedStalenessParameters(max_staleness=1, max_staleness_weight=0.5)
     tree.nodes["probe_logprobs"] = played_NT
     assert correct_for_staleness(tree, now_NT, bounded)["staleness/truncated_share"] > 0.2

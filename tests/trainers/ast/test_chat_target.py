@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nip_astra.errors import BudgetExhaustedError, ParameterError
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
-    CPU,
-    ChatAnswer,
     ChatFailure,
     ChatModel,
-    ChatOutcome,
     ChatRequest,
-    ChatUsage,
     FailureReason,
     register_chat_model,
 )
@@ -29,41 +24,42 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment
 from tests.kit.command_line import CommandLine
 from tests.kit.experiments import run_in
+from tests.kit.text_games import FakeChatModel
 from tests.kit.tiny import experience_of, scenario_section, write_scenario
 
 asked: list[ChatRequest] = []
+models: list[FlakyChatModel] = []
 SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}
 PRICES = {"prompt": 1000.0, "completion": 2000.0}
+NO_PROBABILITY = ("--probability-episodes", "0")
 
 
-class FlakyChatModel(ChatModel):
+class FlakyChatModel(FakeChatModel):
     """Fails for one conversation in three, depending on the text."""
 
     class Parameters(ChatModel.Parameters):
         """None of its own."""
 
-    name, place = "flaky", "here"
-
     @classmethod
-    def load(
-        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
-    ) -> ChatModel:
-        return cls()
+    def load(cls, parameters: Any, **_: Any) -> FlakyChatModel:
+        models.append(cls(_flaky, "flaky", asked))
+        return models[-1]
 
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
-        asked.append(request)
-        assert request.seed is not None
-        if request.seed % 3 == 0:
-            return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),), ChatUsage(5, 0))
-        # Half a character, as services send if an answer is truncated.
-        return ChatOutcome((ChatAnswer("you are silly \ud83d"),), ChatUsage(5, 3))
+
+def _flaky(request: ChatRequest, number: int) -> str | ChatFailure:
+    assert request.seed is not None
+    if request.seed % 3 == 0:
+        return ChatFailure(FailureReason.REFUSED, "no")
+    # Half a character, as services send if an answer is truncated.
+    return "you are silly \ud83d"
 
 
 @pytest.fixture(autouse=True)
-def _flaky() -> Iterator[None]:
+def _registered() -> Iterator[None]:
     snapshot = CHAT_MODELS.snapshot()
     register_chat_model("flaky")(FlakyChatModel)
     asked.clear()
+    models.clear()
     yield
     CHAT_MODELS.restore(snapshot)
 
@@ -74,16 +70,13 @@ def chat_scenario(root: Path, chat_model: dict[str, Any], **changes: Any) -> Pat
 
 
 def resolve(scenario: Path, *overrides: str) -> Any:
-    return resolve_experiment(
-        trainer="ast_dpo",
-        scenario=str(scenario),
-        overrides=["training.num_iterations=2", *overrides],
-    )
+    short = ("training.num_iterations=2", *overrides)
+    return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=short)
 
 
 def results_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "results.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads((run / "results.json").read_text())
+    return results
 
 
 def test_a_run_trains_against_messages_and_reports_their_usage(tmp_path: Path) -> None:
@@ -96,8 +89,8 @@ def test_a_run_trains_against_messages_and_reports_their_usage(tmp_path: Path) -
     assert use["cost"] == pytest.approx(
         (use["prompt_tokens"] * 1000 + use["completion_tokens"] * 2000) / 1e6
     )
-    said = {row["response"] for row in read_rows(run / "rollouts" / "evaluation.jsonl")}
-    assert said <= set(SCRIPT["answers"])
+    responses = {row["response"] for row in read_rows(run / "rollouts" / "evaluation.jsonl")}
+    assert responses <= set(SCRIPT["answers"])
     # Attempts depend on the service's state, and equal runs have equal metrics.
     assert read_rows(run / "timings.jsonl")[-1]["services/target_requests"] == 60 - 12
     assert results["after"]["target_queries"] > 0
@@ -124,26 +117,12 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
     assert len({request.seed for request in asked}) > len(asked) / 2
 
 
-def test_a_level_is_requested_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
-    under_way, most = 0, 0
-    answer = FlakyChatModel.answer
-
-    async def slow(self: FlakyChatModel, request: ChatRequest) -> ChatOutcome:
-        nonlocal under_way, most
-        under_way += 1
-        most = max(most, under_way)
-        await asyncio.sleep(0)
-        under_way -= 1
-        return await answer(self, request)
-
-    monkeypatch.setattr(FlakyChatModel, "answer", slow)
+def test_a_level_is_requested_all_at_once(tmp_path: Path) -> None:
     limits = {"concurrency": 100}
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "limits": limits}, tree_depth=1)
-    prepared = prepare_experiment(resolve(scenario))
-    experience_of(prepared.trainer)  # type: ignore[arg-type]
-    assert most == 3 * 2
+    trainer: Any = prepare_experiment(resolve(scenario)).trainer
+    experience_of(trainer)
+    assert [model.most_in_flight for model in models] == [3 * 2]
 
 
 def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -> None:
@@ -190,21 +169,21 @@ def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
 def test_a_dry_run_requests_one_episode_and_reports_the_cost_of_the_run(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "prices": PRICES})
     estimate = prepare_experiment(resolve(scenario)).trainer.dry_run()
-    num_asked = len(asked)
-    assert 3 <= num_asked <= 6
+    num_requests = len(asked)
+    assert 3 <= num_requests <= 6
     # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns: 10 episodes.
-    assert estimate["target_requests"] == num_asked * 10
-    assert 0.05 * num_asked <= estimate["target_cost"] <= 0.11 * num_asked * 1.01
+    assert estimate["target_requests"] == num_requests * 10
+    # 10 tokens of a prompt and 1 of a completion each.
+    assert estimate["target_cost"] == pytest.approx(num_requests * 10 * 0.012)
     assert estimate["training_target_queries"] == 36
 
 
 def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(
     tmp_path: Path,
 ) -> None:
+    likelihood = chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"})
     with pytest.raises(ParameterError, match=r"likelihood_model=target.*reference"):
-        resolve(
-            chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"}),
-        )
+        resolve(likelihood)
     with pytest.raises(ParameterError, match=r"is read only where .*language_model is not null"):
         resolve(chat_scenario(tmp_path / "s", SCRIPT), "ast_chat.target.top_k=5")
     both = {**scenario_section(tmp_path / "b")["target"], "chat_model": SCRIPT}  # type: ignore[dict-item]
@@ -219,20 +198,16 @@ def test_evaluate_score_and_compare_work_and_reuse_the_answers_of_the_run(
     scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
     run = run_in(tmp_path / "runs", resolve(scenario, "training.num_iterations=1"), "mine")
     before = num_requests(run / "service_requests.sqlite")
-    said = cli("evaluate", str(run), "--probability-episodes", "0", "--json")
-    assert said.code == 0, said.err
-    figures = json.loads(said.out)
-    assert figures["nll"]["target"] is None, "a chat model tells no likelihoods"
-    use = figures["services"]["target"]
+    evaluation = json.loads(cli.ok("evaluate", str(run), *NO_PROBABILITY, "--json").out)
+    assert evaluation["nll"]["target"] is None, "a chat model gives no likelihoods"
+    use = evaluation["services"]["target"]
     assert (use["num_requests"], use["num_remembered"]) == (0, 12)
     assert num_requests(run / "service_requests.sqlite") == before
-    assert [card["name"] for card in figures["cards"]][1] == "scripted"
-    assert cli("score", str(run)).code == 0
-    more = cli("evaluate", str(run), "--probability-episodes", "4", "--target", "other")
-    assert more.code == 0, more.err
-    compared = cli("compare", *(str(run / "evaluations" / name) for name in ("test", "test-other")))
-    assert compared.code == 0, compared.err
-    assert "difference to" in compared.out
+    assert [card["name"] for card in evaluation["cards"]][1] == "scripted"
+    cli.ok("score", str(run))
+    cli.ok("evaluate", str(run), "--probability-episodes", "4", "--target", "other")
+    evaluations = (str(run / "evaluations" / name) for name in ("test", "test-other"))
+    assert "difference to" in cli.ok("compare", *evaluations).out
 
 
 def num_requests(ledger: Path) -> int:

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment
 from tests.kit.experiments import FAST, metrics_of, run_in, stopped_after
-from tests.kit.tiny import write_scenario
+from tests.kit.tiny import sampled_by_vllm
 from tests.language_models import fake_vllm
 from tests.language_models.vllm_on_ray import compared_generate
+
+LORA = "ast_chat.attacker.language_model.lora={rank: 4}"
 
 
 @pytest.fixture(autouse=True)
@@ -22,33 +23,19 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch)
 
 
-@pytest.fixture
-def scenario(tmp_path: Path) -> Path:
-    root = tmp_path / "scenario"
-    root.mkdir()
-    write_scenario(root)
-    content = yaml.safe_load((root / "scenario.yaml").read_text())
-    for role in ("attacker", "target"):
-        content["ast_chat"][role]["language_model"]["_type"] = "vllm"
-    (root / "scenario.yaml").write_text(yaml.safe_dump(content))
-    return root
-
-
-def run(scenario: Path, trainer: str, *overrides: str, **settings: Any) -> Path:
+def run(scenario: Path, folder: Path, trainer: str, *overrides: str, **settings: Any) -> Path:
     short = (*FAST, "training.num_iterations=2", "training.num_episodes_per_experience=2")
+    of_vllm = sampled_by_vllm(scenario, "attacker", "target")
     resolved = resolve_experiment(
-        trainer=trainer, scenario=str(scenario), overrides=[*short, *overrides], seed=0
+        trainer=trainer, scenario=str(scenario), overrides=[*short, *of_vllm, *overrides], seed=0
     )
-    return run_in(scenario.parent, resolved, **settings)
+    return run_in(folder, resolved, **settings)
 
 
-def test_a_policy_ratio_is_one_even_if_vllm_sampled(scenario: Path) -> None:
-    base = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]["attacker"]
+def test_a_policy_ratio_is_one_even_if_vllm_sampled(tiny_scenario: Path, tmp_path: Path) -> None:
     path = run(
-        scenario,
-        "ast_grpo",
-        "ast_chat.attacker.language_model.lora={rank: 4}",
-        f"ast_chat.target.language_model.model={base['language_model']['model']}",
+        *(tiny_scenario, tmp_path, "ast_grpo", LORA),
+        f"ast_chat.target.language_model.model={tiny_scenario / 'attacker'}",
         "ast_chat.attacker.language_model.sleep_during_updates=true",
         "training.minibatch_size=64",
         test_run=True,
@@ -64,28 +51,27 @@ def test_a_policy_ratio_is_one_even_if_vllm_sampled(scenario: Path) -> None:
     assert first["clip_fraction"] == 0.0
 
 
-def test_a_run_stopped_and_resumed_equals_an_uninterrupted_run(scenario: Path) -> None:
-    smaller = "training.minibatch_size=2"
-    whole = run(scenario, "ast_dpo", smaller, run_id="whole")
+def test_a_run_stopped_and_resumed_equals_an_uninterrupted_run(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    given = (tiny_scenario, tmp_path, "ast_dpo", "training.minibatch_size=2")
+    whole = run(*given, run_id="whole")
     with stopped_after(3):
-        run(scenario, "ast_dpo", smaller, run_id="parts")
-    resume_experiment(scenario.parent / "parts", progress=False)
-    assert metrics_of(scenario.parent / "parts") == metrics_of(whole)
+        run(*given, run_id="parts")
+    resume_experiment(tmp_path / "parts", progress=False)
+    assert metrics_of(tmp_path / "parts") == metrics_of(whole)
     assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"
 
 
-def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
-    scenario: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_target_with_an_engine_of_its_own_scores_probes(
+    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside an attacker whose engine holds an adapter, so that it cannot score probes."""
-    content = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]
-    model = Path(content["attacker"]["language_model"]["model"])
+    model = tiny_scenario / "attacker"
     gaps: list[float] = []
     monkeypatch.setattr(VllmSession, "generate", compared_generate(model, gaps))
     run(
-        scenario,
-        "ast_dpo",
-        "ast_chat.attacker.language_model.lora={rank: 4}",
+        *(tiny_scenario, tmp_path, "ast_dpo", LORA),
         f"ast_chat.target.language_model.model={model}",
         "ast_chat.target.language_model.max_model_len=80",
         "ast_chat.reward.likelihood_model=target",
