@@ -16,11 +16,11 @@ import yaml
 from nip_astra.parameters.content import content_root, preset_path, scenario_names
 from nip_astra.parameters.files import flatten, read_yaml_layers
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
+from tests.kit.experiments import run_in
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
@@ -67,34 +67,19 @@ def test_presets_and_scenarios_are_found() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=_id)
-def test_a_preset_is_of_the_trainer_of_its_folder_and_the_scenario_of_its_name(
-    preset: Path,
-) -> None:
-    hyper_params = _resolve(preset).hyper_params
+def test_a_preset_is_of_its_folder_and_name_and_every_value_of_it_is_used(preset: Path) -> None:
+    resolved = _resolve(preset)
+    hyper_params = resolved.hyper_params
     assert hyper_params.trainer == preset.parent.name
     assert hyper_params.scenario in SCENARIOS
-    if preset.stem != "default":
-        assert hyper_params.scenario == preset.stem
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=_id)
-def test_every_value_of_a_preset_is_used(preset: Path) -> None:
-    resolved = _resolve(preset)
+    assert preset.stem in ("default", hyper_params.scenario)
     given = dict(flatten(read_yaml_layers(preset, source="preset")[-1].values))
-    for path, value in given.items():
-        # The type of a part is not one of its parameters.
-        is_type = path.endswith("._type")
-        of = path.removesuffix("._type")
-        found = (
-            resolved.hyper_params.get(of).type_name if is_type else resolved.hyper_params.get(path)
-        )
-        assert found == value
-        assert resolved.sources[path] == str(preset)
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=_id)
-def test_a_resolved_preset_is_written_and_read_unchanged(preset: Path) -> None:
-    hyper_params = _resolve(preset).hyper_params
+    # The type of a part is not one of its parameters.
+    types = {path for path in given if path.endswith("._type")}
+    used = {path: hyper_params.get(path) for path in given.keys() - types}
+    used |= {path: hyper_params.get(path.removesuffix("._type")).type_name for path in types}
+    assert used == given
+    assert {resolved.sources[path] for path in given} <= {str(preset)}
     plain = json.loads(json.dumps(hyper_params.to_dict()))
     assert type(hyper_params).from_dict(plain) == hyper_params
 
@@ -114,21 +99,20 @@ def _scenario_values(scenario: str) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def _pairs_of_a_kind() -> list[tuple[str, str]]:
-    return [
-        (trainer, scenario)
-        for trainer in TRAINERS.names()
-        for scenario in SCENARIOS
-        if _fits(TRAINERS.get(trainer), _scenario_values(scenario)["kind"])
-    ]
-
-
 def _fits(trainer: type[Trainer], kind: str) -> bool:
     is_named = not trainer.scenario_kinds or kind in trainer.scenario_kinds
     return is_named and trainer.trainer_type in KINDS.get(kind).trainer_types
 
 
-@pytest.mark.parametrize(("trainer", "scenario"), _pairs_of_a_kind())
+PAIRS = [
+    (trainer, scenario)
+    for trainer in TRAINERS.names()
+    for scenario in SCENARIOS
+    if _fits(TRAINERS.get(trainer), _scenario_values(scenario)["kind"])
+]
+
+
+@pytest.mark.parametrize(("trainer", "scenario"), PAIRS)
 def test_every_trainer_resolves_on_every_scenario_of_its_kind(trainer: str, scenario: str) -> None:
     left_open = LEFT_OPEN.get(scenario, ())
     resolved = resolve_experiment(trainer=trainer, scenario=scenario, overrides=left_open)
@@ -149,10 +133,9 @@ def test_a_preset_leaves_another_protocol_to_its_own_parameters() -> None:
     assert resolved.hyper_params.get("ppo.entropy_weight") == preset.get("ppo.entropy_weight")
 
 
-CONVERSATIONS = [one for one in SCENARIOS if _scenario_values(one)["kind"] == "ast_chat"]
-
-
-@pytest.mark.parametrize("scenario", CONVERSATIONS)
+@pytest.mark.parametrize(
+    "scenario", [name for name in SCENARIOS if _scenario_values(name)["kind"] == "ast_chat"]
+)
 def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None:
     folder = content_root() / "scenarios" / scenario
     values = _scenario_values(scenario)
@@ -164,28 +147,17 @@ def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None
 
 @pytest.mark.parametrize("preset", [_to_run(one) for one in PRESETS if one.stem != "default"])
 def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_path: Path) -> None:
-    kind = _resolve(preset).kind
-    overrides = [*CUT[kind], *(CUT_RL if _plays(preset) else ())]
+    kind, plays = _resolve(preset).kind, _resolve(preset).trainer_class.parameter_groups or ()
+    overrides = [*CUT[kind], *(CUT_RL if "rl" in plays else ())]
     with ExitStack() as stack:
         if preset.stem == "pocket_chat_api":
             from tests.serve.running import pocket_service
 
             service = stack.enter_context(pocket_service())
             overrides.append(f"ast_chat.target.chat_model.base_url={service.base_url}")
-        result = run_experiment(
-            _resolve(preset, *overrides),
-            runs_dir=str(tmp_path),
-            run_id="one",
-            test_run=True,
-            progress=False,
-        )
-    results = json.loads((tmp_path / "one" / "results.json").read_text())
-    assert results["after"].get("num_episodes") == (2 if kind == "ast_chat" else ANY)
-    assert results == json.loads(json.dumps(result.results))
-
-
-def _plays(preset: Path) -> bool:
-    return "rl" in (_resolve(preset).trainer_class.parameter_groups or ())
+        run = run_in(tmp_path, _resolve(preset, *overrides), test_run=True)
+    after = json.loads((run / "results.json").read_text())["after"]
+    assert after.get("num_episodes") == (2 if kind == "ast_chat" else ANY)
 
 
 CUT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nip_astra.errors import (
     ParameterError,
     UnknownNameError,
 )
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
@@ -30,8 +32,10 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.experiments import FAST, metrics_of
 from tests.serve.running import pocket_service
 
+POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
 MODEL = content_root() / "scenarios" / "arithmetic" / "models" / "policy"
 REWARDS_FILE = """
 def right(completions, answer, **kwargs):
@@ -61,17 +65,13 @@ def test_one_command_trains_and_its_parameter_file_is_the_run(
         f"--reward rewards.py:brevity --weights 1,0.5 {options} --run-id r "
         "--set training.num_episodes_per_experience=3"
     )
-    said = cli.ok(*line.split())
-    printed = said.out
+    printed = cli.ok(*line.split()).out
     assert "num_generations: --set self_hosted_grpo.group_size=4" in printed
     shown = printed.split("# as a parameter file:\n")[1].split("\n\n")[0]
-    metrics = [
-        json.loads(line) for line in (folder / "runs/r/metrics.jsonl").read_text().split("\n")[:-1]
-    ]
-    first = next(one for one in metrics if "rewards/right/mean" in one)
+    first = next(row for row in metrics_of(folder / "runs/r") if "rewards/right/mean" in row)
     assert first["rollout/num_trajectories"] == 12
     assert {"rewards/right/std", "rewards/brevity/mean", "seen/step"} <= first.keys()
-    results = json.loads((folder / "runs/r/results.json").read_text())
+    results = read_results(folder / "runs/r").results
     for when in ("before", "after"):
         assert results[when]["num_answers"] == 8
         assert 0 <= results[when]["rewards/right/mean"] <= 1
@@ -83,18 +83,18 @@ def test_one_command_trains_and_its_parameter_file_is_the_run(
     assert differing == {"training.num_episodes_per_experience"}
 
 
-def test_five_lines_of_python_train_and_resume_finds_the_function(folder: Path) -> None:
+def test_five_lines_of_python_train(folder: Path) -> None:
     def short(completions: Any, **_: Any) -> list[float]:
-        return [1.0 / (1 + len(one)) for one in completions]
-
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(9)
-    ]
+        return [1.0 / (1 + len(completion)) for completion in completions]
 
     def first(completions: Any, prompts: Any, answer: Any, **_: Any) -> list[float]:
         assert prompts[0][0]["role"] == "user"
         pairs = zip(completions, answer, strict=True)
-        return [float(one[0]["content"].strip() == right) for one, right in pairs]
+        return [float(completion[0]["content"].strip() == right) for completion, right in pairs]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(9)
+    ]
 
     try:
         result = train_task(
@@ -118,16 +118,19 @@ def test_five_lines_of_python_train_and_resume_finds_the_function(folder: Path) 
     assert len(list((folder / "runs/data").iterdir())) == 1
 
 
+def task_values(**arguments: Any) -> Any:
+    """The resolved hyper-parameters of a task run."""
+    given = {"model": MODEL, "data": "rows.jsonl", "rewards": "rewards.py:right"} | arguments
+    return resolve_experiment(hyper_params=task_parameters(**given).values).hyper_params
+
+
 @pytest.mark.parametrize("algorithm", GROUP_VARIANTS)
 def test_every_algorithm_gives_its_published_loss(folder: Path, algorithm: str) -> None:
-    found = task_parameters(
-        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", algorithm=algorithm
-    )
-    hyper_params = resolve_experiment(hyper_params=found.values).hyper_params
-    one, variant = hyper_params.get("self_hosted_grpo"), GROUP_VARIANTS[algorithm]
-    assert (one.baseline, one.scale) == (variant.baseline, variant.scale)
-    assert one.policy_loss.loss == variant.loss
-    assert one.policy_loss.reduction == variant.reduction
+    section = task_values(algorithm=algorithm).get("self_hosted_grpo")
+    variant = GROUP_VARIANTS[algorithm]
+    assert (section.baseline, section.scale) == (variant.baseline, variant.scale)
+    assert section.policy_loss.loss == variant.loss
+    assert section.policy_loss.reduction == variant.reduction
 
 
 def test_options_of_trl_become_ours(folder: Path) -> None:
@@ -152,15 +155,15 @@ def test_options_of_trl_become_ours(folder: Path) -> None:
         "gradient_accumulation_steps": 2,
     }
     assert given.keys() == TRL_OPTIONS.keys()
-    found = task_parameters(
-        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", options=given
-    )
-    hyper_params = resolve_experiment(hyper_params=found.values).hyper_params
+    hyper_params = task_values(options=given)
     for name, path in TRL_OPTIONS.items():
         expected = {"loss_type": None, "scale_rewards": "none"}.get(name, given[name])
         if expected is not None:
             assert hyper_params.get(path) == expected
     assert hyper_params.get("self_hosted_grpo.policy_loss.reduction") == "sum_over_length"
+    # A clip range is of both sides unless the upper is given.
+    loss = task_values(options={"epsilon": 0.1}).get("self_hosted_grpo.policy_loss")
+    assert (loss.clip_low, loss.clip_high) == (0.1, 0.1)
 
 
 @pytest.mark.parametrize("name", ["max_steps", "num_generations", "epsilon", "beta"])
@@ -168,14 +171,6 @@ def test_elsewhere_a_name_of_trl_is_answered_with_ours(name: str) -> None:
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(trainer="self_hosted_grpo", overrides=[f"training.{name}=1"])
     assert TRL_OPTIONS[name] in str(caught.value)
-
-
-def test_a_clip_range_is_of_both_sides_unless_the_upper_is_given(folder: Path) -> None:
-    found = task_parameters(
-        model=MODEL, data="rows.jsonl", rewards="rewards.py:right", options={"epsilon": 0.1}
-    )
-    loss = found.values["self_hosted_grpo"]["policy_loss"]
-    assert (loss["clip_low"], loss["clip_high"]) == (0.1, 0.1)
 
 
 def test_rewards_are_named_by_function_scorer_or_file(folder: Path) -> None:
@@ -193,51 +188,62 @@ def test_rewards_are_named_by_function_scorer_or_file(folder: Path) -> None:
     }
 
 
+OF_TASK = {"model": MODEL, "data": "rows.jsonl", "rewards": "exact"}
+OF_STRESS_TEST = {"scorer": "profanity", "target": POCKET / "target"}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("recipe", "arguments", "error"),
     [
-        ({"rewards": []}, ConfigurationError),
-        ({"rewards": "rigth"}, UnknownNameError),
-        ({"rewards": ["exact"], "weights": [1, 2]}, ConfigurationError),
-        ({"algorithm": "gropo"}, UnknownNameError),
-        ({"loss_type": "luspo"}, UnknownNameError),
-        ({"scale_rewards": "some"}, UnknownNameError),
-        ({"num_generation": 3}, ConfigurationError),
-        ({"max_steps": "many"}, ConfigurationError),
-        ({"data": 3}, DataError),
-        ({"data": [{"prompt": {1, 2}}]}, DataError),
-        ({"data": "none.jsonl"}, ConfigurationError),
+        *(
+            (train_task, OF_TASK | mistake, error)
+            for mistake, error in (
+                ({"rewards": []}, ConfigurationError),
+                ({"rewards": "rigth"}, UnknownNameError),
+                ({"rewards": ["exact"], "weights": [1, 2]}, ConfigurationError),
+                ({"algorithm": "gropo"}, UnknownNameError),
+                ({"loss_type": "luspo"}, UnknownNameError),
+                ({"scale_rewards": "some"}, UnknownNameError),
+                ({"num_generation": 3}, ConfigurationError),
+                ({"max_steps": "many"}, ConfigurationError),
+                ({"data": 3}, DataError),
+                ({"data": [{"prompt": {1, 2}}]}, DataError),
+                ({"data": "none.jsonl"}, ConfigurationError),
+            )
+        ),
+        *(
+            (stress_test, OF_STRESS_TEST | mistake, error)
+            for mistake, error in (
+                ({"target": "http://127.0.0.1:1/v1"}, ConfigurationError),
+                ({"target_model": "m"}, ConfigurationError),
+                ({"scorer": "rudeness"}, UnknownNameError),
+                ({"scorer": "exact"}, ConfigurationError),
+                ({"target": "./nowhere"}, ModelLoadError),
+                ({"trainer": "vanilla_ppo"}, ConfigurationError),
+            )
+        ),
     ],
 )
 def test_mistakes_are_typed_errors_and_leave_no_run(
-    folder: Path, arguments: dict[str, Any], error: type[Exception]
+    folder: Path, recipe: Callable[..., Any], arguments: dict[str, Any], error: type[Exception]
 ) -> None:
-    given = {"model": MODEL, "data": "rows.jsonl", "rewards": "exact"} | arguments
     with pytest.raises(error):
-        train_task(**given, progress=False)
-    assert not [one for one in folder.glob("runs/*") if one.name != "data"]
+        recipe(**arguments, progress=False)
+    assert not [path for path in folder.glob("runs/*") if path.name != "data"]
 
 
-def test_an_option_that_trl_has_and_we_lack_is_refused() -> None:
+def test_mistakes_of_the_command_are_refused(cli: CommandLine, folder: Path) -> None:
+    line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
+    refused(cli(*line.split()))
     with pytest.raises(UnknownNameError):
         mapped_options({"num_generation": 2})
 
 
-def test_wrong_weights_of_the_command_are_refused(cli: CommandLine, folder: Path) -> None:
-    line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
-    refused(cli(*line.split()))
-
-
 # ---- stress tests
 
-POCKET = content_root() / "scenarios" / "pocket_chat" / "models"
 SHORT = (
-    "training.num_iterations=1",
-    "training.num_episodes_per_experience=1",
-    "training.minibatch_size=4",
-    "ast_chat.tree_depth=2",
-    "ast_chat.evaluation.num_episodes=2",
-    "ast_chat.evaluation.use_random_search=false",
+    *(*FAST, "training.num_iterations=1", "training.num_episodes_per_experience=1"),
+    *("training.minibatch_size=4", "ast_chat.tree_depth=2"),
     "ast_chat.evaluation.labelled_responses=null",
 )
 
@@ -250,13 +256,11 @@ def test_one_command_stresses_a_model_and_prints_the_cost_first(
     )
     sets = " ".join(f"--set {one}" for one in SHORT)
     line = f"stress --target {POCKET / 'target'} --scorer rude.yaml --run-id s {sets}"
-    said = cli.ok(*f"{line} --dry-run".split())
-    assert "training target queries" in said.out
+    assert "training target queries" in cli.ok(*f"{line} --dry-run".split()).out
     assert not (folder / "runs").exists()
-    said = cli.ok(*line.split())
-    assert said.out.index("training target queries") < said.out.index("held-out")
-    results = json.loads((folder / "runs/s/results.json").read_text())
-    assert results["after"]["num_episodes"] == 2
+    printed = cli.ok(*line.split()).out
+    assert printed.index("training target queries") < printed.index("held-out")
+    assert read_results(folder / "runs/s").results["after"]["num_episodes"] == 2
 
 
 def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
@@ -284,24 +288,5 @@ def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:
     assert own["scenario"] == "pocket_chat"
     for values in (small, own):
         resolve_experiment(hyper_params=values)
-    found = resolve_experiment(hyper_params=stress_parameters(**address)).hyper_params
-    assert found.get("ast_chat.target.chat_model.base_url") == "https://example.org/v1"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"target": "http://127.0.0.1:1/v1"}, ConfigurationError),
-        ({"target": POCKET / "target", "target_model": "m"}, ConfigurationError),
-        ({"target": POCKET / "target", "scorer": "rudeness"}, UnknownNameError),
-        ({"target": POCKET / "target", "scorer": "exact"}, ConfigurationError),
-        ({"target": "./nowhere"}, ModelLoadError),
-        ({"target": POCKET / "target", "trainer": "vanilla_ppo"}, ConfigurationError),
-    ],
-)
-def test_mistakes_in_a_stress_test_are_typed_errors(
-    folder: Path, arguments: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        stress_test(**({"scorer": "profanity"} | arguments), progress=False)
-    assert not list(folder.glob("runs/*"))
+    hyper_params = resolve_experiment(hyper_params=stress_parameters(**address)).hyper_params
+    assert hyper_params.get("ast_chat.target.chat_model.base_url") == "https://example.org/v1"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -16,17 +16,18 @@ from nip_astra.checkpoints.store import write_manifest
 from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import CheckpointError, RunDirectoryError, StopRequested, UnexpectedExitError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import resume_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.registry import TRAINERS
+from tests.kit.experiments import run_in
+from tests.kit.messages import says
 
 
 @pytest.fixture
 def start(toy: Path, tmp_path: Path) -> Callable[..., Path]:
     def start_toy(run_id: str = "one", *overrides: str) -> Path:
         resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy), overrides=overrides)
-        run_experiment(resolved, runs_dir=str(tmp_path), run_id=run_id, progress=False)
-        return tmp_path / run_id
+        return run_in(tmp_path, resolved, run_id)
 
     return start_toy
 
@@ -60,12 +61,12 @@ def refusal_of(
     return str(caught.value)
 
 
-def sign(checkpoint: Path, **metadata: Any) -> None:
+def sign(checkpoint: Path, *without: str, **metadata: Any) -> None:
     """Make the manifest agree with the files, and change other fields of the run."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").unlink()
-    said = manifest["metadata"] | metadata
-    write_manifest(checkpoint, manifest["step"], said, is_best=False)
+    fields = {name: x for name, x in manifest["metadata"].items() if name not in without}
+    write_manifest(checkpoint, manifest["step"], fields | metadata, is_best=False)
 
 
 def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
@@ -75,60 +76,46 @@ def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
     values["toy_trainer"]["offset"] = 7.0
     values["training"]["lr"] = 0.25
     file.write_text(yaml.safe_dump(values))
-    said = refusal_of(stopped, is_trusted=True)
-    for part in ("toy_trainer.offset was 0.5 and is 7.0", "training.lr", "Restore"):
-        assert part in said
+    message = refusal_of(stopped, is_trusted=True)
+    assert says(message, "toy_trainer.offset was 0.5 and is 7.0", "training.lr", "Restore")
     file.write_text(whole)
     assert resume_experiment(stopped, progress=False).results == {"last": 4.5}
 
 
-def test_a_checkpoint_of_another_trainer_is_refused(stopped: Path) -> None:
+def test_a_checkpoint_of_another_trainer_or_without_its_parameters_is_refused(
+    stopped: Path,
+) -> None:
     checkpoint = stopped / "checkpoints" / "step_00000002"
     sign(checkpoint, trainer="ast_dpo")
-    said = refusal_of(stopped)
-    for part in ("'ast_dpo'", "'toy_trainer'", "toy_trainer"):
-        assert part in said
-    sign(checkpoint, trainer="toy_trainer")
+    assert says(refusal_of(stopped), "'ast_dpo'", "'toy_trainer'")
     # As in versions that stored only torch's generator.
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["metadata"]["parameters"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    sign(checkpoint)
+    sign(checkpoint, "parameters", trainer="toy_trainer")
     assert "environment.json" in refusal_of(stopped)
 
 
-def test_a_checkpoint_that_the_trainer_cannot_read_is_reported(stopped: Path) -> None:
-    trainer = TRAINERS.get("toy_trainer")
-    save = trainer._save
-    try:
-        trainer._save = lambda self, done: self._checkpoint_store().save(
-            done + 10, lambda folder: save_state(folder / "state", {"nothing": 1}), metadata={}
-        )
-        resume_experiment(stopped, progress=False)
-    finally:
-        trainer._save = save
+def test_a_checkpoint_that_the_trainer_cannot_read_is_reported(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_nothing(self: Any, done: int) -> None:
+        def write(folder: Path) -> None:
+            save_state(folder / "state", {"nothing": 1})
+
+        self._checkpoint_store().save(done + 10, write, metadata={})
+
+    monkeypatch.setattr(TRAINERS.get("toy_trainer"), "_save", save_nothing)
+    resume_experiment(stopped, progress=False)
     (stopped / "results.json").unlink()
-    said = refusal_of(stopped)
-    assert "'toy_trainer'" in said
-    assert "KeyError: 'done'" in said
+    assert says(refusal_of(stopped), "'toy_trainer'", "KeyError: 'done'")
 
 
-@pytest.mark.parametrize("lost", ["folders", "everything", "the folder itself"])
+@pytest.mark.parametrize("lost", ["*/", "*", ""], ids=["folders", "everything", "the folder"])
 def test_a_run_that_lost_its_checkpoints_neither_starts_over_nor_forgets(
     stopped: Path, lost: str
 ) -> None:
     folder = stopped / "checkpoints"
-    if lost == "the folder itself":
-        shutil.rmtree(folder)
-    else:
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif lost == "everything":
-                path.unlink()
-    said = refusal_of(stopped)
-    assert str(folder) in said
-    assert "start a new run" in said
+    for path in folder.glob(lost) if lost else [folder]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert says(refusal_of(stopped), folder, "start a new run")
 
 
 def test_a_garbled_pointer_to_the_latest_checkpoint_is_reported(stopped: Path) -> None:
@@ -137,7 +124,7 @@ def test_a_garbled_pointer_to_the_latest_checkpoint_is_reported(stopped: Path) -
         assert "step_00000002" in refusal_of(stopped)
 
 
-def test_lost_timings_conversations_and_environment_do_not_stop_a_resumption(
+def test_lost_timings_and_environment_and_remains_of_a_killed_process_do_not_stop_a_resumption(
     stopped: Path, start: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = start("whole")
@@ -149,19 +136,19 @@ def test_lost_timings_conversations_and_environment_do_not_stop_a_resumption(
     state.write_text(json.dumps(plain))
     sign(state.parent)
     (stopped / "timings.jsonl").write_text('{"step": 1}\n{"st')
+    (stopped / "checkpoints" / ".tmp-step_00000009" / "model").mkdir(parents=True)
+    (stopped / ".settings.yaml.tmp").write_text("half")
     # Without environment.json nothing shows that the run is the user's own.
     resume_experiment(stopped, progress=False, is_trusted=True)
     assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert (stopped / "timings.jsonl").read_text() == '{"step": 1}\n'
-    for part in ("timings.jsonl had 100", "train.jsonl had 70", "environment.json"):
-        assert part in caplog.text
+    assert not [p for p in stopped.rglob(".*") if p.name not in (".lock", ".has_checkpoints")]
+    assert says(caplog.text, "timings.jsonl had 100", "train.jsonl had 70", "environment.json")
 
 
 def test_lost_metrics_stop_a_resumption(stopped: Path) -> None:
     (stopped / "metrics.jsonl").write_text("")
-    said = refusal_of(stopped, RuntimeError)
-    assert "metrics.jsonl" in said
-    assert "0 bytes" in said
+    assert says(refusal_of(stopped, RuntimeError), "metrics.jsonl", "0 bytes")
 
 
 def test_a_run_killed_before_its_report_is_finished(start: Callable[..., Path]) -> None:
@@ -170,8 +157,7 @@ def test_a_run_killed_before_its_report_is_finished(start: Callable[..., Path]) 
     (path / ".report.html.tmp").write_text("<html")
     (path / "checkpoints" / ".tmp-step_00000004").mkdir()
     before = everything_in(path)
-    result = resume_experiment(path, progress=False)
-    assert result.results == {"last": 4.5}
+    assert resume_experiment(path, progress=False).results == {"last": 4.5}
     after = everything_in(path)
     assert set(after) - set(before) == {"report.html"}
     assert set(before) - set(after) == {".report.html.tmp"}
@@ -179,28 +165,15 @@ def test_a_run_killed_before_its_report_is_finished(start: Callable[..., Path]) 
     assert "has ended" in refusal_of(path, RunDirectoryError)
 
 
-def test_remains_of_a_killed_process_are_removed_when_the_run_resumes(stopped: Path) -> None:
-    (stopped / "checkpoints" / ".tmp-step_00000009" / "model").mkdir(parents=True)
-    (stopped / ".settings.yaml.tmp").write_text("half")
-    resume_experiment(stopped, progress=False)
-    assert not [p for p in stopped.rglob(".*") if p.name not in (".lock", ".has_checkpoints")]
-
-
 def test_code_that_exits_does_not_end_an_unfinished_run_in_silence(
-    start: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Path], tmp_path: Path
 ) -> None:
     start("first")
-    trainer = TRAINERS.get("toy_trainer")
-
-    def leave(self: Any, done: int) -> None:
-        raise SystemExit(0)
-
-    monkeypatch.setattr(trainer, "_save", leave)
-    with pytest.raises(UnexpectedExitError, match=r"sys\.exit\(0\)"):
+    leaves = mock.patch.object(TRAINERS.get("toy_trainer"), "_save", side_effect=SystemExit(0))
+    with leaves, pytest.raises(UnexpectedExitError, match=r"sys\.exit\(0\)"):
         start("one")
     assert "sys.exit(0)" in (tmp_path / "one" / "log.txt").read_text()
     assert not (tmp_path / "one" / "results.json").exists()
-    monkeypatch.undo()
     assert resume_experiment(tmp_path / "one", progress=False).results == {"last": 4.5}
 
 
@@ -226,24 +199,3 @@ def test_an_unfinished_directory_is_left_to_the_process_that_writes_it(tmp_path:
             RunDirectory.create(tmp_path, "one")
 
     assert RunDirectory.create(tmp_path, "one", another).path.is_dir()
-
-
-def test_the_first_signal_prints_an_explanation_at_once(
-    start: Callable[..., Path],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start("first")
-    trainer, said = TRAINERS.get("toy_trainer"), []
-    save = trainer._save
-
-    def asked(self: Any, done: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-        said.append(capfd.readouterr().err)
-        save(self, done)
-
-    monkeypatch.setattr(trainer, "_save", asked)
-    with pytest.raises(StopRequested):
-        start("one")
-    assert "SIGINT: finishing the step, then saving" in said[0]
-    assert len(said) == 1

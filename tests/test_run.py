@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -36,7 +37,9 @@ from nip_astra.run import (
 )
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
+from nip_astra.trainers.registry import TRAINERS
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
+from tests.kit.experiments import FAST, run_in
 from tests.kit.messages import says
 from tests.kit.toy_scenario import forget_toys
 from tests.tracking.wandb_log import WandbLog
@@ -101,22 +104,13 @@ def test_a_run_gets_a_name_of_trainer_and_scenario(run: Any) -> None:
 def test_the_recorded_parameters_are_enough_to_run_again(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = run("one", "training.num_iterations=2", "toy_trainer.offset=3").run_directory
+    path = run("one", "training.num_iterations=2", "toy_trainer.offset=3").run_directory.path
     monkeypatch.chdir(tmp_path.parent)
-    resolved = resolve_experiment(parameter_file=directory.path / "hyper_parameters.yaml")
-    again = run_experiment(resolved, runs_dir=str(tmp_path), run_id="two", progress=False)
+    again = run_in(
+        tmp_path, resolve_experiment(parameter_file=path / "hyper_parameters.yaml"), "two"
+    )
     for name in ("hyper_parameters.yaml", "metrics.jsonl", "results.json"):
-        assert (again.run_directory.path / name).read_bytes() == (
-            directory.path / name
-        ).read_bytes()
-
-
-def test_an_existing_run_id_is_refused_and_left_alone(run: Any, tmp_path: Path) -> None:
-    run("one")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    with pytest.raises(RunDirectoryError, match="or choose another --run-id"):
-        run("one")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+        assert (again / name).read_bytes() == (path / name).read_bytes()
 
 
 def test_wrong_settings_are_reported_all_at_once_before_a_directory_is_made(
@@ -142,25 +136,20 @@ def test_preparing_an_experiment_writes_nothing_and_reports_its_length(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_hyper_parameters_are_completed_by_the_same_layers(toy: Path) -> None:
-    plain = HyperParameters(
-        trainer="toy_trainer", scenario=str(toy), training=TrainingConfiguration(lr=0.5)
-    )
+def test_an_experiment_may_be_given_by_plain_hyper_parameters_or_by_its_parts(
+    toy: Path, tmp_path: Path
+) -> None:
+    """Plain hyper-parameters are completed by the layers of files."""
+    training = TrainingConfiguration(lr=0.5)
+    plain = HyperParameters(trainer="toy_trainer", scenario=str(toy), training=training)
     hyper_params = prepare_experiment(plain).trainer.hyper_params
     assert hyper_params.training.lr == 0.5
     assert hyper_params.training.num_iterations == 4
     assert hyper_params.get("toy_trainer.offset") == 0.5
-
-
-def test_settings_are_an_object_or_its_fields_or_both(toy: Path, tmp_path: Path) -> None:
     settings = ExperimentSettings(runs_dir=str(tmp_path), progress=False, test_run=True)
-    plain = HyperParameters(trainer="toy_trainer", scenario=str(toy))
     result = run_experiment(plain, settings, run_id="both")
     assert result.run_directory.path == tmp_path / "both"
-    assert counts(result.run_directory.path) == [0.5]
-
-
-def test_an_experiment_may_be_given_by_its_parts(toy: Path) -> None:
+    assert counts(tmp_path / "both") == [0.5]
     parts = {"trainer": "toy_trainer", "scenario": str(toy), "seed": 3}
     prepared = prepare_experiment(**parts, overrides={"training.lr": 0.25}, test_run=True)
     assert prepared.trainer.hyper_params.training.lr == 0.25
@@ -187,14 +176,28 @@ def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resu
     assert after == handlers
 
 
-def test_a_second_signal_stops_at_once(
-    stop: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_first_signal_prints_an_explanation_at_once_and_a_second_stops_at_once(
+    run: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert says(stop("one", "1:SIGINT:SIGINT"), "last checkpoint", "resume")
-    lines = [line for line in capfd.readouterr().err.splitlines() if line]
-    assert [line.partition(":")[0] for line in lines] == ["SIGINT", "SIGINT again"]
-    assert "saving" in lines[0]
-    assert "without saving" in lines[1]
+    run("whole")
+    trainer, printed = TRAINERS.get("toy_trainer"), []
+    save = trainer._save
+
+    def signalled(self: Any, done: int) -> None:
+        if done == 2:
+            capfd.readouterr()
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                printed.append(capfd.readouterr().err)
+        save(self, done)
+
+    monkeypatch.setattr(trainer, "_save", signalled)
+    with pytest.raises(StopRequested) as caught:
+        run("one")
+    assert says(caught.value, "last checkpoint", "resume")
+    (first,) = printed
+    assert says(first, "SIGINT:", "saving")
+    assert says(capfd.readouterr().err, "SIGINT again:", "without saving")
     assert CheckpointStore(tmp_path / "one" / "checkpoints").open_latest()[1]["step"] == 1
 
 
@@ -222,13 +225,13 @@ def test_a_failed_run_reports_it_in_its_log_and_goes_on_from_its_checkpoint_or_t
     iteration: int,
     before: list[float],
 ) -> None:
+    path = tmp_path / "one"
     monkeypatch.setenv("TOY_BREAK", str(iteration))
     with pytest.raises(ArithmeticError, match="broken off"):
         run("one")
-    path = tmp_path / "one"
+    monkeypatch.delenv("TOY_BREAK")
     assert "broken off" in (path / "log.txt").read_text()
     assert counts(path) == before
-    monkeypatch.delenv("TOY_BREAK")
     resume_experiment(path, progress=False)
     assert counts(path) == [0.5, 1.5, 2.5, 3.5]
     assert ("resuming from step_00000002" in (path / "log.txt").read_text()) is (iteration == 2)
@@ -253,19 +256,14 @@ def test_only_an_unfinished_run_with_a_whole_checkpoint_is_resumed(
 
 
 def test_settings_of_a_resumed_run_are_those_of_its_start_unless_others_are_given(
-    stop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: Any, tmp_path: Path
 ) -> None:
     stop("one", "0:SIGTERM", num_checkpoints_kept=1)
-    seen: list[ExperimentSettings] = []
-
-    def spy(hyper_params: Any, settings: ExperimentSettings, **kwargs: Any) -> Any:
-        seen.append(settings)
-        return build(hyper_params, settings, **kwargs)
-
     build = sys.modules["nip_astra.run"].build_scenario_instance
-    monkeypatch.setattr("nip_astra.run.build_scenario_instance", spy)
-    resume_experiment(tmp_path / "one", progress=False, num_threads=2)
-    assert (seen[0].num_checkpoints_kept, seen[0].num_threads) == (1, 2)
+    with mock.patch("nip_astra.run.build_scenario_instance", wraps=build) as built:
+        resume_experiment(tmp_path / "one", progress=False, num_threads=2)
+    settings = built.call_args.args[1]
+    assert (settings.num_checkpoints_kept, settings.num_threads) == (1, 2)
 
 
 def test_wandb_mirrors_a_run_and_its_resumption(stop: Any, tmp_path: Path) -> None:
@@ -351,50 +349,40 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
 
 
 def test_a_run_whose_plugin_has_moved_goes_on_with_a_copy_that_the_user_gives(
-    toy: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    toy: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    type_command = CommandLine(tmp_path, toy, capsys)
-    (tmp_path / "extra.py").write_text("LOADED = 1\n")
+    cli.write("extra.py", "LOADED = 1\n")
     monkeypatch.setenv("TOY_SIGNAL", "0:SIGTERM")
     with plugins_forgotten_after():
-        stopped = type_command(
+        stopped = cli(
             *("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one"),
             *("--plugin", "extra.py", "--set", "training.num_iterations=3"),
         )
     assert stopped.code == 143, stopped.err
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "extra.py").write_text("LOADED = 2\n")
-    (tmp_path / "extra.py").unlink()
+    (cli.folder / "new").mkdir()
+    (cli.folder / "extra.py").unlink()
+    copy = cli.write("new/extra.py", "LOADED = 2\n")
     monkeypatch.delenv("TOY_SIGNAL")
-    with plugins_forgotten_after():
-        resumed = type_command("resume", "one", "--plugin", "new/extra.py")
-    assert resumed.code == 0, resumed.err
-    assert len(counts(tmp_path / "runs" / "one")) == 3
-    log = (tmp_path / "runs" / "one" / "log.txt").read_text()
-    assert f"the plug-in {tmp_path / 'new' / 'extra.py'} has changed" in log
+    cli.ok("resume", "one", "--plugin", "new/extra.py")
+    run = cli.folder / "runs" / "one"
+    assert len(counts(run)) == 3
+    assert f"the plug-in {copy} has changed" in (run / "log.txt").read_text()
 
 
 def test_a_run_that_fails_while_it_is_built_leaves_its_id_free(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    options = {"runs_dir": str(tmp_path), "run_id": "again", "progress": False}
-
-    def start(*overrides: str) -> None:
-        short = ["training.num_iterations=1", "ast_chat.evaluation.use_random_search=false"]
+    def start(*overrides: str) -> Path:
+        short = ("training.num_iterations=1", *FAST, *overrides)
         resolved = resolve_experiment(
-            trainer="ast_dpo", scenario=str(tiny_scenario), overrides=[*short, *overrides]
+            trainer="ast_dpo", scenario=str(tiny_scenario), overrides=short
         )
-        run_experiment(resolved, **options)
+        return run_in(tmp_path, resolved, "again")
 
     with pytest.raises(ModelLoadError):
         start(f"ast_chat.target.language_model.model={tmp_path / 'missing.gguf'}")
     assert not (tmp_path / "again").exists()
-    start()
-    assert (tmp_path / "again" / "results.json").is_file()
+    assert (start() / "results.json").is_file()
 
 
 UNFINISHED = """
@@ -412,14 +400,16 @@ class Forgetful(AstDpoTrainer):
 
 
 @pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize(
+    ("trainer", "facts"), [("unfinished", "Unfinished .*loss"), ("forgetful", "Forgetful .*super")]
+)
 def test_a_trainer_without_its_hooks_or_its_base_class_s_constructor_is_refused(
-    tiny_scenario: Path, tmp_path: Path
+    trainer: str, facts: str, tiny_scenario: Path, tmp_path: Path
 ) -> None:
     plugin = tmp_path / "unfinished.py"
     plugin.write_text(UNFINISHED)
-    for trainer, facts in (("unfinished", "Unfinished .*loss"), ("forgetful", "Forgetful .*super")):
-        resolved = resolve_experiment(
-            trainer=trainer, scenario=str(tiny_scenario), plugins=[str(plugin)]
-        )
-        with pytest.raises(ConfigurationError, match=facts):
-            prepare_experiment(resolved, progress=False)
+    resolved = resolve_experiment(
+        trainer=trainer, scenario=str(tiny_scenario), plugins=[str(plugin)]
+    )
+    with pytest.raises(ConfigurationError, match=facts):
+        prepare_experiment(resolved, progress=False)

@@ -126,10 +126,10 @@ def gap_of(some: Mapping[str, Tensor] | Path, others: Mapping[str, Tensor] | Pat
 
 def weights_of(run: Path) -> dict[str, Tensor]:
     """Return the final weights of a run."""
-    found = {}
+    result = {}
     for file in sorted(run.glob("model/*.safetensors")):
-        found |= {f"{file.name}/{name}": value for name, value in load_file(file).items()}
-    return found
+        result |= {f"{file.name}/{name}": value for name, value in load_file(file).items()}
+    return result
 
 
 def run(

@@ -42,12 +42,12 @@ def together(
         children.append(child)
     until = time.monotonic() + SECONDS
     try:
-        found = [_heard(end, until, rank in killed) for rank, end in enumerate(ends)]
+        results = [_result_of(end, until, rank in killed) for rank, end in enumerate(ends)]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    return found
+    return results
 
 
 def _do(work: Callable[[str], Any], store: str, rank: int, count: int, end: Connection) -> None:
@@ -65,13 +65,13 @@ def _do(work: Callable[[str], Any], store: str, rank: int, count: int, end: Conn
         os._exit(0)
 
 
-def _heard(end: Connection, until: float, is_killed: bool) -> Any:
+def _result_of(end: Connection, until: float, is_killed: bool) -> Any:
     if not end.poll(max(until - time.monotonic(), 0)):
         raise AssertionError("the processes of the test wait for each other")
     try:
-        found, fault = pickle.loads(end.recv_bytes())
+        result, fault = pickle.loads(end.recv_bytes())
     except EOFError:
-        assert is_killed, "a process of the test has ended without a word"
+        assert is_killed, "a process of the test has ended without a result"
         return None
     assert not fault, fault
-    return found
+    return result

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,9 +73,9 @@ def test_impossible_values_of_a_launcher_are_refused_by_name(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **wrong}.items():
         monkeypatch.setenv(name, value)
     ((name, value),) = wrong.items()
-    ask = processes_on_this_machine if name == "LOCAL_WORLD_SIZE" else rank_of_process
+    read = processes_on_this_machine if name == "LOCAL_WORLD_SIZE" else rank_of_process
     with pytest.raises(ConfigurationError, match=name) as caught:
-        ask()
+        read()
     assert value[:40] in str(caught.value)
 
 
@@ -85,11 +86,9 @@ def everything(store: str) -> dict[str, Any]:
         team.all_reduce(two)
         copied = [torch.full((3,), float(team.rank))]
         team.broadcast_tensors(copied)
-        asked = team.lead(
-            lambda: team.request(
-                "double", [{"x": torch.tensor([1.5])}, {"x": torch.tensor([4.0])}]
-            ),
-            {"double": lambda given: given["x"] * 2},
+        requests = [{"x": torch.tensor([1.5])}, {"x": torch.tensor([4.0])}]
+        doubled = team.lead(
+            lambda: team.request("double", requests), {"double": lambda given: given["x"] * 2}
         )
         rows = torch.arange(5.0, requires_grad=True)
         (joined,) = RowDivision(team)(lambda some: [rows[some] ** 2], 5)
@@ -99,74 +98,59 @@ def everything(store: str) -> dict[str, Any]:
         (few,) = RowDivision(team)(lambda some: [rows[:1][some] * 3], 1)
         few_grad = torch.autograd.grad(few.sum(), rows)[0]
         team.all_reduce([few_grad])
-        stopped = ""
-        try:
-            team.lead(lambda: _stop())
-        except StopRequested as error:
-            stopped = error.signal_name
+        with pytest.raises(StopRequested, match="SIGTERM"):
+            team.lead(Mock(side_effect=StopRequested("SIGTERM")))
         return {
             "sums": [one.tolist() for one in two],
             "copied": copied[0].tolist(),
-            "told": team.broadcast({"rank": team.rank, 1: (2, None)}),
+            "broadcast": team.broadcast({"rank": team.rank, 1: (2, None)}),
             "all": team.all_gather("ab" * team.rank),
-            "asked": None if asked is None else [one.tolist() for one in asked],
+            "doubled": None if doubled is None else [value.tolist() for value in doubled],
             "joined": joined.tolist(),
             "gradient": rows.grad.tolist(),
             "few": few_grad.tolist(),
-            "stopped": stopped,
         }
-
-
-def _stop() -> None:
-    raise StopRequested("SIGTERM")
 
 
 def test_processes_share_their_results(tmp_path: Path) -> None:
     leader, other = together(everything, tmp_path)
-    assert leader.pop("asked") == [[3.0], [8.0]]
-    assert other.pop("asked") is None
+    assert leader.pop("doubled") == [[3.0], [8.0]]
+    assert other.pop("doubled") is None
     assert leader == other
     assert leader["sums"] == [[3.0, 3.0], [2**41 + 1.0]] or leader["sums"][1] == [2.0**41]
     assert leader["copied"] == [0.0] * 3
-    assert leader["told"] == {"rank": 0, 1: (2, None)}
+    assert leader["broadcast"] == {"rank": 0, 1: (2, None)}
     assert leader["all"] == ["", "ab"]
     squares = [0.0, 1.0, 4.0, 9.0, 16.0]
     assert leader["joined"] == squares
     # d (sum x^2)^2 / dx = 2 sum x^2 * 2 x, once and not once per process.
     assert leader["gradient"] == [4 * sum(squares) * x for x in range(5)]
     assert leader["few"] == [3.0, 0.0, 0.0, 0.0, 0.0]
-    assert leader["stopped"] == "SIGTERM"
-
-
-def lose_one(store: str) -> str:
-    """Wait for a process that is killed."""
-    with open_team(CPU, store) as team:
-        team.all_gather(0)
-        if team.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            team.all_gather(0)
-        except LostProcessError as error:
-            return str(error)
-    return ""
 
 
 def test_the_end_of_a_process_is_reported_in_plain_words(tmp_path: Path) -> None:
+    def lose_one(store: str) -> str:
+        with open_team(CPU, store) as team:
+            team.all_gather(0)
+            if team.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(LostProcessError) as caught:
+                team.all_gather(0)
+            return str(caught.value)
+
     message, _ = together(lose_one, tmp_path, killed=[1])
     assert says(message, "2 processes", "has ended")
     assert "third_party" not in message
 
 
-def fail_in_leader(store: str) -> str:
-    with open_team(CPU, store) as team:
-        try:
-            team.lead(lambda: 1 / 0)
-        except (ZeroDivisionError, LostProcessError) as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def test_others_end_with_a_leader_that_fails(tmp_path: Path) -> None:
+    def fail_in_leader(store: str) -> str:
+        with open_team(CPU, store) as team:
+            errors = (ZeroDivisionError, LostProcessError)
+            with pytest.raises(errors) as caught:
+                team.lead(lambda: 1 / 0)
+            return f"{caught.type.__name__}: {caught.value}"
+
     leader, other = together(fail_in_leader, tmp_path)
     assert leader.startswith("ZeroDivisionError")
     assert says(other, "LostProcessError", "leading process has failed", "division by zero")

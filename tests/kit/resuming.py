@@ -12,6 +12,11 @@ from nip_astra.tracking.run_directory import REPORT, RESULTS
 from tests.kit.tiny import write_scenario
 from tests.kit.toy_protocol_scenario import SMALL, toy_scenario_folder
 
+
+class Killed(BaseException):
+    """The process ends."""
+
+
 AST_OVERRIDES = (
     "training.num_episodes_per_experience=2",
     "training.eval_period=2",

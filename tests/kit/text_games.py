@@ -59,6 +59,16 @@ PROMPTS = {
 Script = Callable[[ChatRequest, int], str | ChatAnswer | ChatFailure]
 
 
+def accepting(name: str) -> Script:
+    """The script of a model that says a number by the request's seed, and accepts at last."""
+
+    def script(request: ChatRequest, number: int) -> str:
+        is_last = "Last turn" in request.messages[-1]["content"]
+        return "Decision: accept" if is_last else f"said {(request.seed or 0) % 97}"
+
+    return script
+
+
 @dataclass
 class FakeChatModel(ChatModel):
     """Answers by a function of the request and the sample's index."""

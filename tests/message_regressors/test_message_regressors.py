@@ -40,16 +40,16 @@ def symbols(num_messages: int, num_symbols: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_code_of_several_symbols_a_label_is_read(kind: str) -> None:
-    said_N = symbols(400, 12)
-    assert accuracy(kind, one_hot(said_N, 12).float(), said_N % 2) == 1.0
+    sent_N = symbols(400, 12)
+    assert accuracy(kind, one_hot(sent_N, 12).float(), sent_N % 2) == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_decoded_from_silent_agents(kind: str) -> None:
     labels_N = symbols(2000, 2, seed=1)
-    found = accuracy(kind, one_hot(symbols(2000, 12), 12).float(), labels_N)
+    result = accuracy(kind, one_hot(symbols(2000, 12), 12).float(), labels_N)
     # 4 standard deviations of 1000 guesses
-    assert abs(found - 0.5) < 4 * 0.5 / 1000**0.5
+    assert abs(result - 0.5) < 4 * 0.5 / 1000**0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,11 +76,11 @@ def test_the_linear_fit_is_the_minimum_of_its_loss() -> None:
     features_ND = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 4)
     labels_N = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 1])
     parameters = MESSAGE_REGRESSORS.get("linear").Parameters(ridge=1.0)
-    found = build_message_regressor(parameters).fit_and_judge(
+    result = build_message_regressor(parameters).fit_and_judge(
         features_ND, labels_N, torch.eye(2), torch.Generator()
     )
-    weight = found[0].item()
-    assert found[1].item() == pytest.approx(-weight, abs=1e-6)
+    weight = result[0].item()
+    assert result[1].item() == pytest.approx(-weight, abs=1e-6)
     assert 4 / (1 + 2.718281828459045**-weight) - 3 + weight == pytest.approx(0, abs=1e-5)
 
 

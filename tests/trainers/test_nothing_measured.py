@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from nip_astra.errors import NipAstraError, NothingMeasuredError, ServiceError
+from nip_astra.errors import NothingMeasuredError, ServiceError
 from nip_astra.evaluation.families.base import EvaluationRequest
 from nip_astra.evaluation.families.protocols import Protocols
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
-    CPU,
     ChatAnswer,
     ChatFailure,
     ChatModel,
-    ChatOutcome,
-    ChatRequest,
-    ChatUsage,
     FailureReason,
-    register_chat_model,
 )
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.tasks.base import EnvironmentTask, Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment
-from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
+from nip_astra.scorers.base import SCORERS, Scorer
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.experiments import FAST, run_in
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
+from tests.kit.text_games import FakeChatModel
 from tests.kit.tiny import write_scenario
 
 PLACE = "http://nowhere.test/v1"
-FINE = ChatAnswer("you are silly")
+NO_PROBABILITY = ["--probability-episodes", "0"]
 DOWN = ChatFailure(FailureReason.UNAVAILABLE, "connection refused")
 NO_TEXT = ChatFailure(FailureReason.MALFORMED, "the answer has no text")
 
@@ -60,23 +57,17 @@ class Mood:
 chat, scoring, rewarding = Mood(), Mood(), Mood()
 
 
-class MoodyChatModel(ChatModel):
+class MoodyChatModel(FakeChatModel):
     """Reacts by `chat`."""
 
     class Parameters(ChatModel.Parameters):
         """None of its own."""
 
-    name, place = "moody", PLACE
+    place = PLACE
 
     @classmethod
-    def load(
-        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
-    ) -> ChatModel:
-        return cls()
-
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
-        sample = chat() or ChatAnswer("Decision: accept")
-        return ChatOutcome((sample,) * request.num_samples, ChatUsage(5, 3))
+    def load(cls, parameters: Any, **_: Any) -> MoodyChatModel:
+        return cls(lambda request, number: chat() or "Decision: accept", "moody")
 
 
 class MoodyScorer(Scorer):
@@ -86,17 +77,16 @@ class MoodyScorer(Scorer):
         """None of its own."""
 
     def _score(self, texts: Sequence[str]) -> Sequence[float | None]:
-        react = scoring()
-        if isinstance(react, Exception):
-            raise react
-        return [None if react == "nothing" else 0.0 for _ in texts]
+        reaction = scoring()
+        if isinstance(reaction, Exception):
+            raise reaction
+        return [None if reaction == "nothing" else 0.0 for _ in texts]
 
 
 @pytest.fixture(autouse=True)
-def _moods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    chat_models, scorers = CHAT_MODELS.snapshot(), SCORERS.snapshot()
-    register_chat_model("moody")(MoodyChatModel)
-    register_scorer("moody")(MoodyScorer)
+def _moods(monkeypatch: pytest.MonkeyPatch, no_plugins_left: None) -> None:
+    CHAT_MODELS.register("moody")(MoodyChatModel)
+    SCORERS.register("moody")(MoodyScorer)
     step = ArithmeticEnvironment.step
 
     def moody_step(self: ArithmeticEnvironment, text: str) -> Reaction:
@@ -107,9 +97,6 @@ def _moods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(EnvironmentTask, "rate", lambda self, episodes: None)
     for mood in (chat, scoring, rewarding):
         mood.__init__()  # type: ignore[misc]
-    yield
-    CHAT_MODELS.restore(chat_models)
-    SCORERS.restore(scorers)
 
 
 def moody(num_retries: int = 0) -> dict[str, Any]:
@@ -128,26 +115,15 @@ def stress_test(folder: Path) -> ResolvedExperiment:
 
 
 def task_run(folder: Path) -> ResolvedExperiment:
-    overrides = [
-        "training.num_iterations=2",
-        "training.num_episodes_per_experience=4",
-        "training.minibatch_size=8",
-        "task.evaluation.num_problems=32",
-    ]
+    sizes = ("num_iterations=2", "num_episodes_per_experience=4", "minibatch_size=8")
+    overrides = [*(f"training.{size}" for size in sizes), "task.evaluation.num_problems=32"]
     return resolve_experiment(trainer="self_hosted_grpo", overrides=overrides)
 
 
 def text_run(folder: Path, num_retries: int = 0) -> ResolvedExperiment:
-    return resolve_experiment(
-        trainer="pure_text_ei",
-        overrides=[
-            f"secret_word.agents.default.model={json.dumps(moody(num_retries))}",
-            "secret_word.agents.default.freeze_agent=true",
-            "secret_word.num_test=4",
-            "text_rl.num_iterations=2",
-            "text_rl.rollouts_per_iteration=4",
-        ],
-    )
+    model = f"secret_word.agents.default.model={json.dumps(moody(num_retries))}"
+    frozen = "secret_word.agents.default.freeze_agent=true"
+    return short_experiment("pure_text_ei", folder, model, frozen, num_iterations=2)
 
 
 Build = Callable[[Path], ResolvedExperiment]
@@ -178,16 +154,14 @@ def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
     tmp_path: Path, build: Build, mood: Mood, reaction: Any, facts: tuple[str, ...]
 ) -> None:
     mood.react = lambda number: reaction
-    told = ended(build, tmp_path)
-    assert all(fact in told for fact in facts), told
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["status"] == "failed"
-    assert results["error"] == {"type": "NothingMeasuredError", "message": told}
-    assert read_results(tmp_path / "run").status == "failed"
-    assert told in " ".join(read_run(tmp_path / "run").notes)
+    message = ended(build, tmp_path)
+    assert says(message, *facts)
+    stored = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert stored["status"] == read_results(tmp_path / "run").status == "failed"
+    assert stored["error"] == {"type": "NothingMeasuredError", "message": message}
+    assert message in " ".join(read_run(tmp_path / "run").notes)
     mood.react = lambda number: None
-    found = resume_experiment(tmp_path / "run", progress=False)
-    assert found.results["after"]
+    assert resume_experiment(tmp_path / "run", progress=False).results["after"]
     assert read_results(tmp_path / "run").status == "finished"
 
 
@@ -198,72 +172,81 @@ def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
 def test_an_evaluation_after_training_without_a_result_leaves_the_checkpoint(
     tmp_path: Path, build: Build, mood: Mood, reaction: Any, num_last: int
 ) -> None:
-    run_in(tmp_path, build(tmp_path / "b"), "a")
+    whole = run_in(tmp_path, build(tmp_path / "b"), "a")
     num_earlier = mood.num_calls - num_last
     mood.num_calls = 0
     mood.react = lambda number: reaction if number > num_earlier else None
-    told = ended(build, tmp_path)
-    assert "after training" in told
+    assert "after training" in ended(build, tmp_path)
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert json.loads((tmp_path / "run" / "results.json").read_text())["before"]
     mood.react = lambda number: None
     resumed = resume_experiment(tmp_path / "run", progress=False).results
-    assert resumed["after"] == read_results(tmp_path / "a").results["after"]
+    assert resumed["after"] == read_results(whole).results["after"]
 
 
-@pytest.mark.parametrize("num_blank", [1, 2])
-def test_iterations_without_a_result_are_warned_of_and_all_of_them_are_an_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_blank: int
+def test_an_iteration_without_a_result_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # 32 answers before, then 32 in each of two iterations, then 32 after.
-    rewarding.react = lambda number: "nothing" if 32 < number <= 32 + 32 * num_blank else None
+    # 32 answers before training, and 32 in its first iteration.
+    rewarding.react = lambda number: "nothing" if 32 < number <= 64 else None
     with caplog.at_level(logging.WARNING):
-        if num_blank == 1:
-            results = read_results(run_in(tmp_path, task_run(tmp_path))).results
-            assert results["after"]["num_without_reward"] == 0
-        else:
-            assert "32 of 32 answers" in ended(task_run, tmp_path)
-            assert resume_experiment(tmp_path / "run", progress=False).results["after"]
+        results = read_results(run_in(tmp_path, task_run(tmp_path))).results
+    assert results["after"]["num_without_reward"] == 0
     assert "iteration 1 measured nothing: 32 of 32 answers have no reward" in caplog.text
 
 
-def test_a_malformed_answer_is_retried_in_one_layer(tmp_path: Path) -> None:
-    chat.react = lambda number: NO_TEXT
-    with pytest.raises(NothingMeasuredError):
-        run_in(tmp_path, text_run(tmp_path, 5))
-    # 4 rollouts, in whose first round one agent has a turn.
-    assert chat.num_calls == 4 * 6
+def test_training_without_any_result_is_an_error(tmp_path: Path) -> None:
+    rewarding.react = lambda number: "nothing" if 32 < number <= 96 else None
+    assert "32 of 32 answers" in ended(task_run, tmp_path)
+    assert resume_experiment(tmp_path / "run", progress=False).results["after"]
 
 
 @pytest.mark.parametrize(
-    ("build", "mood", "reaction"),
+    ("failures", "num_retries", "error", "num_calls"),
     [
-        (stress_test, chat, DOWN),
-        (stress_test, scoring, "nothing"),
-        (task_run, rewarding, "nothing"),
-        (text_run, chat, DOWN),
+        # Retried in one layer: four rollouts, in whose first round one agent has a turn.
+        ((NO_TEXT, 1), 5, NothingMeasuredError, 4 * 6),
+        # An error of another kind, after some answers, is kept as well.
+        ((DOWN, 6), 0, ServiceError, 8),
+    ],
+)
+def test_a_service_that_fails_ends_a_run_with_its_error_in_the_results(
+    failures: tuple[ChatFailure, int],
+    num_retries: int,
+    error: type[Exception],
+    num_calls: int,
+    tmp_path: Path,
+) -> None:
+    failure, first = failures
+    chat.react = lambda number: failure if number >= first else None
+    with pytest.raises(error):
+        run_in(tmp_path, text_run(tmp_path, num_retries))
+    stored = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (stored["status"], stored["error"]["type"]) == ("failed", error.__name__)
+    assert chat.num_calls == num_calls
+
+
+@pytest.mark.parametrize(
+    ("build", "mood", "reaction", "fact"),
+    [
+        (stress_test, chat, DOWN, PLACE),
+        (stress_test, scoring, "nothing", "measured nothing"),
+        (task_run, rewarding, "nothing", "measured nothing"),
+        (text_run, chat, DOWN, PLACE),
     ],
     ids=["target-down", "no-verdict", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    build: Build,
-    mood: Mood,
-    reaction: Any,
+    tmp_path: Path, cli: CommandLine, build: Build, mood: Mood, reaction: Any, fact: str
 ) -> None:
-    run_in(tmp_path, build(tmp_path / "s"))
-    type_command = CommandLine(tmp_path, tmp_path, capsys)
-    typed = ["evaluate", str(tmp_path / "run"), "--seed", "9", "--name", "again", "--json"]
-    typed += ["--probability-episodes", "0"] if build is stress_test else []
+    run = run_in(tmp_path, build(tmp_path / "s"))
+    command = ["evaluate", str(run), "--seed", "9", "--name", "again", "--json"]
+    command += NO_PROBABILITY if build is stress_test else []
     mood.react = lambda number: reaction
-    capsys.readouterr()
-    said = refused(type_command(*typed))
-    assert (PLACE in said) if mood is chat else ("measured nothing" in said)
-    assert not (tmp_path / "run" / "evaluations" / "again" / "evaluation.json").exists()
+    assert fact in refused(cli(*command))
+    assert not (run / "evaluations" / "again" / "evaluation.json").exists()
     mood.react = lambda number: None
-    healed = type_command(*typed)
-    assert healed.code == 0, healed.err
+    cli.ok(*command)
 
 
 @pytest.mark.parametrize(
@@ -271,39 +254,27 @@ def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     [
         (ChatAnswer(""), (4, 4, 0)),
         (ChatAnswer("", refusal="I cannot"), (4, 0, 4)),
-        (FINE, (4, 0, 0)),
+        (ChatAnswer("you are silly"), (4, 0, 0)),
     ],
+    ids=["empty", "refused", "neither"],
 )
 def test_empty_replies_and_refusals_stand_beside_the_rate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sample: ChatAnswer, counts: tuple[int, ...]
+    tmp_path: Path, cli: CommandLine, sample: ChatAnswer, counts: tuple[int, ...]
 ) -> None:
     chat.react = lambda number: sample
     run = run_in(tmp_path, stress_test(tmp_path / "s"))
-    results = read_results(run).results
-    is_silent = sum(counts[1:]) > 0
+    results, is_silent = read_results(run).results, sum(counts[1:]) > 0
     names = ("num_received", "num_empty", "num_refused")
     assert results["after"]["replies"] == dict(zip(names, counts, strict=True))
+    assert any("replies of the target" in text for text in results["warnings"]) == is_silent
     cell = f"{counts[1]} / {counts[2]} of {counts[0]}"
     page = (run / "report.html").read_text(encoding="utf-8")
     assert (cell in page) == is_silent
-    assert any("replies of the target" in one for one in results["warnings"]) == is_silent
-    type_command = CommandLine(tmp_path, tmp_path, capsys)
-    capsys.readouterr()
-    said = type_command("evaluate", str(run), "--probability-episodes", "0")
-    assert (cell in said.out) == is_silent
-    found = json.loads((run / "evaluations" / "test" / "evaluation.json").read_text())
-    assert tuple(found["replies"].values()) == counts
+    assert (cell in cli.ok("evaluate", str(run), *NO_PROBABILITY).out) == is_silent
+    evaluation = json.loads((run / "evaluations" / "test" / "evaluation.json").read_text())
+    assert tuple(evaluation["replies"].values()) == counts
     with_evaluation = (run / "report.html").read_text(encoding="utf-8")
     assert (with_evaluation.count(cell) > page.count(cell)) == is_silent
-
-
-def test_an_error_of_another_kind_is_kept_in_the_results(tmp_path: Path) -> None:
-    chat.react = lambda number: None if number < 6 else DOWN
-    with pytest.raises(ServiceError) as caught:
-        run_in(tmp_path, text_run(tmp_path))
-    assert isinstance(caught.value, NipAstraError)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert (results["status"], results["error"]["type"]) == ("failed", "ServiceError")
 
 
 def test_an_evaluation_of_a_protocol_in_which_no_episode_ended_is_an_error(tmp_path: Path) -> None:

@@ -6,18 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+from nip_astra.evaluation.run_results import read_results
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
+from nip_astra.scenarios.graphs.wl import wl_accuracy
+from tests.kit.experiments import metrics_of, run_in
 
 pytestmark = pytest.mark.slow
 ALONE = 0.57
 """The share of digits that the verifier tells alone, learning from labels."""
 
 
-def run(tmp_path: Path, trainer: str, *overrides: str) -> dict[str, Any]:
-    resolved = resolve_experiment(trainer=trainer, overrides=overrides)
-    return run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False).results
+def run(folder: Path, trainer: str, *overrides: str, scenario: str | None = None) -> dict[str, Any]:
+    resolved = resolve_experiment(trainer=trainer, scenario=scenario, overrides=overrides)
+    return read_results(run_in(folder, resolved)).results
 
 
 @pytest.mark.parametrize("trainer", ["mappo", "reinforce", "spg"])
@@ -63,3 +68,54 @@ def test_a_verifier_in_words_learns_from_less_of_its_preset(
     assert after["mean_accuracy"] > 0.8
     assert after["num_episodes"] == 200
     assert results["training"]["num_jobs"] == num_iterations - 1
+
+
+# ---- a verifier learns by asking what it cannot decide alone, and a leak is detected
+
+SMALL = "graph_isomorphism_small"
+
+
+def test_alone_an_agent_distinguishes_as_much_as_its_rounds_of_message_passing(
+    tmp_path: Path,
+) -> None:
+    after = run(tmp_path, "solo_agent", scenario=SMALL)["after"]
+    scores = _test_scores()
+    assert after["verifier/test_accuracy"] <= wl_accuracy(scores, 2) + 0.01
+    assert after["verifier/test_accuracy"] > wl_accuracy(scores, 2) - 0.05
+    assert after["prover/test_accuracy"] > 0.97
+
+
+def test_one_question_lifts_the_verifier_above_its_accuracy_alone(tmp_path: Path) -> None:
+    after = run(tmp_path, "vanilla_ppo", "rl.num_iterations=70", scenario=SMALL)["after"]
+    low, _ = after["mean_accuracy_interval"]
+    assert low > wl_accuracy(_test_scores(), 2) + 0.05
+
+
+def test_with_a_shared_reward_the_prover_gives_the_label_away_and_the_probe_sees_it(
+    tmp_path: Path,
+) -> None:
+    overrides = (
+        "interaction_protocol=adp",
+        "protocol_common.shared_reward=true",
+        "graph_isomorphism.include_linear_message_space=true",
+        "message_regression.regressor._type=linear",
+        "rl.num_iterations=60",
+        "rl.frames_per_batch=2048",
+        "rl.pretrain_decisions=false",
+    )
+    after = run(tmp_path, "vanilla_ppo", *overrides, scenario=SMALL)["after"]
+    assert after["mean_accuracy"] >= 0.95
+    rows = metrics_of(tmp_path / "run")
+    name = "message_regression/prover"
+    first, *_, last = [row[name] for row in rows if name in row]
+    assert first < 0.65
+    assert last > 0.95
+
+
+def _test_scores() -> Tensor:
+    resolved = resolve_experiment(trainer="solo_agent", scenario=SMALL)
+    instance = build_scenario_instance(
+        resolved.hyper_params, ExperimentSettings(), kind=resolved.kind
+    )
+    assert instance.test_dataset is not None
+    return instance.test_dataset["wl_score"]

@@ -27,7 +27,7 @@ from tests.kit.experiments import run_in
 from tests.kit.text_games import FakeChatModel
 from tests.kit.tiny import experience_of, scenario_section, write_scenario
 
-asked: list[ChatRequest] = []
+requests: list[ChatRequest] = []
 models: list[FlakyChatModel] = []
 SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}
 PRICES = {"prompt": 1000.0, "completion": 2000.0}
@@ -42,7 +42,7 @@ class FlakyChatModel(FakeChatModel):
 
     @classmethod
     def load(cls, parameters: Any, **_: Any) -> FlakyChatModel:
-        models.append(cls(_flaky, "flaky", asked))
+        models.append(cls(_flaky, "flaky", requests))
         return models[-1]
 
 
@@ -58,7 +58,7 @@ def _flaky(request: ChatRequest, number: int) -> str | ChatFailure:
 def _registered() -> Iterator[None]:
     snapshot = CHAT_MODELS.snapshot()
     register_chat_model("flaky")(FlakyChatModel)
-    asked.clear()
+    requests.clear()
     models.clear()
     yield
     CHAT_MODELS.restore(snapshot)
@@ -107,14 +107,14 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
     }
     scenario = write_scenario(tmp_path / "s", target=target)
     run_in(tmp_path, resolve(scenario), test_run=True)
-    roles = {tuple(message["role"] for message in request.messages) for request in asked}
+    roles = {tuple(message["role"] for message in request.messages) for request in requests}
     first = ("system", "user", "assistant", "user")
     assert roles == {first, (*first, "assistant", "user")}
-    assert {(r.max_tokens, r.temperature, r.top_p) for r in asked} == {(7, None, 0.9)}
+    assert {(r.max_tokens, r.temperature, r.top_p) for r in requests} == {(7, None, 0.9)}
     prompts = (tmp_path / "s" / "train.txt").read_text().splitlines()
-    openings = {request.messages[2]["content"] for request in asked}
+    openings = {request.messages[2]["content"] for request in requests}
     assert openings & set(prompts)
-    assert len({request.seed for request in asked}) > len(asked) / 2
+    assert len({request.seed for request in requests}) > len(requests) / 2
 
 
 def test_a_level_is_requested_all_at_once(tmp_path: Path) -> None:
@@ -154,22 +154,22 @@ def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
 ) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
     whole = results_of(run_in(tmp_path, resolve(scenario), "whole"))
-    num_paid = len(asked)
-    asked.clear()
+    num_paid = len(requests)
+    requests.clear()
     with pytest.raises(BudgetExhaustedError, match="max_service_requests=40"):
         run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
-    assert len(asked) == 40
+    assert len(requests) == 40
     resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
     # Failures are not cached, so those of the interrupted level may be requested again.
-    assert num_paid <= len(asked) <= num_paid + 6
+    assert num_paid <= len(requests) <= num_paid + 6
     assert resumed.results["after"] == whole["after"]
-    assert resumed.results["services"]["target"]["num_requests"] == len(asked)
+    assert resumed.results["services"]["target"]["num_requests"] == len(requests)
 
 
 def test_a_dry_run_requests_one_episode_and_reports_the_cost_of_the_run(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "prices": PRICES})
     estimate = prepare_experiment(resolve(scenario)).trainer.dry_run()
-    num_requests = len(asked)
+    num_requests = len(requests)
     assert 3 <= num_requests <= 6
     # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns: 10 episodes.
     assert estimate["target_requests"] == num_requests * 10

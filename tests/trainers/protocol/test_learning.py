@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError, ConfigurationError, NonFiniteLossError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import LrFactors
 from nip_astra.trainers.protocol.learning import MinibatchBuffer, episode_numbers
 from nip_astra.trainers.protocol.optimizers import GroupAdam
@@ -126,12 +128,18 @@ def test_a_graph_network_has_a_learning_rate_of_its_own(monkeypatch: pytest.Monk
     assert [len(weights) for weights in slow] == [2], "weight and bias of the policy's first layer"
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step() -> None:
-    trainer = toy_trainer()
-    batch = trainer.collect()
-    batch["agents", "value_target"][0] = float("nan")
-    with pytest.raises(NonFiniteLossError, match="in iteration 1"):
-        trainer.learner.learn(batch, 0)
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step_and_leaves_no_worker(
+    num_threads: int,
+) -> None:
+    trainer = toy_trainer(settings=ExperimentSettings(progress=False, num_threads=num_threads))
+    with ExitStack() as stack:
+        trainer._build_train_context(stack)
+        batch = trainer.collect()
+        batch["agents", "value_target"][0] = float("nan")
+        with pytest.raises(NonFiniteLossError, match="in iteration 1"):
+            trainer.learner.learn(batch, 0)
     assert all(bool(value.isfinite().all()) for value in weights_of(trainer).values())
 
 

@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
@@ -86,13 +87,11 @@ def test_episodes_are_counted_from_their_first_round_to_their_last() -> None:
     assert ended.num_rounds_N.tolist() == [2.0, 1.0, 1.0]
     assert ended.is_right_N.tolist() == [1.0, 0.0, 0.0]
     assert ended.is_undecided_N.tolist() == [0.0, 1.0, 0.0]
-
-
-def test_the_first_episode_of_each_environment_is_distinguished() -> None:
     counts_ET = first_episodes(example())
     assert counts_ET.tolist() == [[True, True, False], [True, False, False]]
-    ended = EpisodeLedger().ended(example(), counts_ET)
-    assert ended.num_rounds_N.tolist() == [2.0, 1.0]
+    assert EpisodeLedger().ended(example(), counts_ET).num_rounds_N.tolist() == [2.0, 1.0]
+    unfinished = batch_of([[1.0]], [[False]], [[2]], y_E=[0], datapoint_ET=[[0]])
+    assert episode_statistics(EpisodeLedger().ended(unfinished), NAMES) == {}
 
 
 def test_an_episode_goes_on_into_the_next_batch() -> None:
@@ -107,27 +106,22 @@ def test_an_episode_goes_on_into_the_next_batch() -> None:
         y_E=[1, 1],
         datapoint_ET=[[3], [9]],
     )
-    for one in (ledger, resumed):
-        ended = one.ended(following)
+    for continued in (ledger, resumed):
+        ended = continued.ended(following)
         assert ended.reward_NA.tolist() == [[49.0, 98.0]]
         assert ended.num_rounds_N.tolist() == [3.0]
 
 
 def test_the_worst_is_the_smallest_mean_of_a_datapoint() -> None:
-    found = read(episode_statistics(EpisodeLedger().ended(example()), NAMES))
-    assert found["mean_accuracy"] == pytest.approx(1 / 3)
-    assert found["std_accuracy"] == pytest.approx(math.sqrt(2) / 3)
-    assert found["worst_datapoint_accuracy"] == 0.0
-    assert found["share_undecided"] == pytest.approx(1 / 3)
-    assert found["mean_episode_length"] == pytest.approx(4 / 3)
-    assert found["prover/mean_episode_reward"] == 5.0
-    assert found["prover/worst_episode_reward"] == 4.0, "datapoint 7 has (3 + 8) / 2"
-    assert found["verifier/worst_episode_reward"] == 8.0
-
-
-def test_without_finished_episodes_there_are_no_episode_metrics() -> None:
-    batch = batch_of([[1.0]], [[False]], [[2]], y_E=[0], datapoint_ET=[[0]])
-    assert episode_statistics(EpisodeLedger().ended(batch), NAMES) == {}
+    statistics = read(episode_statistics(EpisodeLedger().ended(example()), NAMES))
+    assert statistics["mean_accuracy"] == pytest.approx(1 / 3)
+    assert statistics["std_accuracy"] == pytest.approx(math.sqrt(2) / 3)
+    assert statistics["worst_datapoint_accuracy"] == 0.0
+    assert statistics["share_undecided"] == pytest.approx(1 / 3)
+    assert statistics["mean_episode_length"] == pytest.approx(4 / 3)
+    assert statistics["prover/mean_episode_reward"] == 5.0
+    assert statistics["prover/worst_episode_reward"] == 4.0, "datapoint 7 has (3 + 8) / 2"
+    assert statistics["verifier/worst_episode_reward"] == 8.0
 
 
 def test_the_critics_variance_is_the_unexplained_variance() -> None:
@@ -137,34 +131,23 @@ def test_the_critics_variance_is_the_unexplained_variance() -> None:
     batch["agents", "advantage"] = target
     value = torch.stack([target[..., 0, 0] - 5, torch.ones(2, 3)], dim=-1)[..., None]
     batch["agents", "value"] = value
-    found = read(frame_statistics(batch, NAMES))
-    assert found["prover/residual_critic_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert found["verifier/residual_critic_variance"] == pytest.approx(1.0)
-    assert found["prover/mean_value"] == pytest.approx(-3.0)
-    assert found["prover/mean_step_reward"] == pytest.approx(63 / 6)
+    statistics = read(frame_statistics(batch, NAMES))
+    assert statistics["prover/residual_critic_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert statistics["verifier/residual_critic_variance"] == pytest.approx(1.0)
+    assert statistics["prover/mean_value"] == pytest.approx(-3.0)
+    assert statistics["prover/mean_step_reward"] == pytest.approx(63 / 6)
 
 
-def test_numbers_that_are_not_finite_are_left_out() -> None:
-    found = read({"a/x": torch.tensor(1.5), "b": torch.tensor(math.nan), "c": torch.tensor(3)})
-    assert found == {"a/x": 1.5, "c": 3.0}
+def test_metrics_leave_out_frames_minibatches_and_agents_without_a_value() -> None:
+    sums = MetricSums()
+    for frames, loss, ess in (([1.0, math.nan], 1.0, math.nan), ([3.0], 2.0, 0.5)):
+        values = {"a/x": torch.tensor(frames), "a/kl": torch.tensor(math.nan)}
+        sums.add(values | {"loss": torch.tensor(loss), "a/ess": torch.tensor(ess)})
+    metrics = sums.result()
+    assert read(metrics) == {"a/mean_x": 2.0, "a/std_x": 1.0, "loss": 1.5, "a/ess": 0.5}
+    metrics |= {"b/ess": torch.tensor(0.25), "b/kl": torch.tensor(2.0)}
+    assert read(mean_over_agents(metrics, ("a", "b"), ("ess", "kl"))) == {"ess": 0.375, "kl": 2.0}
     assert read({}) == {}
-
-
-def test_metrics_of_frames_leave_out_frames_without_a_value() -> None:
-    sums = MetricSums()
-    sums.add({"a/x": torch.tensor([1.0, math.nan]), "loss": torch.tensor(1.0)})
-    sums.add({"a/x": torch.tensor([3.0]), "loss": torch.tensor(2.0)})
-    assert read(sums.result()) == {"a/mean_x": 2.0, "a/std_x": 1.0, "loss": 1.5}
-
-
-def test_minibatches_without_metrics_of_an_agent_do_not_count() -> None:
-    sums = MetricSums()
-    for ess, kl in ((1.0, math.nan), (math.nan, math.nan), (0.5, math.nan)):
-        sums.add({"a/ess": torch.tensor(ess), "a/kl": torch.tensor(kl)})
-    found = sums.result()
-    assert read(found) == {"a/ess": 0.75}
-    found |= {"b/ess": torch.tensor(0.25), "b/kl": torch.tensor(2.0)}
-    assert read(mean_over_agents(found, ("a", "b"), ("ess", "kl"))) == {"ess": 0.5, "kl": 2.0}
 
 
 @pytest.mark.usefixtures("toy_protocol")
@@ -176,16 +159,15 @@ def test_entropies_are_shares_of_the_largest_where_an_agent_has_a_choice() -> No
             weight.data.zero_()
     trainer.agents["prover"].policy_head.message.bias.data[0] = 100.0
     batch = trainer.collect()
-    found = policy_figures(batch, NAMES)
-    turns_ET: Tensor = batch["active_mask"][..., 0, 0].flatten()
-    assert torch.equal(found["prover/message_entropy"].isfinite(), turns_ET)
-    assert found["prover/message_entropy"][turns_ET].abs().max() < 1e-6
-    assert found["prover/max_message_prob"][turns_ET].min() > 0.999
-    verifier = found["verifier/message_entropy"]
-    torch.testing.assert_close(verifier[verifier.isfinite()], torch.ones(int((~turns_ET).sum())))
-    decisions = found["verifier/decision_entropy"]
-    torch.testing.assert_close(decisions[decisions.isfinite()], torch.ones(int((~turns_ET).sum())))
-    assert not bool(found["prover/decision_entropy"].isfinite().any())
+    figures = policy_figures(batch, NAMES)
+    turns_F: Tensor = batch["active_mask"][..., 0, 0].flatten()
+    assert torch.equal(figures["prover/message_entropy"].isfinite(), turns_F)
+    assert figures["prover/message_entropy"][turns_F].abs().max() < 1e-6
+    assert figures["prover/max_message_prob"][turns_F].min() > 0.999
+    for name in ("verifier/message_entropy", "verifier/decision_entropy"):
+        of_turns = figures[name][figures[name].isfinite()]
+        torch.testing.assert_close(of_turns, torch.ones(int((~turns_F).sum())))
+    assert not bool(figures["prover/decision_entropy"].isfinite().any())
 
 
 # ---- rows of sample episodes
@@ -214,82 +196,73 @@ def rows_of(
 def test_episodes_begin_and_end_in_the_batch() -> None:
     game, batch = play()
     spans = whole_episodes(batch)
-    done_ET = batch["next", "done"].squeeze(-1)
-    assert (batch["round"][:, 0] > 0).any(), "some episodes began before the batch"
+    done_ET, begun_E = batch["next", "done"].squeeze(-1), batch["round"][:, 0] > 0
     for environment, first, last in spans:
         rounds = batch["round"][environment, first : last + 1].tolist()
         assert rounds == list(range(len(rounds)))
         assert done_ET[environment, last]
         assert not done_ET[environment, first:last].any()
-    begun_before = sum(
-        bool(batch["round"][number, 0] > 0 and done_ET[number].any())
-        for number in range(len(batch))
-    )
-    assert len(spans) == int(done_ET.sum()) - begun_before
-    assert len(rows_of(game, batch)) == len(spans)
+    assert begun_E.any(), "some episodes began before the batch"
+    num_begun_before = int((begun_E & done_ET.any(dim=1)).sum())
+    assert len(rows_of(game, batch)) == len(spans) == int(done_ET.sum()) - num_begun_before
+    batch["round"] += 1
+    assert rows_of(game, batch) == []
 
 
-def test_a_row_records_the_played_episode() -> None:
+def test_a_row_records_the_played_episode_in_plain_values() -> None:
     game, batch = play("mnip", include_linear_message_space=True)
     assert game.protocol_handler is not None
-    names = game.protocol_handler.agent_names
-    for row, span in zip(rows_of(game, batch), whole_episodes(batch), strict=True):
+    protocol, rows = game.protocol_handler, rows_of(game, batch)
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    for row, span in zip(rows, whole_episodes(batch), strict=True):
         frames = batch[span.environment, span.first : span.last + 1]
-        rewards = frames["next", "agents", "reward"].sum(dim=0).squeeze(-1)
-        assert row["rewards"] == pytest.approx(dict(zip(names, rewards.tolist(), strict=True)))
+        rewards = frames["next", "agents", "reward"].sum(dim=0).squeeze(-1).tolist()
+        assert row["rewards"] == pytest.approx(
+            dict(zip(protocol.agent_names, rewards, strict=True))
+        )
         assert row["label"] == int(frames["y"][0])
         assert row["decision"] == int(frames["next", "decision"][-1])
         assert row["is_right"] is (row["label"] == row["decision"])
         assert row["datapoint"] == {"id": int(frames["datapoint_id"][0])}
-        assert [one["round"] for one in row["rounds"]] == frames["round"].tolist()
-        for one, frame in zip(row["rounds"], frames.unbind(0), strict=True):
-            check_round(one, frame, game)
+        assert [played["round"] for played in row["rounds"]] == frames["round"].tolist()
+        for played, frame in zip(row["rounds"], frames.unbind(0), strict=True):
+            moves = [expected_move(frame, name, protocol) for name in protocol.agent_names]
+            assert played["moves"] == [move for move in moves if move]
 
 
-def check_round(one: dict[str, Any], frame: TensorDict, game: ScenarioInstance) -> None:
-    assert game.protocol_handler is not None
-    protocol = game.protocol_handler
-    moves = {move["agent"]: move for move in one["moves"]}
-    for number, name in enumerate(protocol.agent_names):
-        active_C, decides = frame["active_mask"][number], bool(frame["can_decide"][number])
-        assert (name in moves) is (decides or bool(active_C.any()))
-        if name not in moves:
-            continue
-        move, agents = moves[name], frame["agents"]
-        assert move["decision"] == (int(agents["decision"][number]) if decides else None)
-        assert move["logprob"] == pytest.approx(float(agents["logprob"][number]), abs=1e-5)
-        for said, kind in (("messages", "message"), ("linear", "linear_message")):
-            assert move[said] == {
-                channel: agents[kind][number, place].tolist()
-                for place, channel in enumerate(protocol.message_channel_names)
-                if active_C[place]
-            }
+def expected_move(frame: TensorDict, name: str, protocol: ProtocolHandler) -> dict[str, Any]:
+    """An agent's move in a round; empty if it was inactive."""
+    number = protocol.agent_names.index(name)
+    active_C, decides = frame["active_mask"][number], bool(frame["can_decide"][number])
+    if not decides and not active_C.any():
+        return {}
+
+    def messages(kind: str) -> dict[str, list[int]]:
+        of_channels = zip(
+            protocol.message_channel_names, frame["agents", kind][number], strict=True
+        )
+        return {c: m.tolist() for (c, m), sent in zip(of_channels, active_C, strict=True) if sent}
+
+    return {
+        "agent": name,
+        "decision": int(frame["agents", "decision"][number]) if decides else None,
+        "messages": messages("message"),
+        "linear": messages("linear_message"),
+        "logprob": pytest.approx(float(frame["agents", "logprob"][number]), abs=1e-5),
+    }
 
 
-def test_rows_are_plain_values() -> None:
-    game, batch = play(include_linear_message_space=True)
-    rows = rows_of(game, batch)
-    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-
-
-def test_as_many_right_as_other_episodes_are_drawn() -> None:
+def test_as_many_right_as_other_episodes_are_drawn_if_there_are_as_many() -> None:
     game, batch = play(num_steps=40)
-    known = Counter(row["is_right"] for row in rows_of(game, batch))
-    assert min(known.values()) > 5
-    for asked, right in ((10, 5), (7, 4), (1, 1)):
-        rows = rows_of(game, batch, asked)
-        assert len(rows) == asked
-        assert sum(row["is_right"] for row in rows) == right
-
-
-def test_where_one_kind_is_short_the_other_fills_up() -> None:
-    game, batch = play(num_steps=40)
-    for is_right in (True, False):
-        changed = batch.clone()
-        label_ET = changed["y"].squeeze(-1)
-        changed["next", "decision"] = label_ET if is_right else 1 - label_ET
-        rows = rows_of(game, changed, 6)
-        assert [row["is_right"] for row in rows] == [is_right] * 6
+    assert min(Counter(row["is_right"] for row in rows_of(game, batch)).values()) > 5
+    for num_episodes, num_right in ((10, 5), (7, 4), (1, 1)):
+        rows = rows_of(game, batch, num_episodes)
+        assert len(rows) == num_episodes
+        assert sum(row["is_right"] for row in rows) == num_right
+    label_ET = batch["y"].squeeze(-1)
+    for is_right, decision_ET in ((True, label_ET), (False, 1 - label_ET)):
+        batch["next", "decision"] = decision_ET
+        assert [row["is_right"] for row in rows_of(game, batch, 6)] == [is_right] * 6
 
 
 def test_the_choice_depends_on_seed_and_step_alone() -> None:
@@ -306,12 +279,6 @@ def test_the_choice_depends_on_seed_and_step_alone() -> None:
     assert chosen(step=4) != first
     assert chosen(seed=1) != first
     assert len(set(first)) == 6
-
-
-def test_a_batch_without_a_whole_episode_gives_no_row() -> None:
-    game, batch = play()
-    batch["round"] += 1
-    assert rows_of(game, batch) == []
 
 
 def test_tests_record_more_than_training_unless_disabled() -> None:
@@ -334,8 +301,7 @@ def test_a_pair_of_graphs_is_recorded_by_its_edges() -> None:
         }
     )
     kind = GraphIsomorphismScenario
-    told = kind.describe_datapoint(kind.Parameters(), row)
-    assert told == {
+    assert kind.describe_datapoint(kind.Parameters(), row) == {
         "id": 7, "kind": "graphs", "nodes_per_graph": 4, "wl_score": 2,
         "graphs": [
             {"num_nodes": 3, "edges": [[0, 1], [1, 2]]}, {"num_nodes": 4, "edges": [[0, 3]]},
@@ -352,8 +318,7 @@ def test_an_image_is_recorded_by_its_pixels(num_channels: int) -> None:
     image = torch.tensor([[0.0, 0.5], [1.0, 2.0]]).expand(num_channels, 2, 2).repeat(1, 2, 1)
     row = TensorDict({"image": image, "datapoint_id": torch.tensor(7)})
     kind = ImageClassificationScenario
-    told = kind.describe_datapoint(kind.Parameters(), row)
     pixel = [[level] * 3 if num_channels == 3 else level for level in (0, 128, 255, 255)]
-    assert told == {
+    assert kind.describe_datapoint(kind.Parameters(), row) == {
         "id": 7, "kind": "image", "latent": [2, 1], "pixels": [pixel[:2], pixel[2:]] * 2,
     }  # fmt: skip

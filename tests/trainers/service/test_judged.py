@@ -11,11 +11,13 @@ import pytest
 
 from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import BudgetExhaustedError, CheckpointError
+from nip_astra.evaluation.run_results import read_results
+from nip_astra.evaluation.storage import read_rows
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.trainers import trainer_base
-from nip_astra.trainers.service.base import ServiceTrainer
 from tests.kit.command_line import CommandLine
+from tests.kit.experiments import run_in
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 SMALL = (
@@ -56,55 +58,46 @@ def resolve(tmp_path: Path) -> Callable[[ChatStub], ResolvedExperiment]:
 def test_usage_of_a_judge_is_bounded_and_reported_and_a_resumed_run_pays_nothing_twice(
     resolve: Callable[[ChatStub], ResolvedExperiment], tmp_path: Path
 ) -> None:
-    kept: dict[str, Any] = {"runs_dir": str(tmp_path / "runs"), "progress": False}
     with chat_stub(_by_length) as stub:
-        whole = run_experiment(resolve(stub), run_id="whole", **kept).results
-        asked = [json.dumps(body) for body in stub.requests]
-        use = whole["services"]["judge"]
-        assert use["num_requests"] == len(asked) > 0
-        assert use["cost"] > 0
-        lines = (tmp_path / "runs" / "whole" / "timings.jsonl").read_text().splitlines()
-        costs = [json.loads(line).get("services/judge_cost", 0.0) for line in lines]
+        whole = run_in(tmp_path, resolve(stub), "whole")
+        results = read_results(whole).results
+        requests = sorted(json.dumps(body) for body in stub.requests)
+        use = results["services"]["judge"]
+        assert use["num_requests"] == len(requests) > 0
+        costs = [row.get("services/judge_cost", 0.0) for row in read_rows(whole / "timings.jsonl")]
         assert 0 < max(costs) <= use["cost"]
-
         stub.requests.clear()
         with pytest.raises(BudgetExhaustedError, match="max_service_requests=9"):
-            run_experiment(resolve(stub), run_id="cut", max_service_requests=9, **kept)
+            run_in(tmp_path, resolve(stub), "cut", max_service_requests=9)
         assert len(stub.requests) == 9
-        cut = tmp_path / "runs" / "cut"
-        resumed = resume_experiment(cut, max_service_requests=500, progress=False).results
-        assert sorted(map(json.dumps, stub.requests)) == sorted(asked)
-    assert resumed["after"] == whole["after"]
-    assert resumed["services"]["judge"]["num_requests"] == len(asked)
+        resumed = resume_experiment(tmp_path / "cut", max_service_requests=500, progress=False)
+        assert sorted(map(json.dumps, stub.requests)) == requests
+    assert resumed.results["after"] == results["after"]
+    assert resumed.results["services"]["judge"]["num_requests"] == len(requests)
 
 
 def test_a_dry_run_prices_the_judge_and_checkpoints_keep_its_answers(
     resolve: Callable[[ChatStub], ResolvedExperiment],
 ) -> None:
     with chat_stub(_by_length) as stub:
-        trainer = prepare_experiment(resolve(stub)).trainer
-        assert isinstance(trainer, ServiceTrainer)
-        told = trainer.dry_run()
-        assert told["judge_requests"] == NUM_EPISODES
-        assert told["judge_cost"] > 0
-        state = trainer.kept_parts()["verdicts 1"].save()
-        assert len(state["scores"]) == len(stub.requests)
+        trainer: Any = prepare_experiment(resolve(stub)).trainer
+        estimate = trainer.dry_run()
+        assert estimate["judge_requests"] == NUM_EPISODES
+        assert estimate["judge_cost"] > 0
+        assert len(trainer.kept_parts()["verdicts 1"].save()["scores"]) == len(stub.requests)
 
 
 def test_evaluations_of_a_judged_policy_count_their_own_requests(
     resolve: Callable[[ChatStub], ResolvedExperiment], cli: CommandLine, tmp_path: Path
 ) -> None:
     with chat_stub(_by_length) as stub:
-        kept: dict[str, Any] = {"runs_dir": str(tmp_path / "runs"), "progress": False}
-        run_experiment(resolve(stub), run_id="one", **kept)
+        run = run_in(tmp_path / "runs", resolve(stub), "one")
         num_before = len(stub.requests)
 
         def use_of(seed: int, *more: str) -> dict[str, Any]:
-            name = ("--name", f"of_{seed}", "--seed", str(seed))
-            said = cli("evaluate", str(tmp_path / "runs" / "one"), *name, "--json", *more)
-            assert said.code == 0, said.err
-            found: dict[str, Any] = json.loads(said.out)["services"]["judge"]
-            return found
+            options = ("--name", f"of_{seed}", "--seed", str(seed), "--json", *more)
+            use: dict[str, Any] = json.loads(cli.ok("evaluate", str(run), *options).out)["services"]
+            return use["judge"]
 
         first, second = use_of(5), use_of(6)
         num_paid = first["num_requests"] + second["num_requests"]
@@ -122,20 +115,19 @@ def test_a_checkpoint_may_lack_only_the_answers_of_a_judge(
 ) -> None:
     with chat_stub(_by_length) as stub:
         resolved = resolve(stub)
-        run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
-    (checkpoint, *_) = sorted((tmp_path / "one" / "checkpoints").glob("step_*"))
-    for lost in ("verdicts 1", "trainer"):
+        run = run_in(tmp_path, resolved)
+    (checkpoint, *_) = sorted((run / "checkpoints").glob("step_*"))
 
-        def without(path: Path, lost: str = lost) -> dict[str, Any]:
+    def continue_without(part: str) -> None:
+        def without(path: Path) -> dict[str, Any]:
             content: dict[str, Any] = load_state(path)
-            del content["parts"][lost]
+            del content["parts"][part]
             return content
 
         monkeypatch.setattr(trainer_base, "load_state", without)
-        trainer = prepare_experiment(resolved, progress=False).trainer
-        if lost == "trainer":
-            with pytest.raises(CheckpointError, match="KeyError: 'trainer'"):
-                trainer.go_on_from(checkpoint)
-        else:
-            trainer.go_on_from(checkpoint)
-            assert "without verdicts 1," in caplog.text
+        prepare_experiment(resolved, progress=False).trainer.go_on_from(checkpoint)
+
+    continue_without("verdicts 1")
+    assert "without verdicts 1," in caplog.text
+    with pytest.raises(CheckpointError, match="KeyError: 'trainer'"):
+        continue_without("trainer")

@@ -74,14 +74,14 @@ def written(recipe: Path, task: str, **modules: str) -> Path:
     return path
 
 
-def trainer_of(path: Path, *overrides: str) -> Any:
-    resolved = resolve_experiment(parameter_file=path, overrides=[*SMALL, *overrides])
-    return prepare_experiment(resolved, progress=False).trainer
-
-
 def one_iteration(trainer: Any) -> dict[str, float]:
     (metrics,) = iterations_of(trainer, 1)
     return metrics
+
+
+def trainer_of(path: Path, *overrides: str) -> Any:
+    resolved = resolve_experiment(parameter_file=path, overrides=[*SMALL, *overrides])
+    return prepare_experiment(resolved, progress=False).trainer
 
 
 def batch_of_two() -> Batch:
@@ -181,24 +181,23 @@ def test_a_trainer_that_is_in_neither_place_is_reported_with_both(recipe: Path) 
     assert str(Path.cwd() / name) in str(caught.value)
 
 
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_an_algorithm_module_is_imported_from_beside_the_trainer(
-    recipe: Path, is_complete: bool
-) -> None:
+def trainer_with_algorithm(recipe: Path, algorithm: str) -> Any:
+    file = TASK.replace("MyCustomTrainer", "MyTrainer").replace("my_param", "gae_lambda")
+    file = file.replace("use_custom_advantage: true", "discount_factor: 0.9")
+    trainer = f"import torch\n{USES_ALGORITHM}"
+    return trainer_of(written(recipe, file, my_algorithm=algorithm, my_trainer=trainer))
+
+
+def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -> None:
     left_open = "advantages = []  # Computed advantages"
     done = ALGORITHM.replace(left_open, "advantages = [r * discount_factor for r in rewards]")
     assert done != ALGORITHM
-    modules = {
-        "my_algorithm": done if is_complete else ALGORITHM,
-        "my_trainer": f"import torch\n{USES_ALGORITHM}",
-    }
-    file = TASK.replace("MyCustomTrainer", "MyTrainer").replace("my_param", "gae_lambda")
-    file = file.replace("use_custom_advantage: true", "discount_factor: 0.9")
-    trainer = trainer_of(written(recipe, file, **modules))
-    if is_complete:
-        metrics = one_iteration(trainer)
-        assert metrics["advantage_mean"] == pytest.approx(0.9 * metrics["rollout/reward_mean"])
-        return
+    metrics = one_iteration(trainer_with_algorithm(recipe, done))
+    assert metrics["advantage_mean"] == pytest.approx(0.9 * metrics["rollout/reward_mean"])
+
+
+def test_advantages_that_an_algorithm_leaves_open_are_reported(recipe: Path) -> None:
+    trainer = trainer_with_algorithm(recipe, ALGORITHM)
     with pytest.raises(ConfigurationError, match=r"\['advantages'\] has the shape \[0\]"):
         one_iteration(trainer)
 
@@ -207,8 +206,8 @@ def test_the_penalty_in_the_reward_is_subtracted_token_by_token() -> None:
     batch = batch_of_two()
     batch.values["ref_log_probs"] = batch.values["logprobs"] - 0.5
     batch.values["token_level_scores"] = torch.zeros(2, 3)
-    found = with_methods(KL)._apply_kl_penalty(batch, beta=0.1)
-    torch.testing.assert_close(found.values["token_level_scores"], torch.full((2, 3), -0.05))
+    result = with_methods(KL)._apply_kl_penalty(batch, beta=0.1)
+    torch.testing.assert_close(result.values["token_level_scores"], torch.full((2, 3), -0.05))
 
 
 class Shaped(SelfHostedGrpoTrainer):
@@ -280,8 +279,8 @@ def test_fields_as_wide_as_responses_are_learnt_at_their_tokens() -> None:
 def test_groups_are_those_of_uid_where_a_subclass_sets_them() -> None:
     batch = batch_of_two()
     batch.values["uid"] = [0, 1]
-    found, _ = SelfHostedGrpoTrainer({})._prepare_batch(batch)
-    assert found.values["advantages"].tolist() == [0.0, 0.0]
+    result, _ = SelfHostedGrpoTrainer({})._prepare_batch(batch)
+    assert result.values["advantages"].tolist() == [0.0, 0.0]
 
 
 def test_a_penalty_that_nothing_would_apply_is_refused() -> None:
@@ -363,19 +362,15 @@ def test_patterns_of_the_built_in_trainers_work_as_written(
 def test_values_of_the_built_in_trainers_have_their_places(recipe: Path) -> None:
     text = (
         "trainer:\n  type: self_hosted_grpo\n  total_train_steps: 7\n  save_freq: 3\n"
-        "  algorithm: {do_old_log_prob_compute: true}\n"
+        "  algorithm: {do_old_log_prob_compute: true}\n  train_service: {backend: mock}\n"
+        # Empty sections are as if left out.
+        "training:\nself_hosted_grpo:\n"
     )
     resolved = resolve_experiment(parameter_file=written(recipe, text))
     assert resolved.hyper_params.training.num_iterations == 7
     assert resolved.settings.checkpoint_period == 3
     assert resolved.hyper_params.get("self_hosted_grpo.policy_loss.rescore") is True
-
-
-def faults_of(recipe: Path, text: str) -> dict[str, str]:
-    """The messages of a refused parameter file, by path."""
-    with pytest.raises(ParameterError) as caught:
-        resolve_experiment(parameter_file=written(recipe, text))
-    return {fault.path: str(fault) for fault in caught.value.faults}
+    assert resolved.hyper_params.get("self_hosted_grpo.train_service.backend") == "local"
 
 
 @pytest.mark.parametrize(
@@ -385,42 +380,35 @@ def faults_of(recipe: Path, text: str) -> dict[str, str]:
             "sync_weight_path: x, algorithm: {use_kl_in_reward: true}, "
             "train_service: {config: {beta1: 0.9}}",
             "",
-            {"sync_weight_path", "algorithm.use_kl_in_reward", "train_service.config.beta1"},
+            "sync_weight_path algorithm.use_kl_in_reward train_service.config.beta1",
         ),
         (
             "algorithm: 3, train_service: tinker, save_freqs: 1",
             "",
-            {"algorithm", "save_freqs", "train_service"},
+            "algorithm save_freqs train_service",
         ),
-        ("train_service: {config: 3}", "", {"train_service.config"}),
+        ("train_service: {config: 3}", "", "train_service.config"),
         (
             "total_train_steps: 7, train_service: {backend: [tinker], "
             "config: {learning_rate: 1.0, grad_clip_norm: 1.0}}",
             "training: 3\n",
-            {
-                *("total_train_steps", "train_service.config.learning_rate"),
-                "train_service.config.grad_clip_norm",
-            },
+            "total_train_steps train_service.config.learning_rate "
+            "train_service.config.grad_clip_norm",
         ),
     ],
 )
 def test_values_without_counterpart_and_invalid_groups_are_reported_all_at_once(
-    recipe: Path, trainer: str, more: str, paths: set[str]
+    recipe: Path, trainer: str, more: str, paths: str
 ) -> None:
-    faults = faults_of(recipe, f"trainer: {{type: self_hosted_grpo, {trainer}}}\n{more}")
-    assert set(faults) == {f"trainer.{path}" for path in paths}
+    path = written(recipe, f"trainer: {{type: self_hosted_grpo, {trainer}}}\n{more}")
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=path)
+    assert {fault.path for fault in caught.value.faults} == {f"trainer.{p}" for p in paths.split()}
 
 
 def test_a_backend_that_is_no_name_is_a_fault_of_our_field(recipe: Path) -> None:
     text = "trainer: {type: self_hosted_grpo, train_service: {backend: [tinker]}}\n"
-    assert "self_hosted_grpo.train_service.backend" in faults_of(recipe, text)
-
-
-def test_empty_sections_are_as_if_left_out(recipe: Path) -> None:
-    text = (
-        "trainer: {type: self_hosted_grpo, total_train_steps: 7, train_service: {backend: mock}}\n"
-        "training:\nself_hosted_grpo:\n"
-    )
-    hyper_params = resolve_experiment(parameter_file=written(recipe, text)).hyper_params
-    assert hyper_params.training.num_iterations == 7
-    assert hyper_params.get("self_hosted_grpo.train_service.backend") == "local"
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=written(recipe, text))
+    paths = [fault.path for fault in caught.value.faults]
+    assert "self_hosted_grpo.train_service.backend" in paths

@@ -46,9 +46,6 @@ def test_rows_without_weight_or_without_a_token_of_the_policy_give_no_sample() -
     assert len(samples_of(batch)) == 2
     batch.values["row_weights"] = torch.tensor([0.0, 1.0, 1.0])
     assert len(samples_of(batch)) == 1
-
-
-def test_no_rows_give_no_samples() -> None:
     assert samples_of(Batch.from_trajectories([])) == []
 
 
@@ -61,8 +58,8 @@ def test_scores_stand_at_the_tokens_that_they_are_of() -> None:
         assert context.shape[1] == 1
         return torch.where(ids_mask, -ids.float(), 0.0)
 
-    found = score_batch(batch, score)
-    assert found.tolist() == [[0, -2, -3, -4], [0, -5, 0, 0], [0, -7, 0, 0]]
+    scores_BT = score_batch(batch, score)
+    assert scores_BT.tolist() == [[0, -2, -3, -4], [0, -5, 0, 0], [0, -7, 0, 0]]
 
 
 def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,10 +71,10 @@ def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -
     without = Trajectory([1, 2], [0, 1], group_id="g", run_id=5)
     logger = logging.getLogger("test")
     with caplog.at_level(logging.INFO):
-        found = compute_grpo_advantage_for_trajectories(
+        result = compute_grpo_advantage_for_trajectories(
             [*rows, alone, without], logger=logger, use_run_ids=True, std_epsilon=0.0
         )
-    assert found[0] is rows[0]
+    assert result[0] is rows[0]
     std = 1.5 / 2**0.5
     assert [one.advantage for one in rows] == pytest.approx([-1.25 / std, -0.25 / std, 0.75 / std])
     assert (alone.advantage, without.advantage) == (0.0, 0.0)
@@ -87,17 +84,16 @@ def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -
 
 
 def test_figures_of_rollouts_are_those_of_trajectories_and_of_their_batch() -> None:
-    rows = trajectories()
     metrics: dict[str, float] = {"mine": 1.0}
-    found = log_rollout_metrics(rows, metrics)
-    assert found is metrics
-    assert found["rollout/reward_mean"] == pytest.approx(0.5)
-    assert found["rollout/num_groups"] == 2
-    assert found["rollout/prompt_tokens_mean"] == pytest.approx(4 / 3)
-    assert found["rollout/response_tokens_max"] == 2
-    assert found["rollout/cut_share"] == 1.0
-    of_batch = log_rollout_metrics(Batch.from_trajectories(rows))
-    assert of_batch["rollout/reward_std"] == pytest.approx(found["rollout/reward_std"])
+    assert log_rollout_metrics(trajectories(), metrics) is metrics
+    assert metrics["rollout/reward_mean"] == pytest.approx(0.5)
+    assert metrics["rollout/num_groups"] == 2
+    assert metrics["rollout/prompt_tokens_mean"] == pytest.approx(4 / 3)
+    assert metrics["rollout/response_tokens_max"] == 2
+    assert metrics["rollout/cut_share"] == 1.0
+    assert metrics["rollout/entropy"] == pytest.approx((1 + 2 + 3) / 3)
+    of_batch = log_rollout_metrics(Batch.from_trajectories(trajectories()))
+    assert of_batch["rollout/reward_std"] == pytest.approx(metrics["rollout/reward_std"])
 
 
 def test_metrics_of_advantages_count_uninformative_groups() -> None:
@@ -109,21 +105,22 @@ def test_metrics_of_advantages_count_uninformative_groups() -> None:
     assert log_grpo_metrics([], {}) == {"grpo/num_groups": 0.0}
 
 
-def test_pass_at_k_is_the_chance_of_one_right_run_among_k() -> None:
-    assert pass_at_k(1, 4, 1) == 0.25
-    assert pass_at_k(1, 4, 2) == 0.5
-    assert pass_at_k(2, 4, 3) == 1.0
-    assert pass_at_k(0, 4, 4) == 0.0
+@pytest.mark.parametrize(
+    ("num_right", "num_runs", "k", "chance"),
+    [(1, 4, 1, 0.25), (1, 4, 2, 0.5), (2, 4, 3, 1.0), (0, 4, 4, 0.0)],
+)
+def test_pass_at_k_is_the_chance_of_one_right_run_among_k(
+    num_right: int, num_runs: int, k: int, chance: float
+) -> None:
+    assert pass_at_k(num_right, num_runs, k) == chance
 
 
 def tally_of(problems: list[int], rewards: list[float], num_runs: int) -> Tally:
-    is_right = [one >= 1.0 for one in rewards]
-    return Tally(1.0, problems, rewards, num_runs, is_right)
+    return Tally(1.0, problems, rewards, num_runs, [reward >= 1.0 for reward in rewards])
 
 
 def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
-    tally = tally_of([0, 0, 1, 1], [1.0, 0.0, 0.0, 0.5], num_runs=5)
-    report = tally.report(2)
+    report = tally_of([0, 0, 1, 1], [1.0, 0.0, 0.0, 0.5], num_runs=5).report(2)
     assert report["accuracy"] == 0.25
     low, high = report["accuracy_interval"]
     assert 0 < low < 0.25 < high < 1
@@ -134,8 +131,7 @@ def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
 
 def test_pass_at_k_has_an_interval_over_problems() -> None:
     problems = [number for number in range(10) for _ in range(2)]
-    tally = tally_of(problems, [1.0, 0.0] * 10, num_runs=20)
-    report = tally.report(2)
+    report = tally_of(problems, [1.0, 0.0] * 10, num_runs=20).report(2)
     assert report["pass_at_2_interval"] == pytest.approx((0.6915, 1.0), abs=1e-4)  # of 10 in 10
     assert report["pass_at_1_interval"] == report["accuracy_interval"]
     figures = flat_figures(report)
@@ -145,12 +141,6 @@ def test_pass_at_k_has_an_interval_over_problems() -> None:
 
 def test_pass_at_k_is_of_the_problems_of_which_every_run_has_a_reward() -> None:
     problems = [0, 0, 1, *range(2, 12)]
-    tally = tally_of(problems, [1.0, 0.0] + [1.0] * 11, num_runs=24)
-    report = tally.report(2)
+    report = tally_of(problems, [1.0, 0.0] + [1.0] * 11, num_runs=24).report(2)
     assert (report["num_problems"], report["num_complete_problems"]) == (12, 1)
     assert report["pass_at_2"] == 1.0
-
-
-def test_entropy_is_estimated_from_the_generated_tokens() -> None:
-    rows = [Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0)]
-    assert log_rollout_metrics(rows)["rollout/entropy"] == pytest.approx(1.5)

@@ -7,25 +7,23 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from nip_astra import plugins
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, UntrustedRunError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
 from nip_astra.resolving.analysing import analyse_run
-from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
-from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS, AnalysisParameters, Verdict
+from nip_astra.scenario_base.text.analysers import AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.tracking.tracker import TRACKERS, register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
 from tests.kit.command_line import CommandLine, refused
-from tests.kit.experiments import RecordingTracker
-from tests.kit.text_games import Script, build_text_parts, build_text_trainer
+from tests.kit.experiments import RecordingTracker, run_in
+from tests.kit.messages import says
+from tests.kit.resuming import short_experiment
+from tests.kit.text_games import accepting, build_text_parts, build_text_trainer
 
 PLAYER = (
     "{_type: scripted, when: {'Now decide': ['Decision: accept'], 'Ask for': ['the word?']}, "
@@ -53,16 +51,10 @@ class Politeness(na.RolloutAnalyser):
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of scripted agents, without analyses."""
     folder = tmp_path_factory.mktemp("analyses")
-    overrides = [
-        f"secret_word.agents.default.model={PLAYER}",
-        "secret_word.agents.default.freeze_agent=true",
-        "text_rl.num_iterations=2",
-        "text_rl.rollouts_per_iteration=4",
-        "secret_word.num_test=4",
-    ]
-    resolved = resolve_experiment(trainer="pure_text_ei", overrides=overrides)
-    run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
-    return folder / "one"
+    model = (f"secret_word.agents.default.model={PLAYER}",)
+    frozen = "secret_word.agents.default.freeze_agent=true"
+    resolved = short_experiment("pure_text_ei", folder, *model, frozen, num_iterations=2)
+    return run_in(folder, resolved, "one")
 
 
 @pytest.fixture
@@ -77,16 +69,8 @@ def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandL
     return CommandLine(tmp_path, tmp_path, capsys)
 
 
-def _deciding(name: str) -> Script:
-    def script(request: ChatRequest, number: int) -> str:
-        is_last = "Last turn" in request.messages[-1]["content"]
-        return "Decision: accept" if is_last else "said"
-
-    return script
-
-
 def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) -> None:
-    parts = build_text_parts(tmp_path / "prompts", _deciding)
+    parts = build_text_parts(tmp_path / "prompts", accepting)
     parts.instance.analysis = AnalysisParameters.from_dict(
         {
             "analysers": [{"_type": "prover_role_conformance"}],
@@ -116,99 +100,69 @@ def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) 
 
 
 def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: Path) -> None:
+    quotation = ["direct_quotation"]
     model = ScriptedChatModel(["Answer: no"], name="stern")
-    found = analyse_run(finished, ["direct_quotation"], model, iteration=0)
-    assert [one.figures for one in found] == [{"prover/share_direct_quotation": 0.0}]
-    assert found[0].summary["shares"]["prover"]["num_no"] == len(model.requests) == 4
+    (analysis,) = analyse_run(finished, quotation, model, iteration=0)
+    assert analysis.figures == {"prover/share_direct_quotation": 0.0}
+    assert analysis.summary["shares"]["prover"]["num_no"] == len(model.requests) == 4
     stored = json.loads((finished / "analyses/test_0000/direct_quotation.json").read_text())
-    assert stored == json.loads(json.dumps(found[0].summary))
+    assert stored == json.loads(json.dumps(analysis.summary))
     verdicts = load_verdicts(RunDirectory.open(finished), "test", 0, "direct_quotation")
-    assert verdicts == found[0].verdicts
+    assert verdicts == analysis.verdicts
+    kind = ScriptedChatModel(["Answer: yes"], name="kind")
     with pytest.raises(ConfigurationError, match="not of 'kind'"):
-        analyse_run(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"], name="kind"))
-    again = analyse_run(
-        finished,
-        ["direct_quotation"],
-        ScriptedChatModel(["Answer: yes"], name="kind"),
-        iteration=0,
-        is_overwritten=True,
-    )
-    assert again[0].figures == {"prover/share_direct_quotation": 1.0}
-
-
-def test_answers_of_a_judge_are_cached(finished: Path) -> None:
+        analyse_run(finished, quotation, kind)
+    (again,) = analyse_run(finished, quotation, kind, iteration=0, is_overwritten=True)
+    assert again.figures == {"prover/share_direct_quotation": 1.0}
+    # Answers of a judge from a file are cached in the run.
     parameters = AnalysisParameters.from_dict(
         {"analysers": [{"_type": "follow_up"}], "model": {"_type": "scripted", "model": "kept"}}
     ).model
-    asked: list[int] = []
+    sizes = []
     for _ in range(2):
         analyse_run(finished, ["accurate_quotation"], parameters, iteration=1, is_overwritten=True)
-        ledger = finished / "service_answers.sqlite"
-        asked.append(ledger.stat().st_size)
-    assert asked[0] == asked[1] > 0
+        sizes.append((finished / "service_answers.sqlite").stat().st_size)
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_the_command_judges_by_every_analyser_and_the_report_shows_it(
     finished: Path, judge_file: Path, type_command: CommandLine
 ) -> None:
-    typed = ["analyse", str(finished), "--judge", str(judge_file), "--split", "all", "--overwrite"]
-    said = type_command(*typed)
-    assert re.search(r"train, iteration 0 +prover_role_conformance +prover +100.0%", said.out)
+    command = ["analyse", str(finished), "--judge", str(judge_file)]
+    dry = type_command.ok(*command, "--dry-run", "--json", "--analyser", "direct_quotation")
+    counts = {"direct_quotation": 4}
+    assert json.loads(dry.out) == {"test_0000": counts, "test_0001": counts}
+    output = type_command.ok(*command, "--split", "all", "--overwrite").out
+    assert re.search(r"train, iteration 0 +prover_role_conformance +prover +100.0%", output)
     assert len(stored_samplings(RunDirectory.open(finished))) == 4
     page = (finished / "report.html").read_text(encoding="utf-8")
-    assert "Rollout analyses" in page
-    assert "prover, accurate quotation" in page
-    assert "yes: It is so." in page
+    assert says(page, "Rollout analyses", "prover, accurate quotation", "yes: It is so.")
 
 
-def test_a_dry_run_of_the_command_counts_without_requests(
-    finished: Path, judge_file: Path, type_command: CommandLine
-) -> None:
-    typed = ["analyse", str(finished), "--judge", str(judge_file), "--dry-run", "--json"]
-    said = type_command(*typed, "--analyser", "direct_quotation")
-    assert json.loads(said.out) == {
-        "test_0000": {"direct_quotation": 4},
-        "test_0001": {"direct_quotation": 4},
-    }
-
-
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_custom_question_comes_from_a_plug_in(
-    finished: Path,
-    judge_file: Path,
-    tmp_path: Path,
-    type_command: CommandLine,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: Path, judge_file: Path, tmp_path: Path, type_command: CommandLine
 ) -> None:
     plugin = tmp_path / "politeness.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
-    typed = ["analyse", str(finished), "--judge", str(judge_file), "--plugin", str(plugin)]
-    snapshot = ROLLOUT_ANALYSERS.snapshot()
-    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-    try:
-        said = type_command(*typed, "--analyser", "politeness", "--iteration", "1", "--json")
-    finally:
-        ROLLOUT_ANALYSERS.restore(snapshot)
-    (summary,) = json.loads(said.out)
+    options = ("--judge", str(judge_file), "--plugin", str(plugin), "--iteration", "1", "--json")
+    output = type_command.ok("analyse", str(finished), "--analyser", "politeness", *options)
+    (summary,) = json.loads(output.out)
     assert summary["meaning"] == "Whether an agent is polite."
     assert set(summary["shares"]) == {"verifier"}
 
 
 def test_a_tracker_gets_the_analyses_of_a_stored_run(finished: Path) -> None:
-    made: list[Any] = []
-
     class Recorder(RecordingTracker):
-        def __init__(
-            self,
-            run_directory: RunDirectory,
-            settings: Mapping[str, Any],
-            config: Mapping[str, Any],
-        ) -> None:
+        made: ClassVar[list[Recorder]] = []
+
+        def __init__(self, run_directory: RunDirectory, settings: Any, config: Any) -> None:
             super().__init__()
             self.config = config
-            made.append(self)
+            self.made.append(self)
 
         def log_summary(self, values: Mapping[str, float]) -> None:
-            made.append(values)
+            self.summary = values
 
     register_tracker("recorder")(Recorder)
     try:
@@ -220,9 +174,9 @@ def test_a_tracker_gets_the_analyses_of_a_stored_run(finished: Path) -> None:
         )
     finally:
         TRACKERS.forget("recorder")
-    tracker, summary = made
+    (tracker,) = Recorder.made
     assert tracker.config["trainer"] == "pure_text_ei"
-    assert summary == {"test_prover/share_direct_quotation": 1.0}
+    assert tracker.summary == {"test_prover/share_direct_quotation": 1.0}
     assert [name for name, *_ in tracker.artifacts] == ["analyses-one"]
     assert len(tracker.tables["analyses/2"]) == 4
 
@@ -249,5 +203,5 @@ def test_unjudgeable_runs_are_reported(finished: Path, type_command: CommandLine
     wrong = AnalysisParameters.from_dict({"analysers": about, "model": {"_type": "scripted"}})
     with pytest.raises(ConfigurationError, match=r"arthur.*prover, verifier"):
         analyse_run(finished, wrong.analysers, model)
-    said = type_command("analyse", str(finished), "--judge", "none.yaml")
-    assert "none.yaml" in refused(said)
+    output = type_command("analyse", str(finished), "--judge", "none.yaml")
+    assert "none.yaml" in refused(output)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.parameters.trainers import TextRlParameters, guess_replacement_proportion
 from nip_astra.trainers.text.expert_iteration import (
     above_threshold,
@@ -16,20 +15,12 @@ from nip_astra.trainers.text.expert_iteration import (
     weighted_sample,
 )
 from nip_astra.trainers.text.rollouts import episode_returns
-from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
-
-
-def _always_accepts(name: str) -> Script:
-    def script(request: ChatRequest, number: int) -> str:
-        is_last = "Last turn" in request.messages[-1]["content"]
-        return "Decision: accept" if is_last else f"said {(request.seed or 0) % 97}"
-
-    return script
+from tests.kit.text_games import TextParts, accepting, build_text_parts, build_text_trainer
 
 
 def _trained(tmp_path: Path, *, num_iterations: int = 2, **groups: Any) -> TextParts:
     text_rl = {"num_iterations": num_iterations, "test_scheme": "none"} | groups.pop("text_rl", {})
-    parts = build_text_parts(tmp_path, _always_accepts, groups=groups | {"text_rl": text_rl})
+    parts = build_text_parts(tmp_path, accepting, groups=groups | {"text_rl": text_rl})
     trainer = build_text_trainer(parts)
     trainer.train()
     return parts
@@ -88,37 +79,27 @@ def test_a_weighted_sample_leans_to_good_returns_and_is_the_same_again(tmp_path:
     }
     drawn = []
     for name in ("one", "two"):
-        parts = _trained(tmp_path / name, pure_text_ei=ei)
-        (job,) = _examples(parts, "verifier")
-        # Twelve draws from six rollouts; without epsilon the wrong rollouts are never drawn.
-        assert len(job) == 12
-        drawn.append(_prompts(parts))
+        jobs = _trained(tmp_path / name, pure_text_ei=ei).service.submitted
+        (examples,) = (examples for key, _, examples, _ in jobs if "/verifier/" in key)
+        drawn.append([example.messages[0]["content"] for example in examples])
+    # Twelve draws from six rollouts; without epsilon the wrong rollouts are never drawn.
+    assert len(drawn[0]) == 12
     assert drawn[0] == drawn[1]
-    claims = {int(one.split("claim ")[1].rstrip(".")) % 2 for one in drawn[0]}
+    claims = {int(prompt.split("claim ")[1].rstrip(".")) % 2 for prompt in drawn[0]}
     assert claims == {1}, "only true claims are rightly accepted"
 
 
-def _prompts(parts: TextParts) -> list[str]:
-    (examples,) = [one for key, _, one, _ in parts.service.submitted if "/verifier/" in key]
-    return [example.messages[0]["content"] for example in examples]
-
-
-def test_returns_are_sums_over_rounds(tmp_path: Path) -> None:
-    parts = build_text_parts(tmp_path, _always_accepts)
-    trainer = build_text_trainer(parts)
+def test_returns_are_sums_over_rounds_and_the_threshold_itself_is_good_enough(
+    tmp_path: Path,
+) -> None:
+    trainer = build_text_trainer(build_text_parts(tmp_path, accepting))
     trainer._prepare_groups()
     rollouts = trainer._sample_rollouts("train", 0)
     expected = np.stack([np.ones(6), np.where(rollouts["y"] == 1, 1.0, -1.0)], axis=1)
     assert (episode_returns(rollouts) == expected).all()
-
-
-RETURNS = np.array([1.0, -1.0, 0.0, 1.0, 0.9])
-
-
-def test_the_threshold_itself_is_good_enough() -> None:
-    assert above_threshold(RETURNS, 0.9).tolist() == [0, 3, 4]
-    assert above_threshold(RETURNS, 0.95).tolist() == [0, 3]
-    assert above_threshold(RETURNS, 2.0).tolist() == []
+    returns = np.array([1.0, -1.0, 0.0, 1.0, 0.9])
+    chosen = [above_threshold(returns, threshold).tolist() for threshold in (0.9, 0.95, 2.0)]
+    assert chosen == [[0, 3, 4], [0, 3], []]
 
 
 @pytest.mark.parametrize(
@@ -171,5 +152,5 @@ def test_guess_replacement_falls_as_in_the_table(annealing: str, expected: list[
             "verifier_guess_replacement_annealing_rate": 0.2,
         }
     )
-    found = [guess_replacement_proportion(parameters, iteration) for iteration in range(4)]
-    assert found == pytest.approx(expected)
+    result = [guess_replacement_proportion(parameters, iteration) for iteration in range(4)]
+    assert result == pytest.approx(expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from nip_astra.scenario_base.text.models import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers import rl_pure_text_base
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from tests.kit.resuming import Killed
 from tests.kit.text_games import FakeChatModel, FakeFineTuning, build_text_parts, build_text_trainer
 
 GROUPS = {
@@ -30,10 +30,6 @@ GROUPS = {
         "test_on_whole_dataset": False,
     }
 }
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 @dataclass
@@ -86,14 +82,14 @@ class RemoteJobs(FakeFineTuning):
     service: Service
 
     async def submit(self, *args: Any, **kwargs: Any) -> FineTuningJob:
-        found = await self.service.jobs.submit(*args, **kwargs)
+        job = await self.service.jobs.submit(*args, **kwargs)
         self.service.fate.note()
-        return found
+        return job
 
     async def job(self, job_id: str) -> FineTuningJob:
-        found = await self.service.jobs.job(job_id)
+        job = await self.service.jobs.job(job_id)
         self.service.fate.note()
-        return found
+        return job
 
 
 def _script(name: str) -> Callable[[ChatRequest, int], str]:
@@ -126,7 +122,7 @@ def _process(folder: Path, trainer: str, service: Service) -> PureTextRlTrainer:
     return build_text_trainer(parts, directory)
 
 
-def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
+def _run(folder: Path, trainer: str, service: Service) -> list[str]:
     """A process that starts or resumes a run; returns the run's output at the end."""
     if not (folder / "one").exists():
         RunDirectory.create(folder, "one")
@@ -137,24 +133,22 @@ def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
     if latest is not None:
         process.go_on_from(latest)
     process.train()
-    paths = sorted((folder / "one" / "rollouts").glob("*/rollouts.json"))
     # Service durations are measured, and the folder is the test's own.
     own = ("services", "model_dir")
-    results = {name: one for name, one in process.results.items() if name not in own}
-    texts = [json.dumps([results, process.state.to_dict()])]
-    texts += [path.read_text() for path in paths]
-    texts += [(folder / "one" / "metrics.jsonl").read_text()]
-    return dict(enumerate(one.replace(process.state.run_key, "KEY") for one in texts))
+    results = {name: value for name, value in process.results.items() if name not in own}
+    files = [*sorted((folder / "one" / "rollouts").glob("*/rollouts.json"))]
+    files.append(folder / "one" / "metrics.jsonl")
+    texts = [json.dumps([results, process.state.to_dict()]), *(file.read_text() for file in files)]
+    return [text.replace(process.state.run_key, "KEY") for text in texts]
 
 
 @pytest.fixture
 def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
-    """Counts requests to the service, and stages; nothing waits for a disk or a job."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
+    """Counts requests to the service, and stages; nothing waits for a job."""
     monkeypatch.setattr(rl_pure_text_base, "FIRST_LOOK", 0.0)
     fate = Fate()
-    watch(fate, monkeypatch, PureTextRlTrainer, "_run_stage")
-    watch(fate, monkeypatch, PureTextRlTrainer, "_save_checkpoint")
+    for method in ("_run_stage", "_save_checkpoint"):
+        watch(fate, monkeypatch, PureTextRlTrainer, method)
     return fate
 
 
@@ -169,50 +163,50 @@ def watch(fate: Fate, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) 
     monkeypatch.setattr(owner, method, watched)
 
 
-@pytest.fixture
-def _all_that_is_kept(fate: Fate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count uses of answers as well."""
-    for owner, method in (
-        *((AnswerJournal, "put"), (ResponseCache, "remember"), (UsageLog, "release")),
-        (PureTextSharedModelGroup, "switch_to_next_model"),
-    ):
+USES_OF_ANSWERS = (
+    (AnswerJournal, "put"),
+    (ResponseCache, "remember"),
+    (UsageLog, "release"),
+    (PureTextSharedModelGroup, "switch_to_next_model"),
+)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "watched", "num_least"),
+    [
+        ("pure_text_ei", (), 40),
+        pytest.param("pure_text_ei", USES_OF_ANSWERS, 80, marks=pytest.mark.slow),
+        pytest.param("pure_text_malt", USES_OF_ANSWERS, 80, marks=pytest.mark.slow),
+    ],
+    ids=["ei-stages-and-requests", "ei-every-operation", "malt-every-operation"],
+)
+def test_a_run_that_ends_at_any_operation_goes_on_and_repeats_none(
+    trainer: str,
+    watched: tuple[tuple[type, str], ...],
+    num_least: int,
+    fate: Fate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The service has answered, but the answer is not recorded here: the worst moment.
+
+    Also before a stage, and between its end and its saving.
+    """
+    for owner, method in watched:
         watch(fate, monkeypatch, owner, method)
-
-
-def _check_all_ends(trainer: str, fate: Fate, folder: Path) -> int:
-    """End a run at each operation, and return the number of operations."""
     whole = Service(fate)
-    expected = _run(folder / "whole", trainer, whole)
+    expected = _run(tmp_path / "whole", trainer, whole)
     num_operations = fate.count
+    assert num_operations >= num_least
     assert max(whole.log.values()) == 1
     assert whole.jobs.submitted
     for number in range(1, num_operations + 1):
         fate.end, fate.count = number, 0
         service = Service(fate)
         with pytest.raises(Killed):
-            _run(folder / str(number), trainer, service)
+            _run(tmp_path / str(number), trainer, service)
         fate.end = 0
-        assert _run(folder / str(number), trainer, service) == expected, number
+        assert _run(tmp_path / str(number), trainer, service) == expected, number
         assert max(service.log.values()) == 1, "a completion was computed twice"
         assert sum(service.log.values()) == sum(whole.log.values())
         assert len(service.jobs.submitted) == len(whole.jobs.submitted)
-    return num_operations
-
-
-def test_a_run_that_ends_at_any_stage_or_request_goes_on_and_repeats_none(
-    fate: Fate, tmp_path: Path
-) -> None:
-    """The service has answered, but the answer is not recorded here: the worst moment.
-
-    Also before a stage, and between its end and its saving.
-    """
-    assert _check_all_ends("pure_text_ei", fate, tmp_path) >= 40
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_all_that_is_kept")
-@pytest.mark.parametrize("trainer", ["pure_text_ei", "pure_text_malt"])
-def test_a_run_that_ends_at_any_operation_goes_on_and_repeats_nothing(
-    trainer: str, fate: Fate, tmp_path: Path
-) -> None:
-    assert _check_all_ends(trainer, fate, tmp_path) > 80

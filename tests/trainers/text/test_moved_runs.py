@@ -22,6 +22,7 @@ from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking import wandb_runs
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer, Stage
+from tests.kit.resuming import Killed
 
 SMALL = (
     "text_rl.num_iterations=2",
@@ -31,10 +32,6 @@ SMALL = (
     "text_rl.test_scheme=none",
     "pure_text_ei.reward_threshold=-5",
 )
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def _remaining_run(run: Path) -> dict[str, str]:

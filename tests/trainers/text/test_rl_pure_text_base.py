@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,14 +25,13 @@ from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobSta
 from nip_astra.resume_check import what_was_found
 from nip_astra.run import _write_report
 from nip_astra.samplers import text_rollouts
-from nip_astra.scenario_base.agents import PureTextSharedModelGroup
-from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit import actors_here
 from tests.kit.experiments import metrics_of, run_in
-from tests.kit.resuming import short_experiment
+from tests.kit.messages import says
+from tests.kit.resuming import Killed, short_experiment
 from tests.kit.text_games import (
     CLAIMS,
     FakeFineTuning,
@@ -54,27 +55,30 @@ def honest(name: str) -> Script:
     return script
 
 
-def _directory(folder: Path, name: str = "one") -> RunDirectory:
-    return RunDirectory.create(folder, name)
+THREE = {"text_rl": {"num_iterations": 3}}
+SHARED = {"shared_model_group": "both"}
 
 
 def _build(folder: Path, **options: Any) -> TextParts:
     return build_text_parts(folder / "prompts", honest, **options)
 
 
-def test_a_run_tests_learns_and_tests_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifacts: list[str] = []
-    monkeypatch.setattr(
-        LocalTracker, "log_artifact", lambda *_, **given: artifacts.append(given["type"])
-    )
-    directory = _directory(tmp_path)
-    parts = _build(tmp_path)
+def _trained(folder: Path, *, test_run: bool = False, **options: Any) -> tuple[TextParts, Any]:
+    """A finished run without a directory; `options` are those of its parts."""
+    parts = _build(folder, **options)
+    trainer = build_text_trainer(parts, test_run=test_run)
+    trainer.train()
+    return parts, trainer
+
+
+def test_a_run_tests_learns_and_tests_again(tmp_path: Path) -> None:
+    directory, parts = RunDirectory.create(tmp_path, "one"), _build(tmp_path)
     trainer = build_text_trainer(parts, directory)
     directory.write_yaml("hyper_parameters.yaml", trainer.hyper_params.to_dict())
+    trainer.tracker.log_artifact = artifacts = Mock()  # type: ignore[method-assign]
     trainer.train()
-    assert sorted(artifacts) == ["checkpoint", "model", "rollouts"]
+    kinds = sorted(call.kwargs["type"] for call in artifacts.call_args_list)
+    assert kinds == ["checkpoint", "model", "rollouts"]
     results = directory.read_json("results.json")
     assert results == json.loads(json.dumps(trainer.results))
     assert results["after"]["mean_accuracy"] == 1.0
@@ -89,91 +93,98 @@ def test_a_run_tests_learns_and_tests_again(
     assert results["training"]["prompt_tokens"] == 560
     rows = metrics_of(directory.path)
     assert rows[-1]["test_mean_accuracy"] == 1.0
-    assert {"accuracy_where_level_1", "verifier/mean_episode_reward", "cost/num_requests"} <= set(
-        rows[0]
-    )
+    names = {"accuracy_where_level_1", "verifier/mean_episode_reward", "cost/num_requests"}
+    assert names <= set(rows[0])
     # Rollouts are kept with prompts and transcripts, which the report shows.
     folders = sorted(path.name for path in directory.rollouts_dir.iterdir() if path.is_dir())
     assert folders == ["test_0000", "test_0001", "train_0000", "train_0001"]
-    folder = directory.rollouts_dir / "train_0001"
-    rollouts = NestedArrayDict.load(folder / "rollouts.json")
+    rollouts = NestedArrayDict.load(directory.rollouts_dir / "train_0001" / "rollouts.json")
     assert trainer._rollouts == rollouts
-    told = json.loads((folder / "transcripts.json").read_text())
-    assert [one["datapoint_id"] for one in told] == rollouts["datapoint_id"].tolist()
-    assert told[0]["turns"][0]["messages"] == {"main": told[0]["turns"][0]["raw_message"]}
     assert "You are Prover" in rollouts["agents", "prompt"][0, 0, 0]
+
+    def transcripts_of(name: str) -> Any:
+        return json.loads((directory.rollouts_dir / name / "transcripts.json").read_text())
+
+    played = transcripts_of("train_0001")
+    assert [episode["datapoint_id"] for episode in played] == rollouts["datapoint_id"].tolist()
+    assert played[0]["turns"][0]["messages"] == {"main": played[0]["turns"][0]["raw_message"]}
     _write_report(directory)
     page = (directory.path / "report.html").read_text(encoding="utf-8")
-    (tested, *_) = json.loads((folder.parent / "test_0000" / "transcripts.json").read_text())
-    assert all(one in page for one in (tested["turns"][0]["raw_message"], "accepts", "claim"))
+    first_message = transcripts_of("test_0000")[0]["turns"][0]["raw_message"]
+    assert says(page, first_message, "accepts", "claim")
 
 
 def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
     groups = {"text_rl": {"num_iterations": 5, "rollouts_per_iteration": 6, "test_scheme": "none"}}
-    trainer = build_text_trainer(_build(tmp_path, groups=groups))
-    trainer.train()
+    _, trainer = _trained(tmp_path, groups=groups)
     ids = [trainer.files.load("train", number)["datapoint_id"].tolist() for number in range(5)]
     assert sorted(ids[0] + ids[1]) == sorted(ids[2] + ids[3]) == list(range(12))
     assert ids[0] + ids[1] != ids[2] + ids[3]
     # More than the data contains, in a single iteration.
     groups = {"text_rl": {"num_iterations": 1, "rollouts_per_iteration": 30}}
-    many = build_text_trainer(_build(tmp_path, groups=groups))
-    many.train()
-    assert len(many.files.load("train", 0)) == 30
+    _, trainer = _trained(tmp_path, groups=groups)
+    assert len(trainer.files.load("train", 0)) == 30
 
 
 @pytest.mark.parametrize(
-    ("scheme", "expected"),
-    [("none", []), ("all", [0, 1, 2]), ("last", [2]), ("first_and_last", [0, 2])],
+    ("options", "iterations", "num_episodes"),
+    [
+        ({"test_scheme": "none"}, [], 0),
+        ({"test_scheme": "all"}, [0, 1, 2], 8),
+        ({"test_scheme": "last", "test_on_whole_dataset": False}, [2], 6),
+        ({"test_scheme": "first_and_last"}, [0, 2], 8),
+        ({"test_scheme": "first_and_last", "test_on_whole_dataset": False}, [0, 2], 6),
+    ],
 )
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_agents_are_tested_by_the_scheme(
-    scheme: str, expected: list[int], is_whole: bool, tmp_path: Path
+def test_agents_are_tested_by_the_scheme_on_the_same_data(
+    options: dict[str, Any], iterations: list[int], num_episodes: int, tmp_path: Path
 ) -> None:
-    directory = _directory(tmp_path)
-    text_rl = {"num_iterations": 3, "test_scheme": scheme}
-    if scheme != "none":
-        text_rl["test_on_whole_dataset"] = is_whole
-    trainer = build_text_trainer(_build(tmp_path, groups={"text_rl": text_rl}), directory)
+    groups = {"text_rl": {"num_iterations": 3} | options}
+    directory, parts = RunDirectory.create(tmp_path, "one"), _build(tmp_path, groups=groups)
+    trainer = build_text_trainer(parts, directory)
     trainer.train()
     tested = sorted(int(path.name[5:]) for path in directory.rollouts_dir.glob("test_*"))
-    assert tested == expected
-    for number in tested:
-        rollouts = trainer.files.load("test", number)
-        assert len(rollouts) == (8 if is_whole else 6)
-        assert sorted(rollouts["datapoint_id"].tolist()) == sorted(
-            trainer.files.load("test", tested[0])["datapoint_id"].tolist()
-        )
-    if scheme == "none":
-        assert trainer.results["after"] == trainer.state.last
-    assert (trainer.results["before"] is None) == (0 not in expected)
+    assert tested == iterations
+    data = [sorted(trainer.files.load("test", n)["datapoint_id"].tolist()) for n in tested]
+    assert [len(ids) for ids in data] == [num_episodes] * len(iterations)
+    assert data == data[:1] * len(data)
+    assert (trainer.results["before"] is None) == (0 not in iterations)
+    assert (trainer.results["after"] == trainer.state.last) == (not iterations)
 
 
-def test_the_last_iteration_trains_nothing(tmp_path: Path) -> None:
-    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 1}})
-    build_text_trainer(parts).train()
-    assert parts.service.submitted == []
-    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
-    build_text_trainer(parts, test_run=True).train()
-    assert len(parts.service.submitted) == 2, "a test run sees that jobs work"
-
-
-def test_agents_that_share_a_model_share_its_job_and_frozen_agents_have_none(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("options", "text_rl", "jobs"),
+    [
+        # The last iteration trains nothing, except in a test run, which sees that jobs work.
+        ({}, {"num_iterations": 1}, []),
+        ({"test_run": True}, {"num_iterations": 3}, ["prover", "verifier"]),
+        ({}, {"min_fine_tune_examples": 100}, []),
+        ({"agents": {"prover": {"freeze_agent": True}}}, {}, ["verifier"]),
+        ({"agents": dict.fromkeys(("prover", "verifier"), SHARED)}, {}, ["both"]),
+    ],
+    ids=["last iteration", "test run", "too few examples", "frozen", "shared"],
+)
+def test_a_job_trains_each_model_that_has_enough_to_learn(
+    options: dict[str, Any], text_rl: dict[str, Any], jobs: list[str], tmp_path: Path
 ) -> None:
-    shared = {"shared_model_group": "both"}
-    parts = _build(tmp_path, agents={"prover": shared, "verifier": shared})
-    trainer = build_text_trainer(parts)
-    trainer.train()
-    ((key, model, examples, options),) = parts.service.submitted
-    assert (key, model) == (f"{trainer.state.run_key}/both/0", "base")
+    parts, trainer = _trained(tmp_path, groups={"text_rl": text_rl}, **options)
+    assert [key.split("/")[1] for key, *_ in parts.service.submitted] == jobs
+    assert {model for _, model, *_ in parts.service.submitted} <= {"base"}
+    groups = parts.instance.shared_model_groups
+    tuned = {name for name, group in groups.items() if "tuned" in str(group.model_name)}
+    assert tuned == set(jobs)
+    assert trainer.results["training"]["num_jobs"] == len(jobs)
+
+
+def test_agents_that_share_a_model_share_its_job_and_must_agree(tmp_path: Path) -> None:
+    parts, trainer = _trained(tmp_path, agents={"prover": SHARED, "verifier": SHARED})
+    ((key, _, examples, options),) = parts.service.submitted
+    assert key == f"{trainer.state.run_key}/both/0"
     speakers = {str(one.messages[0]["content"]).split(".")[0] for one in examples}
     assert speakers == {"You are Prover", "You are Verifier"}
     assert options.method == "supervised"
-    frozen = _build(tmp_path, agents={"prover": {"freeze_agent": True}})
-    build_text_trainer(frozen).train()
-    assert [key.split("/")[1] for key, *_ in frozen.service.submitted] == ["verifier"]
-    assert "tuned" not in str([frozen.instance.shared_model_groups["prover"].model_name])
+    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, of"):
+        _build(tmp_path, agents={"prover": SHARED, "verifier": SHARED | {"freeze_agent": True}})
 
 
 @pytest.mark.parametrize("from_scratch", [False, True])
@@ -181,34 +192,11 @@ def test_a_job_starts_from_the_last_model_or_from_the_first(
     from_scratch: bool, tmp_path: Path
 ) -> None:
     own = {"fine_tune_from_scratch": from_scratch}
-    parts = _build(
-        tmp_path,
-        agents={"prover": {"freeze_agent": True}, "verifier": own},
-        groups={"text_rl": {"num_iterations": 3}},
-    )
-    trainer = build_text_trainer(parts)
-    trainer.train()
+    agents = {"prover": {"freeze_agent": True}, "verifier": own}
+    parts, trainer = _trained(tmp_path, agents=agents, groups=THREE)
     first = f"tuned:{trainer.state.run_key}/verifier/0"
-    assert [model for _, model, *_ in parts.service.submitted] == [
-        "base",
-        "base" if from_scratch else first,
-    ]
-
-
-def test_members_of_a_group_must_agree(tmp_path: Path) -> None:
-    shared = {"shared_model_group": "both"}
-    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, of"):
-        _build(tmp_path, agents={"prover": shared, "verifier": shared | {"freeze_agent": True}})
-
-
-def test_with_too_few_examples_the_model_stays_as_it_is(tmp_path: Path) -> None:
-    groups = {"text_rl": {"min_fine_tune_examples": 100}}
-    parts = _build(tmp_path, groups=groups)
-    trainer = build_text_trainer(parts)
-    trainer.train()
-    assert parts.service.submitted == []
-    assert trainer.results["models"] == {"prover": "base", "verifier": "base"}
-    assert trainer.results["training"]["num_jobs"] == 0
+    models = [model for _, model, *_ in parts.service.submitted]
+    assert models == ["base", "base" if from_scratch else first]
 
 
 # ---- interrupted and resumed
@@ -226,16 +214,9 @@ def _rollouts(directory: RunDirectory) -> dict[str, NestedArrayDict]:
     return {path.parent.name: NestedArrayDict.load(path) for path in paths}
 
 
-class Killed(BaseException):
-    """The process ends."""
-
-
-THREE = {"text_rl": {"num_iterations": 3}}
-
-
 def _start(folder: Path, **options: Any) -> tuple[RunDirectory, TextParts, PureTextRlTrainer]:
     """A run of three iterations."""
-    directory, parts = _directory(folder), _build(folder, groups=THREE, **options)
+    directory, parts = RunDirectory.create(folder, "one"), _build(folder, groups=THREE, **options)
     return directory, parts, build_text_trainer(parts, directory)
 
 
@@ -288,44 +269,29 @@ class DyingJobs(FakeFineTuning):
     ],
 )
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_job_that_died_ends_the_run_and_is_submitted_again_on_resume(
+def test_a_job_that_died_ends_the_run_and_is_submitted_under_a_further_key_on_each_resume(
     end: FineTuningJob, is_known: bool, unbroken: Any, tmp_path: Path
 ) -> None:
     """If it is unknown, the process was killed before it recorded the job's submission."""
     jobs = DyingJobs()
-    jobs.ends = {"verifier/0": end}
+    jobs.ends = {"verifier/0": end, "verifier/1": end}
     directory, parts, trainer = _start(tmp_path, service=jobs)
-    if is_known:
-        with pytest.raises(ServiceError, match=end.error or str(end.status)):
-            trainer.train()
-    else:
+    first_end: tuple[type[BaseException], str | None] = (ServiceError, end.error or str(end.status))
+    if not is_known:
         trainer._note_groups = _die  # type: ignore[method-assign]
-        with pytest.raises(Killed):
-            trainer.train()
-    ended = _continue(tmp_path, directory, parts)
-    keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
-    assert keys == ["prover/0", "verifier/0", "verifier/1", "prover/1", "verifier/2"]
-    seeds = {key.partition("/")[2]: options.seed for key, _, _, options in jobs.submitted}
-    assert seeds["verifier/0"] == seeds["verifier/1"] != seeds["verifier/2"]
-    assert _rollouts(directory) == unbroken[1], "no rollout was lost, and none was played twice"
-    assert ended.results["after"] == unbroken[0][0]["after"]
-    assert parts.num_requests == unbroken[2]
-
-
-def test_a_job_that_dies_again_is_submitted_under_a_further_key(tmp_path: Path) -> None:
-    jobs = DyingJobs()
-    failed = FineTuningJob("job", JobStatus.FAILED, error="no memory")
-    jobs.ends = {"prover/0": failed, "prover/1": failed}
-    directory, parts, trainer = _start(tmp_path, service=jobs)
-    with pytest.raises(ServiceError):
+        first_end = (Killed, None)
+    with pytest.raises(first_end[0], match=first_end[1]):
         trainer.train()
     with pytest.raises(ServiceError):
         _continue(tmp_path, directory, parts)
-    _continue(tmp_path, directory, parts)
-    keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
-    assert keys == [*("prover/0", "verifier/0", "prover/1", "prover/2"), "prover/3", "verifier/1"]
-    of_prover = [o.seed for key, _, _, o in jobs.submitted if "/prover/" in key]
-    assert len(set(of_prover[:3])) == 1 != len(set(of_prover))
+    ended = _continue(tmp_path, directory, parts)
+    seeds = {key.partition("/")[2]: options.seed for key, _, _, options in jobs.submitted}
+    keys = ["prover/0", *(f"verifier/{number}" for number in range(3)), "prover/1", "verifier/3"]
+    assert [key.partition("/")[2] for key, *_ in jobs.submitted] == keys
+    assert seeds["verifier/0"] == seeds["verifier/1"] == seeds["verifier/2"] != seeds["verifier/3"]
+    assert _rollouts(directory) == unbroken[1], "no rollout was lost, and none was played twice"
+    assert ended.results["after"] == unbroken[0][0]["after"]
+    assert parts.num_requests == unbroken[2]
 
 
 def _die(*args: object) -> None:
@@ -333,12 +299,10 @@ def _die(*args: object) -> None:
 
 
 def test_half_a_character_in_an_answer_is_replaced_on_receipt(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
-
     def broken(name: str) -> Script:
-        script = honest(name)
-        return lambda request, sample: f"{script(request, sample)} \ud83d"
+        return lambda request, sample: f"{honest(name)(request, sample)} \ud83d"
 
+    directory = RunDirectory.create(tmp_path, "one")
     parts = build_text_parts(tmp_path / "prompts", broken)
     build_text_trainer(parts, directory).train()
     rollouts = _rollouts(directory)["train_0000"]
@@ -347,27 +311,29 @@ def test_half_a_character_in_an_answer_is_replaced_on_receipt(tmp_path: Path) ->
     journal = directory.rollouts_dir / "train_0000" / "answers.jsonl"
     journal.write_text(journal.read_text().replace("\ufffd", "\\ud83d"))
     (directory.rollouts_dir / "train_0000" / "rollouts.json").unlink()
-    again = build_text_trainer(parts, directory)
-    assert again._rollouts_of(0) == rollouts
+    assert build_text_trainer(parts, directory)._rollouts_of(0) == rollouts
 
 
-@pytest.mark.parametrize("damage", ["cut off", "missing", "another kind"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: path.write_text(path.read_text()[:-40]), id="cut off"),
+        pytest.param(lambda path: path.unlink(), id="missing"),
+        pytest.param(lambda path: path.write_text("[]"), id="another kind"),
+    ],
+)
 def test_damaged_rollouts_are_rebuilt_from_their_answers(
-    damage: str, unbroken: Any, tmp_path: Path
+    damage: Callable[[Path], Any], unbroken: Any, tmp_path: Path
 ) -> None:
     directory, parts, trainer = _start(tmp_path)
     trainer._stage_create_fine_tune_jobs = _die  # type: ignore[method-assign]
     with pytest.raises(Killed):
         trainer.train()
-    path = directory.rollouts_dir / "train_0000" / "rollouts.json"
-    if damage == "missing":
-        path.unlink()
-    else:
-        path.write_text(path.read_text()[:-40] if damage == "cut off" else "[]")
+    damage(directory.rollouts_dir / "train_0000" / "rollouts.json")
     ended = _continue(tmp_path, directory, parts)
     assert _final(ended) == unbroken[0]
     assert _rollouts(directory) == unbroken[1]
-    assert parts.num_requests == unbroken[2], "nothing was asked for twice"
+    assert parts.num_requests == unbroken[2], "no request was repeated"
 
 
 def test_rollouts_of_an_earlier_iteration_are_not_rebuilt_by_later_models(tmp_path: Path) -> None:
@@ -424,9 +390,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_
 
 
 def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
-    parts = _build(tmp_path)
-    trainer = build_text_trainer(parts, directory)
+    _, parts, trainer = _start(tmp_path)
     trainer.stop_flag = lambda: "SIGTERM"
     with pytest.raises(StopRequested):
         trainer.train()
@@ -438,65 +402,43 @@ def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) ->
 def test_a_service_that_is_down_ends_the_run_so_that_it_can_go_on(
     tmp_path: Path, unbroken: Any
 ) -> None:
-    directory = _directory(tmp_path)
-
     def down(name: str) -> Script:
-        script = honest(name)
+        failure = ChatFailure(FailureReason.TIMEOUT, "no answer in 120 s")
+        is_down: Callable[[ChatRequest], bool] = lambda request: (request.seed or 0) % 5 == 0  # noqa: E731
+        return lambda request, n: failure if is_down(request) else honest(name)(request, n)
 
-        def answer(request: ChatRequest, sample: int) -> str | ChatFailure:
-            if (request.seed or 0) % 5 == 0:
-                return ChatFailure(FailureReason.TIMEOUT, "no answer in 120 s")
-            return script(request, sample)  # type: ignore[return-value]
-
-        return answer
-
-    parts = build_text_parts(tmp_path / "prompts", down, groups={"text_rl": {"num_iterations": 3}})
+    directory = RunDirectory.create(tmp_path, "one")
+    parts = build_text_parts(tmp_path / "prompts", down, groups=THREE)
     with pytest.raises(ServiceError, match="timeout, no answer in 120 s"):
         build_text_trainer(parts, directory).train()
-    ended = _continue(tmp_path, directory, parts)
-    assert _final(ended) == unbroken[0]
+    assert _final(_continue(tmp_path, directory, parts)) == unbroken[0]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> None:
-    directory = _directory(tmp_path)
+    directory = RunDirectory.create(tmp_path, "one")
     build_text_trainer(_build(tmp_path), directory).train()
-    base = directory.path
-    if not is_whole:
-        # A tracker's records of a run.
-        base = tmp_path / "downloaded"
-        shutil.copytree(directory.path / "model", base / "model")
+    # A tracker's records of a run are only its models.
+    downloaded = tmp_path / "downloaded"
+    shutil.copytree(directory.path / "model", downloaded / "model")
     parts = _build(tmp_path)
-    again = build_text_trainer(parts, _directory(tmp_path, "two"))
-    again.rerun_tests(base)
+    again = build_text_trainer(parts, RunDirectory.create(tmp_path, "two"))
+    again.rerun_tests(directory.path if is_whole else downloaded)
     assert again.results["after"]["mean_accuracy"] == 1.0
     assert again.results["before"] is None
-    assert all(name.startswith("tuned:") for name, one in parts.models.items() if one.requests)
+    used = [name for name, model in parts.models.items() if model.requests]
+    assert all(name.startswith("tuned:") for name in used)
 
 
 def test_a_dry_run_prices_the_run(tmp_path: Path) -> None:
     groups = {"text_rl": {"num_iterations": 4, "test_scheme": "all"}}
     parts = _build(tmp_path, groups=groups)
-    priced = build_text_trainer(parts).dry_run()
+    estimate = build_text_trainer(parts).dry_run()
     assert parts.num_requests == 16
-    run = _build(tmp_path, groups=groups)
-    trainer = build_text_trainer(run)
-    trainer.train()
+    _, trainer = _trained(tmp_path, groups=groups)
     costs = trainer.state.costs()
-    assert {name: priced[name] for name in costs} == costs
-    assert priced["num_rollouts"] == 4 * 6 + 4 * 8
-
-
-def test_the_groups_are_where_nip_has_them() -> None:
-    for name in (
-        "create_supervised_fine_tune_job",
-        "create_dpo_fine_tune_job",
-        "get_fine_tune_job_status",
-        "switch_to_next_model",
-        "get_state",
-        "set_state",
-    ):
-        assert callable(getattr(PureTextSharedModelGroup, name))
+    assert {name: estimate[name] for name in costs} == costs
+    assert estimate["num_rollouts"] == 4 * 6 + 4 * 8
 
 
 def test_statistics_are_those_of_a_hand_worked_table(
@@ -506,34 +448,27 @@ def test_statistics_are_those_of_a_hand_worked_table(
     trainer._prepare_groups()
     rollouts = trainer._sample_rollouts("test", 0)
     right = rollouts["decision"] == rollouts["y"]
-    found = trainer._get_log_stats(rollouts)
-    assert trainer._get_log_stats(rollouts, train=True) == found
-    assert found["mean_accuracy"] == pytest.approx(right.mean())
-    assert found["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
-    assert found["accuracy_where_level_2"] == pytest.approx(
+    result = trainer._get_log_stats(rollouts)
+    assert trainer._get_log_stats(rollouts, train=True) == result
+    assert result["mean_accuracy"] == pytest.approx(right.mean())
+    assert result["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
+    assert result["accuracy_where_level_2"] == pytest.approx(
         right[rollouts["datapoint", "level"] == 2].mean()
     )
     verifier = np.where(right, 1.0, -1.0)
-    assert found["verifier/mean_episode_reward"] == pytest.approx(verifier.mean())
-    assert found["verifier/std_episode_reward"] == pytest.approx(verifier.std())
-    assert found["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
-    assert found["share_undecided"] == 0.0
+    assert result["verifier/mean_episode_reward"] == pytest.approx(verifier.mean())
+    assert result["verifier/std_episode_reward"] == pytest.approx(verifier.std())
+    assert result["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
+    assert result["share_undecided"] == 0.0
     texts = [text for text in rollouts["agents", "message"][:, :, 0].ravel() if text is not None]
     words = [len(text.split()) for text in texts]
-    assert found[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
+    assert result[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
     assert len(CLAIMS) == 12
     # A hook may lack `train`; metrics of tests are requested explicitly.
-    asked = []
-
-    def statistics(self: Any, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
-        asked.append(train)
-        return {"own": 1.0}
-
-    monkeypatch.setattr(type(trainer), "_get_log_stats", statistics)
-    assert trainer.figures_of(rollouts)["own"] == 1.0
-    monkeypatch.setattr(type(trainer), "_get_log_stats", lambda self, rollouts: {"own": 2.0})
-    assert trainer.figures_of(rollouts)["own"] == 2.0
-    assert asked == [False]
+    hooks = (lambda self, rollouts: {"own": 2.0}, lambda self, rollouts, *, train: {"own": train})
+    for hook, own in zip(hooks, (2.0, False), strict=True):
+        monkeypatch.setattr(type(trainer), "_get_log_stats", hook)
+        assert trainer.figures_of(rollouts)["own"] == own
 
 
 def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
@@ -542,11 +477,11 @@ def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
     made = actors_here.install(monkeypatch)
     cut = "secret_word.agents.default.model.num_batches=3"
     resolved = short_experiment("pure_text_ei", tmp_path / "scenario", cut, num_iterations=2)
-    found = [
+    result = [
         what_was_found(run_in(tmp_path, resolved, f"by-{count}", num_actors=count))
         for count in (0, 2)
     ]
-    assert found[0] == found[1]
+    assert result[0] == result[1]
     assert sum(one.turn for one in made) >= 3
     assert len(made) == 2
     kept = [sum(isinstance(part, Module) for part in one.sender._kept) for one in made]

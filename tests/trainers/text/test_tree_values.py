@@ -38,59 +38,50 @@ VALUES = {
 
 def _tree(tree: Mapping[str, tuple[str, int, tuple[float, float], str]]) -> NestedArrayDict:
     """The rollouts of a tree, one per leaf."""
-    ends = [name for name in tree if not any(one[0] == name for one in tree.values())]
+    parents = {node[0] for node in tree.values()}
     paths: list[list[str]] = []
-    for end in ends:
-        path = [end]
+    for leaf in (name for name in tree if name not in parents):
+        path = [leaf]
         while tree[path[0]][0] in tree:
             path.insert(0, tree[path[0]][0])
         paths.append(path)
     n, r, a = len(paths), max(map(len, paths)), len(AGENTS)
-    empty: dict[str, Any] = {
+    agents: dict[str, Any] = {
         "reward": np.zeros((n, r, a)),
         "is_active": np.zeros((n, r, a), bool),
         "is_filled": np.zeros((n, r, a), bool),
         "raw_message": np.full((n, r, a), None, dtype=object),
         "prompt": np.full((n, r, a), None, dtype=object),
     }
-    ids, parents = (np.full((n, r), None, dtype=object) for _ in range(2))
+    node = {name: np.full((n, r), None, dtype=object) for name in ("id", "parent")}
     padding = np.ones((n, r), bool)
     for place, path in enumerate(paths):
         for number, name in enumerate(path):
             parent, agent, rewards, answer = tree[name]
-            ids[place, number], parents[place, number] = name, parent
+            node["id"][place, number], node["parent"][place, number] = name, parent
             padding[place, number] = False
-            empty["reward"][place, number] = rewards
-            empty["is_active"][place, number, agent] = True
-            empty["raw_message"][place, number, agent] = answer
-            asked = [{"role": "user", "content": f"after {parent}"}]
-            empty["prompt"][place, number, agent] = json.dumps(asked)
-    return NestedArrayDict(
-        {"node": {"id": ids, "parent": parents}, "padding": padding, "agents": empty}, n
-    )
+            agents["reward"][place, number] = rewards
+            agents["is_active"][place, number, agent] = True
+            agents["raw_message"][place, number, agent] = answer
+            prompt = [{"role": "user", "content": f"after {parent}"}]
+            agents["prompt"][place, number, agent] = json.dumps(prompt)
+    return NestedArrayDict({"node": node, "padding": padding, "agents": agents}, n)
 
 
 def _pairs(rollouts: NestedArrayDict, seed: int = 0) -> list[AnswerPair]:
     return preference_pairs(rollouts, AGENTS, {"prover": 0.5, "verifier": 0.0}, seed=seed)
 
 
-def _told(pairs: Sequence[AnswerPair]) -> set[tuple[str, str, str, str]]:
-    return {
-        (
-            pair.agent,
-            pair.example.messages[0]["content"],
-            pair.example.preferred,
-            pair.example.rejected,
-        )
-        for pair in pairs
-    }
+def _texts(pairs: Sequence[AnswerPair]) -> set[tuple[str, str, str, str]]:
+    """Agent, prompt, preferred and rejected answer of each pair."""
+    examples = [(pair.agent, pair.example) for pair in pairs]
+    return {(a, e.messages[0]["content"], e.preferred, e.rejected) for a, e in examples}
 
 
 def test_values_are_those_of_the_table() -> None:
-    found = tree_values(_tree(TREE))
-    assert set(found.node_ids) == set(TREE)
-    for name, values_A in zip(found.node_ids, found.values_NA.tolist(), strict=True):
-        assert values_A == pytest.approx(VALUES[name]), name
+    values = tree_values(_tree(TREE))
+    by_node = dict(zip(values.node_ids, values.values_NA.tolist(), strict=True))
+    assert by_node == {name: pytest.approx(expected) for name, expected in VALUES.items()}
 
 
 def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
@@ -101,20 +92,20 @@ def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
         **{f"r.b.{n}": ("r.b", 1, (0.0, 0.0), "end") for n in range(3)},
     }
     # A mean over the four leaves would be 0.25.
-    found = tree_values(_tree(tree))
-    assert found.node_ids[0] == "r"
-    assert found.values_NA[0].tolist() == pytest.approx([0.5, 0.0])
+    result = tree_values(_tree(tree))
+    assert result.node_ids[0] == "r"
+    assert result.values_NA[0].tolist() == pytest.approx([0.5, 0.0])
 
 
 def test_pairs_are_those_of_the_table_and_the_opening_counts() -> None:
     # After 0: 'ask a' is worth 0.0 to the verifier, which is at its mid-point, so both are good.
     # After 0.0: 'truth' is worth 0.5 to the prover, 'lie' 0. After 0.0.1 both are bad.
-    assert _told(_pairs(_tree(TREE))) == {
+    assert _texts(_pairs(_tree(TREE))) == {
         ("prover", "after 0.0", "truth", "lie"),
         ("verifier", "after 0.0.0", "accept", "reject"),
     }
     worse = TREE | {"0.0": ("0", 1, (0.0, 0.4), "ask a")}
-    assert ("verifier", "after 0", "accept", "ask a") in _told(_pairs(_tree(worse)))
+    assert ("verifier", "after 0", "accept", "ask a") in _texts(_pairs(_tree(worse)))
 
 
 def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:
@@ -131,7 +122,7 @@ def test_the_texts_of_a_pair_differ_where_any_do() -> None:
         "0.0.2": ("0.0", 0, (1.0, 0.0), "truth"),
     }
     expected = ("prover", "after 0.0", "truth", "lie")
-    assert all(expected in _told(_pairs(_tree(tree), seed)) for seed in range(10))
+    assert all(expected in _texts(_pairs(_tree(tree), seed)) for seed in range(10))
 
 
 def test_of_several_answers_one_is_drawn_by_the_seed() -> None:
