@@ -230,9 +230,11 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
     of_agent = (
         *("mean_step_reward", "mean_episode_reward", "worst_episode_reward", "mean_advantage"),
         *("mean_value", "mean_value_target", "residual_critic_variance", "grad_norm", "lr"),
-        *("mean_message_entropy", "std_max_message_prob"),
+        *("mean_message_entropy", "std_message_entropy"),
+        *("mean_max_message_prob", "std_max_message_prob"),
     )
-    of_all = ("mean_episode_length", "std_accuracy", "worst_datapoint_accuracy", "share_undecided")
+    of_all = ("mean_episode_length", "mean_accuracy", "std_accuracy", "share_undecided")
+    of_all += ("worst_datapoint_accuracy",)
     assert {f"prover/{name}" for name in (*of_agent, *of_loss)} | {*of_all, *of_loss} <= row.keys()
     assert "verifier/mean_decision_entropy" in row
     assert "prover/mean_decision_entropy" not in row, "a prover decides nothing"

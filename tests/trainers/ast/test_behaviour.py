@@ -363,13 +363,3 @@ def test_unsupported_sampling_and_corrections_are_refused(
     target: Any = SimpleNamespace(language_model=object())
     with pytest.raises(ConfigurationError, match=r"ast_dpo\.max_staleness .*the target cannot"):
         check_staleness({"target": target}, None, "ast_dpo", has_actors=True)
-
-
-def test_a_tree_is_plain_values_and_back(tiny_scenario: Path) -> None:
-    trainer = ast_trainer("ast_dpo", tiny_scenario)
-    with torch.no_grad():
-        tree = trainer.rollouts.play(0)
-    again = RolloutTree.from_plain(tree.to_plain(), trainer.rollouts.prompts_of(0))
-    assert list(again.rows()) == list(tree.rows())
-    assert again.contexts == tree.contexts
-    assert again.num_unique_tokens == tree.num_unique_tokens

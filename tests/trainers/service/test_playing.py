@@ -66,13 +66,6 @@ def test_a_run_on_actors_writes_the_same_as_a_run_without(
 
 
 @pytest.mark.slow
-def test_runs_on_any_number_of_actors_of_ray_write_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    alone, *others = (written(tmp_path, count) for count in (0, 1, 2, 4))
-    assert all(other == alone for other in others)
-
-
-@pytest.mark.slow
 def test_an_actor_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     resolved = resolve_experiment(
