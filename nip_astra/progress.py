@@ -283,6 +283,14 @@ class _Display(Live):
         self.console.print(bar)
 
 
+class _Console(Console):
+    """A console that is silent from when nobody reads it, where Rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard all further output."""
+        self.quiet = True
+
+
 class _NotebookDisplay:
     """The display in a notebook cell: one output that is replaced, without ipywidgets.
 
@@ -565,7 +573,7 @@ def open_progress(
     if enabled and tqdm_func is not None:
         bar = tqdm_func(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
     elif enabled:
-        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+        console = _Console(stderr=True, markup=False, emoji=False, highlight=False)
     return ProgressBar(total, console, bar, None if path is None else Path(path))
 
 

@@ -92,10 +92,10 @@ ALL = bad_inputs()
 
 def refuse_or_run(cli: CommandLine, words: tuple[str, ...]) -> None:
     with plugins_forgotten_after():
-        said = cli(*words)
-    assert said.code in (0, 2), said
-    assert "Traceback" not in said.err
-    assert said.code == 0 or said.err.startswith(("error: ", "Usage: ")), said.err
+        result = cli(*words)
+    assert result.code in (0, 2), result
+    assert "Traceback" not in result.err
+    assert result.code == 0 or result.err.startswith(("error: ", "Usage: ")), result.err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import pytest
 
 import nip_astra
 from nip_astra import parameters
+from nip_astra.cli.app import app
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
+from tests.kit.command_line import ONCE
+from tests.kit.experiments import run_in
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy", "peft")
@@ -28,18 +31,25 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def run_commands(*commands: list[str], forbidden: set[str]) -> list[list[str]]:
-    """Run commands in one process; exit code, CPU seconds and forbidden modules after each."""
+def run_commands(
+    *commands: list[str], forbidden: set[str], most_seconds: float = math.inf
+) -> list[tuple[str, list[str]]]:
+    """Run commands in one process; exit code and forbidden modules after each.
+
+    The first takes at most `most_seconds` of a processor.
+    """
     code = (
         "import sys, time\nfrom nip_astra.cli.app import main\n"
-        f"for typed in {commands}:\n"
-        "    sys.argv = ['nip-astra', *typed]\n"
+        f"for command in {commands}:\n"
+        "    sys.argv = ['nip-astra', *command]\n"
         "    try:\n        main()\n    except SystemExit as end:\n"
         f"        heavy = {forbidden} & set(sys.modules)\n"
-        "        print('after', end.code, time.process_time(), *sorted(heavy))\n"
+        "        print('after', end.code or 0, time.process_time(), *sorted(heavy))\n"
     )
     lines = [line.split() for line in run_python(code).splitlines()]
-    return [line[1:] for line in lines if line[:1] == ["after"]]
+    ends = [line[1:] for line in lines if line[:1] == ["after"]]
+    assert float(ends[0][1]) < most_seconds
+    return [(code, heavy) for code, _, *heavy in ends]
 
 
 def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy() -> None:
@@ -47,14 +57,21 @@ def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy() -
         *("nip_astra", "nip_astra.parameters", "nip_astra.experiment_settings"),
         *("nip_astra.parameters.files", "nip_astra.parameters.content", "nip_astra.plugins"),
         *("nip_astra.progress", "nip_astra.tracking.local", "nip_astra.tracking.environment"),
-        "nip_astra.cli.app",
+        *("nip_astra.cli.app", "nip_astra.astra"),
     )
     code = f"import sys, {', '.join(modules)}\nprint(*sorted(set(sys.modules) & set({HEAVY})))"
     assert run_python(code).split() == []
 
 
+def test_no_help_loads_anything_heavy() -> None:
+    commands = [[], *([name] for name in ONCE(app).commands)]
+    forbidden = {*HEAVY, "omegaconf", "rich.table"}
+    ends = run_commands(*([*words, "--help"] for words in commands), forbidden=forbidden)
+    assert ends == [("0", [])] * len(commands)
+
+
 def test_wrong_names_are_refused_before_anything_heavy_is_imported() -> None:
-    found = run_commands(
+    ends = run_commands(
         ["--trainer", "ast_dop"],
         ["--trainer", "ast_dpo", "--scenario", "nowhere"],
         ["--trainer", "ast_dpo", "--parameters", "nowhere.yaml"],
@@ -62,17 +79,15 @@ def test_wrong_names_are_refused_before_anything_heavy_is_imported() -> None:
         ["compare", "nowhere", "x"],
         forbidden={"torch", "transformers", "scipy"},
     )
-    assert [(code, heavy) for code, _, *heavy in found] == [("2", [])] * 5
+    assert ends == [("2", [])] * 5
 
 
 @pytest.fixture(scope="module")
 def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> list[str]:
     runs = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        experiment = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), seed=seed)
-        run_experiment(
-            experiment, runs_dir=str(runs), run_id=str(seed), progress=False, test_run=True
-        )
+        resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), seed=seed)
+        run_in(runs, resolved, str(seed), test_run=True)
     return [str(runs / "0"), str(runs / "1")]
 
 
@@ -92,13 +107,12 @@ def finished_runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path)
 def test_commands_that_build_nothing_start_fast(
     commands: tuple[str, ...], forbidden: set[str], seconds: float, finished_runs: list[str]
 ) -> None:
-    typed = [
+    words = [
         [*one.split(), *(finished_runs if one in ("report", "compare") else ())] for one in commands
     ]
-    found = run_commands(*typed, forbidden=forbidden)
-    assert [(code, heavy) for code, _, *heavy in found] == [("0", [])] * len(commands)
-    # Of the first command. Generous, since CPU times vary with the machine.
-    assert float(found[0][1]) < 4 * seconds
+    # Generous, since CPU times vary with the machine.
+    ends = run_commands(*words, forbidden=forbidden, most_seconds=4 * seconds)
+    assert ends == [("0", [])] * len(commands)
 
 
 def test_the_package_gives_its_version_without_importing_the_rest() -> None:
@@ -111,18 +125,13 @@ def test_the_package_gives_its_version_without_importing_the_rest() -> None:
 
 
 @pytest.mark.parametrize("package", [nip_astra, parameters])
-def test_every_lazy_export_is_there_and_listed(package: object) -> None:
+def test_every_lazy_export_and_no_other_name_is_there(package: object) -> None:
     names = package.__all__  # type: ignore[attr-defined]
     assert set(names) <= set(dir(package))
     for name in names:
         assert getattr(package, name) is not None
-
-
-def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'nip_astra' has no attribute 'nothing'"):
-        nip_astra.nothing  # noqa: B018 - reading it is the test
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        parameters.nothing  # noqa: B018 - reading it is the test
+        package.nothing  # type: ignore[attr-defined]  # noqa: B018 - reading it is the test
 
 
 def test_the_package_alone_provides_the_needs_of_a_plugin_or_notebook() -> None:

@@ -12,6 +12,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
+from tests.kit.messages import says
 
 
 def test_the_defaults_run_on_the_cpu_without_wandb() -> None:
@@ -40,26 +41,26 @@ def test_settings_come_back_from_their_file_without_their_runtime_fields(
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "facts"),
     [
-        ({"device": "gpu"}, 'device: must be one of cpu, cuda, auto; given "gpu".'),
-        (
-            {"wandb": "ofline"},
-            'wandb: must be one of disabled, offline, online; given "ofline". Did you mean '
-            "'offline'?",
-        ),
-        ({"num_threads": 0}, "num_threads: must be at least 1; given 0."),
-        ({"checkpoint_period": -1}, "checkpoint_period: must be at least 0; given -1."),
-        ({"num_checkpoints_kept": 0}, "num_checkpoints_kept: must be at least 1; given 0."),
-        ({"test_run": "yes"}, 'test_run: must be true or false, not text; given "yes".'),
-        ({"runs": "x"}, "runs: unknown parameter; given \"x\". Did you mean 'runs_dir'?"),
+        ({"device": "gpu"}, ["cpu, cuda, auto", '"gpu"']),
+        ({"wandb": "ofline"}, ["disabled, offline, online", '"ofline"', "'offline'"]),
+        ({"num_threads": 0}, ["at least 1", "0"]),
+        ({"checkpoint_period": -1}, ["at least 0", "-1"]),
+        ({"num_checkpoints_kept": 0}, ["at least 1", "0"]),
+        ({"test_run": "yes"}, ["true or false", '"yes"']),
+        ({"runs": "x"}, ["unknown", '"x"', "'runs_dir'"]),
+        ({"run_directory": "runs"}, ['"runs"']),
+        ({"tqdm_func": 3}, ["3"]),
     ],
 )
-def test_a_wrong_setting_is_reported(values: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_reported(values: dict[str, Any], facts: list[str]) -> None:
     for make in (ExperimentSettings.from_dict, lambda given: ExperimentSettings(**given)):
         with pytest.raises(ParameterError) as caught:
             make(values)
-        assert [str(fault) for fault in caught.value.faults] == [message]
+        (fault,) = caught.value.faults
+        assert fault.path == next(iter(values))
+        assert says(fault, *facts)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +94,3 @@ def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Pa
         with pytest.raises(ConfigurationError, match=next(iter(given))):
             resume_experiment(tmp_path / "one", progress=False, **given)
     assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
-
-
-def test_a_runtime_field_matches_its_name() -> None:
-    with pytest.raises(ParameterError, match="run_directory"):
-        ExperimentSettings(run_directory="runs")  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match="tqdm_func"):
-        ExperimentSettings(tqdm_func=3)  # type: ignore[arg-type]

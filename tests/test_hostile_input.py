@@ -146,7 +146,7 @@ def test_a_scorer_that_hangs_has_a_time_limit(on_failure: str) -> None:
 def test_an_iteration_without_samples_shows_no_nan(
     cli: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = cli.run(overrides=("ast_dpo.min_reward_difference=1000000",))
-    assert said.code == 0, said.err
-    assert "nan" not in said.err
-    assert "loss=nothing to learn from" in said.err
+    result = cli.run(overrides=("ast_dpo.min_reward_difference=1000000",))
+    assert result.code == 0, result.err
+    assert "nan" not in result.err
+    assert "loss=nothing to learn from" in result.err

@@ -22,7 +22,7 @@ from nip_astra.resume_check import (
     killed_at,
     what_was_found,
 )
-from tests.kit.command_line import CommandLine, Said, plugins_forgotten_after, refused
+from tests.kit.command_line import CommandLine, CommandResult, plugins_forgotten_after, refused
 from tests.kit.resuming import SHORT_TRAINERS, short_experiment
 from tests.kit.toy_scenario import toy_scenario_in
 
@@ -189,7 +189,7 @@ def test_the_command_reports_state_that_a_trainer_forgets(cli: CommandLine) -> N
     broken = cli.write("broken.py", FORGETFUL.replace("self.total += 1", "1 / 0"))
     kept = cli.folder / "kept"
 
-    def check(folder: str, trainer: str, *more: str) -> Said:
+    def check(folder: str, trainer: str, *more: str) -> CommandResult:
         with plugins_forgotten_after(), toy_scenario_in(cli.folder / folder) as scenario:
             if trainer == "forgetful":
                 (scenario / "scenario.yaml").write_text("kind: toy_kind\n")

@@ -125,14 +125,14 @@ def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -
     wrong = []
     for typed, fact in MISTAKES.items():
         with plugins_forgotten_after():
-            said = cli(*shlex.split(typed))
-        lines = said.err.splitlines()
+            result = cli(*shlex.split(typed))
+        lines = result.err.splitlines()
         # The list of all names, after an unknown name, may take the lines that it needs.
-        own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", said.err)
+        own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", result.err)
         is_short = 0 < len(lines) <= MOST_LINES and len(own) <= MOST_CHARACTERS
-        is_said = fact in said.err and "error: " in lines[0].lower()
-        if said.code != 2 or not is_short or not is_said or "Traceback" in said.err:
-            wrong.append((typed, fact, said.code, said.err))
+        is_said = fact in result.err and "error: " in lines[0].lower()
+        if result.code != 2 or not is_short or not is_said or "Traceback" in result.err:
+            wrong.append((typed, fact, result.code, result.err))
     assert wrong == []
 
 

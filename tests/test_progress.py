@@ -283,6 +283,25 @@ def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.Mon
     assert text.splitlines()[0].startswith("train 30/300 loss=0.5 [")
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_run_goes_on_when_nobody_reads_its_progress_any_more(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    class Unread(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Unread())
+    bar = open_progress(2)
+    bar.step()
+    bar.step()
+    bar.close()
+    assert bar.num_done == 2
+
+
 def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

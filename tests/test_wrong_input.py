@@ -105,8 +105,8 @@ def test_several_faults_are_reported_at_once_each_with_its_source(cli: CommandLi
         ast_dpo: {{beta: 0}}
         """,
     )
-    said = cli("--parameters", path, "--set", "ast_chat.tree_widht=3", "--set", "seed=-1")
-    message = refused(said)
+    result = cli("--parameters", path, "--set", "ast_chat.tree_widht=3", "--set", "seed=-1")
+    message = refused(result)
     of_file = ("training.lr: ", "training.minibatch_size: ", "'training.optimizer'?", "beta: ")
     assert says(message, "6 parameters", *of_file, "'ast_chat.tree_width'?", "seed: ")
     assert (message.count(f"(from {path})"), message.count("(from --set)")) == (4, 2)
@@ -115,8 +115,8 @@ def test_several_faults_are_reported_at_once_each_with_its_source(cli: CommandLi
 
 def test_a_parameter_may_refer_to_a_parameter_of_the_scenario(cli: CommandLine) -> None:
     experiment = ("--trainer", "ast_dpo", "--scenario", str(cli.scenario))
-    said = cli.ok("show", *experiment, "--set", "ast_dpo.beta=${training.lr}")
-    assert "0.003" in next(line for line in said.out.splitlines() if "ast_dpo.beta" in line)
+    result = cli.ok("show", *experiment, "--set", "ast_dpo.beta=${training.lr}")
+    assert "0.003" in next(line for line in result.out.splitlines() if "ast_dpo.beta" in line)
 
 
 def test_a_gpu_where_there_is_none(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

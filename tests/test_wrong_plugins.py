@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -11,7 +9,7 @@ from safetensors.torch import load_file
 from nip_astra import plugins
 from nip_astra.resume_check import in_a_fork
 from nip_astra.scorers.base import SCORERS
-from tests.kit.command_line import CommandLine, Said, refused, registered_names
+from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.messages import says
 
 SCORER = """
@@ -35,24 +33,18 @@ TRAINER = """
     """
 
 
-def test_a_plugin_that_fails_registers_nothing_and_loads_once_it_is_corrected(
-    cli: CommandLine,
-) -> None:
-    before = registered_names()
-    path = cli.write("mine.py", textwrap.dedent(TRAINER) + "\nprint(1 / 0)\n")
-    message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
-    assert says(message, path, "line 9", "ZeroDivisionError: division by zero")
-    assert registered_names() == before
-    cli.write("mine.py", TRAINER)
-    said = cli.ok("list", "trainers", "--plugin", path)
-    assert "my_trainer" in said.out
-    path = cli.write("other.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
-    assert says(refused(cli.run("--plugin", path)), "trainer 'ast_dpo'", f"{path}:")
-
-
-def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
+def scorer_of(
+    cli: CommandLine, body: str, *overrides: str, options: tuple[str, ...] = ()
+) -> CommandResult:
     path = cli.write("mine.py", SCORER.format(body=body))
-    return cli.run("--plugin", path, overrides=("ast_chat.scorer={_type: mine}", *overrides))
+    overrides = ("ast_chat.scorer={_type: mine}", *overrides)
+    return cli.run("--plugin", path, *options, overrides=overrides)
+
+
+def forget_scorer() -> None:
+    """Another process would read the file again."""
+    SCORERS.forget("mine")
+    plugins._LOADED.clear()
 
 
 @pytest.mark.parametrize(
@@ -71,52 +63,36 @@ def test_a_scorer_that_fails_ends_the_run_with_an_error(
     log = (cli.folder / "runs" / "one" / "log.txt").read_text()
     assert says(log, "ERROR", *facts)
     assert cli("resume", "runs/one").code == 2
-    path = cli.write("mine.py", SCORER.format(body=body))
-    overrides = ("ast_chat.scorer={_type: mine}",)
-    SCORERS.forget("mine")
-    plugins._LOADED.clear()
-    refused(cli.run("--plugin", path, "--dry-run", overrides=overrides))
+    forget_scorer()
+    refused(scorer_of(cli, body, options=("--dry-run",)))
 
 
-def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
+def test_a_corrected_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
     refused(scorer_of(cli, "return [float('nan') for text in texts]"))
-    # Another process would read the file again.
-    SCORERS.forget("mine")
-    plugins._LOADED.clear()
+    forget_scorer()
     cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
     cli.ok("resume", "runs/one")
     assert (cli.folder / "runs" / "one" / "results.json").is_file()
 
 
-def test_a_custom_scorer_has_its_parameters_checked(cli: CommandLine) -> None:
-    said = scorer_of(cli, "return [0.5 for text in texts]", "ast_chat.scorer.weight=2")
-    assert says(refused(said), "ast_chat.scorer.weight: ", "(from --set)")
-
-
 def test_a_collapse_of_the_attacker_is_reported(cli: CommandLine) -> None:
-    said = scorer_of(
+    result = scorer_of(
         cli,
         "return [0.5 for text in texts]",
         "ast_chat.attacker.temperature=0",
         "ast_chat.target.temperature=0",
         "ast_chat.evaluation.num_episodes=12",
     )
-    assert said.code == 0, said.err
+    assert result.code == 0, result.err
     hints = ("training.num_episodes_per_experience", "training.lr")
-    assert says(" ".join(said.out.split()), "warning: the attacker has collapsed", *hints)
+    assert says(" ".join(result.out.split()), "warning: the attacker has collapsed", *hints)
 
 
 @pytest.mark.parametrize("override", ["ast_chat.tree_width=1", "ast_dpo.min_reward_difference=99"])
 def test_a_run_without_anything_to_learn_from_reports_this(cli: CommandLine, override: str) -> None:
-    said = cli.run(overrides=(override,))
-    assert said.code == 0, said.err
-    assert says(" ".join(said.out.split()), "warning: nothing was learned", "tree_width")
-
-
-def test_a_trainer_on_a_scenario_of_another_kind(cli: CommandLine) -> None:
-    path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
-    said = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
-    assert says(said, "'my_trainer'", cli.scenario, "'ast_chat'", "other, third")
+    result = cli.run(overrides=(override,))
+    assert result.code == 0, result.err
+    assert says(" ".join(result.out.split()), "warning: nothing was learned", "tree_width")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +106,12 @@ def test_a_trainer_on_a_scenario_of_another_kind(cli: CommandLine) -> None:
 def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on(
     cli: CommandLine, trainer: str, scenario: str, shipped: str
 ) -> None:
-    said = refused(cli.run("--trainer", trainer, "--scenario", scenario))
-    assert says(said, repr(trainer), repr(scenario), shipped)
-    assert "pocket_chat_api" not in said
+    message = refused(cli.run("--trainer", trainer, "--scenario", scenario))
+    assert says(message, repr(trainer), repr(scenario), shipped)
+    assert "pocket_chat_api" not in message
+    path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
+    message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
+    assert says(message, "'my_trainer'", cli.scenario, "'ast_chat'", "other, third")
 
 
 def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
@@ -150,11 +129,11 @@ def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
             return output._replace(loss=output.loss * float("nan"))
     """,
     )
-    said = cli.run(
+    result = cli.run(
         *("--plugin", path, "--trainer", "my_trainer"),
         overrides=("training.minibatch_size=1", "training.num_episodes_per_experience=2"),
     )
-    message = refused(said)
+    message = refused(result)
     assert says(message, "step 3", "iteration 1", "loss nan", "norm nan", "training.lr")
     checkpoints = cli.folder / "runs" / "one" / "checkpoints"
     latest = checkpoints / (checkpoints / "latest").read_text().strip()
@@ -194,12 +173,12 @@ def test_an_environment_that_ends_the_program_or_rewards_with_nan_ends_the_run_w
     cli: CommandLine, body: str, fact: str
 ) -> None:
     def run() -> None:
-        said = cli(
+        result = cli(
             *("--plugin", cli.write("mine.py", TASK.format(body=body)), "--run-id", "one"),
             *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
             *("--set", "task.task={_type: mine}", "--set", "task.evaluation.num_problems=2"),
         )
-        cli.write("refusal.txt", refused(said))
+        cli.write("refusal.txt", refused(result))
 
     # Otherwise the program's exit would end the tests, with 0.
     in_a_fork(run)

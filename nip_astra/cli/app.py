@@ -85,7 +85,14 @@ class RunByDefault(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with _exits_refused():
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # The reader of our output has seen enough: `nip-astra list | head`. Click's own exit
+            # code 1 would report a failure.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_CODES["SIGPIPE"]) from None
         except SystemExit as error:
             # A command of ours ends by returning; what exits is a plug-in.
             raise UnexpectedExitError(error.code) from error
@@ -511,11 +518,6 @@ def main() -> None:
     try:
         with showing_notes():
             app()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Who read our output has seen enough: `nip-astra list | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_CODES["SIGPIPE"])
     except NipAstraError as error:
         if "--debug" in sys.argv:
             sys.stderr.write(safe_text(traceback.format_exc()))

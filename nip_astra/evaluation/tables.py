@@ -64,6 +64,10 @@ class SafeConsole(Console):
             force_jupyter=special, force_terminal=special,
         )  # fmt: skip
 
+    def on_broken_pipe(self) -> None:
+        """Raise the error again; Rich would exit, as if the command had failed."""
+        raise
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:

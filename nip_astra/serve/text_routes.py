@@ -607,7 +607,7 @@ class EngineClient:
         if max_tokens is not None and max_tokens > most:
             raise wrong(
                 f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start "
-                "the service with a higher --max-answer-tokens.",
+                "the service with --settings max_answer_tokens=N.",
                 "max_tokens",
                 "invalid_value",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Harness, Trainer, TrainingConfiguration
-from nip_astra.astra.ext.transformers.hf_ast_problem import HFASTConfiguration, HFASTTrainer
 from nip_astra.astra.logging import logger
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, says
@@ -25,35 +23,17 @@ def small(**changes: Any) -> TrainingConfiguration:
     return TrainingConfiguration(**{**values, **changes})
 
 
-def parts(models: Models) -> tuple[Any, Any, Any]:
-    problem = hf_problem(models)
-    return problem, ASTSampler(problem, PROMPTS), DPO(problem)
-
-
-def test_the_configuration_of_the_guides_is_accepted_as_it_stands() -> None:
-    config = TrainingConfiguration(
-        lr=1e-5,
-        batch_size=4,
-        optimizer="adamw",
-        gradient_accumulation_steps=1,
-        training_steps=1000,
-        num_episodes_per_experience=2,
-    )
-    assert (config.lr, config.batch_size, config.optimizer) == (1e-5, 4, "adamw")
-    assert (config.training_steps, config.num_episodes_per_experience) == (1000, 2)
-
-
 def test_the_base_trainer_trains_and_transformers_loads_the_saved_problem(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    problem, env, solver = parts(models)
+    problem = hf_problem(models)
     before = [p.detach().clone() for p in problem.parameters()]
-    trainer = Trainer(config=small(), environment=env, algorithm=solver)
-    trainer.train()
-    assert any(
-        not torch.equal(old, new) for old, new in zip(before, problem.parameters(), strict=True)
-    )
+    Trainer(
+        config=small(), environment=ASTSampler(problem, PROMPTS), algorithm=DPO(problem)
+    ).train()
+    after = list(problem.parameters())
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert os.listdir(tmp_path) == [], "the base trainer writes nothing"
     problem.attacker.save_pretrained("final_ckpt")
     problem.tokenizer.save_pretrained("final_ckpt")
@@ -71,24 +51,6 @@ def test_the_sampler_goes_by_two_names_and_by_its_place(name: str) -> None:
     trainer = Trainer(small(), env, solver)
     assert trainer.harness.environment is env
     trainer.train()
-
-
-def test_the_trainer_of_hugging_face_evaluates_and_saves(models: Models, tmp_path: Path) -> None:
-    _, env, solver = parts(models)
-    trainer = HFASTTrainer(
-        config=HFASTConfiguration(training_steps=4),
-        environment=env,
-        algorithm=solver,
-        dev_prompts=["hello you", "a cat"],
-        eval_every=2,
-        ckpt_dir=str(tmp_path / "checkpoints"),
-    )
-    trainer.train()
-    lines = (tmp_path / "checkpoints" / "evaluations.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [2, 4]
-    for tag in ("best", "last"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / tag)
-        AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / tag)
 
 
 def test_the_guide_lists_every_number_that_a_step_logs_and_the_defaults_as_they_are() -> None:
@@ -186,16 +148,3 @@ def test_a_custom_loop_with_schedule_saving_and_early_stopping_learns(tmp_path: 
     assert (tmp_path / "ckpt" / "speaker.pt").exists()
     assert len(trainer.rates) < 12, "it did not stop early"
     assert trainer.rates[0] == pytest.approx(0.3 * (1 - 0.5 / 8))
-
-
-def test_a_subclass_that_leaves_train_alone_inherits_the_loop() -> None:
-    class Quiet(Trainer):
-        def __init__(self, config: Any, environment: Any, algorithm: Any) -> None:
-            super().__init__(config, environment, algorithm)
-            self.dev_prompts: list[str] = []
-
-    problem = WordProblem(ppl_weight=0.0)
-    trainer = Quiet(small(lr=0.3, training_steps=8), ASTSampler(problem, PROMPTS), DPO(problem))
-    trainer.train()
-    assert says(problem, "silly") > 1 / 6
-    assert trainer._global_step_counter > 0

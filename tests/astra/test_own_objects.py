@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,9 @@ from nip_astra.astra import (
     PPO,
     ASTEvaluator,
     ASTSampler,
-    ASTSystem,
     Graph,
     Harness,
     HFASTSystem,
-    HFEvaluationSystem,
     Node,
     Sampler,
     Scorer,
@@ -57,8 +55,8 @@ class OverMessages(ValueFunctionSystem[Messages, str]):
         chosen = torch.multinomial(self.logits.softmax(0), len(x), replacement=True)
         return [WORDS[i] for i in chosen]
 
-    def rollout_prompt_with_target(self, x: Sequence[Messages]) -> list[str]:
-        return [f"{state[-1]['content']} !" for state in x]
+    def rollout_prompt_with_target(self, x: Sequence[Messages]) -> Any:
+        return np.array([f"{state[-1]['content']} !" for state in x])
 
     def get_tester_logprobs(self, context: Any, continuation: Sequence[str]) -> Tensor:
         ids = torch.tensor([WORDS.index(text) for text in continuation])
@@ -80,8 +78,8 @@ class OverMessages(ValueFunctionSystem[Messages, str]):
     def reward(self, context: Any, probe: Any, response: Sequence[str]) -> Any:
         return torch.as_tensor(self.scorer.score(response))
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return iter([self.logits, *self.v.parameters()])
+    def parameters(self) -> Any:
+        return [self.logits, *self.v.parameters()]
 
 
 class MessageSampler(Sampler[Messages, str]):
@@ -112,6 +110,8 @@ def test_states_may_be_lists_of_messages_and_scores_arrays(kind: Any, algorithm:
     config = TrainingConfiguration(training_steps=12, lr=0.1, batch_size=16)
     Trainer(config, MessageSampler(problem), algorithm(problem)).train()
     assert float(problem.logits.detach().softmax(0)[WORDS.index("silly")]) > 0.5
+    summary = ASTEvaluator(MessageSampler(problem)).evaluate(2, progress=False)["summary"]
+    assert summary["n_rollouts"] == 2
 
 
 class BlackBox(HFASTSystem):
@@ -150,51 +150,3 @@ def test_a_target_behind_a_function_is_attacked_with_an_adapter(
             losses.append(float(loss.detach()))
     assert len(losses) == 3 * len(buffer) > 0
     assert sum(losses[-len(buffer) :]) < sum(losses[: len(buffer)])
-    system.tester.save_pretrained(tmp_path / "lora")
-    system.tokenizer.save_pretrained(tmp_path / "lora")
-    found = HFEvaluationSystem(tmp_path / "lora", None, models.target, scorer=Finds("you"))
-    said = ["hello"], ["good day"]
-    torch.testing.assert_close(
-        found.get_tester_logprobs(*said).detach(),
-        system.get_tester_logprobs(*said).detach(),
-        rtol=1e-4,
-        atol=1e-4,
-    )
-
-
-class Plain(ASTSystem):
-    """Texts, an array of responses, and a list of parameters."""
-
-    def __init__(self, scorer: Any) -> None:
-        super().__init__(scorer)
-        self.logits = torch.nn.Parameter(torch.zeros(len(WORDS)))
-
-    def rollout_prompt_with_auditor(self, x: Sequence[str]) -> list[str]:
-        chosen = torch.multinomial(self.logits.softmax(0), len(x), replacement=True)
-        return [f" {WORDS[i]}" for i in chosen]
-
-    def rollout_prompt_with_target(self, x: Sequence[str]) -> Any:
-        return np.array([f" {text.split()[-1]} ." for text in x])
-
-    def get_auditor_logprobs(self, context: Any, continuation: Sequence[str]) -> Tensor:
-        ids = torch.tensor([WORDS.index(text.strip()) for text in continuation])
-        return self.logits.log_softmax(0)[ids][:, None]
-
-    def get_target_logprobs(self, context: Any, continuation: Any) -> Tensor:
-        return torch.full((len(context), 1), -1.8)
-
-    def get_baseline_logprobs(self, context: Any, continuation: Any) -> Tensor:
-        return self.get_target_logprobs(context, continuation)
-
-    def parameters(self) -> Any:
-        return [self.logits]
-
-
-def test_texts_may_come_in_arrays_and_parameters_in_a_list() -> None:
-    system = Plain(Counts(np.array))
-    sampler = ASTSampler(system, ("hi there",), 4, 2)
-    config = TrainingConfiguration(training_steps=12, lr=0.1, batch_size=16)
-    Trainer(config, sampler, DPO(system)).train()
-    assert float(system.logits.detach().softmax(0)[WORDS.index("silly")]) > 0.5
-    summary = ASTEvaluator(sampler, seeds=[1, 2, 3]).evaluate(2, progress=False)["summary"]
-    assert summary["n_rollouts"] == 2

@@ -104,29 +104,6 @@ def test_sampled_tokens_have_the_same_log_probabilities(sampled: Implementations
         torch.testing.assert_close(logprobs.sum(dim=1), total, rtol=0, atol=1e-4)
 
 
-def test_log_probabilities_of_rows_of_different_lengths_do_not_touch_each_other(
-    sampled: Implementations,
-) -> None:
-    model = sampled.plain.target
-    rows = [([3, 8, 9], [10, 11]), ([3, 8], [12]), ([3, 20, 21, 22], [23, 24, 25])]
-    with torch.no_grad():
-        together = model.logprobs(*zip(*rows, strict=True)).sum(dim=1)
-        alone = [model.logprobs([context], [turn]).sum() for context, turn in rows]
-    torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-5)
-
-
-def test_turns_after_contexts_of_different_lengths_do_not_touch_each_other(
-    modules: Modules, sampled: Implementations
-) -> None:
-    target = sampled.plain.target
-    greedy = target.agent.model_copy(update={"temperature": 0.0})
-    model = modules.plain.PlainModel(greedy, target.scenario_dir)
-    contexts = [[3, 8, 9, 10, 11, 12], [20, 21], [30, 31, 32]]
-    alone = [model.generate([context])[0] for context in contexts]
-    assert model.generate(contexts) == alone
-    assert {len(turn) for turn in alone} == {greedy.max_new_tokens}
-
-
 def test_loss_and_gradients_are_the_same(modules: Modules, trained: Implementations) -> None:
     samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
     before = [parameter.clone() for parameter in trained.ours.trainer.policy.parameters()]
@@ -171,17 +148,6 @@ def test_both_pair_the_best_with_the_worst_sibling(
     assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
     ranked = sorted(trees[0], key=lambda node: node.reward)
     assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
-
-
-def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(modules: Modules) -> None:
-    plain = build(modules).plain
-    plain.optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    pair = modules.plain.Pair([3, 8, 9], [10, 11], [12, 13])
-    reference = plain.reference.module.get_output_embeddings().weight.clone()
-    first = plain.step(pair)
-    assert first == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-4)
-    assert plain.step(pair) < first
-    assert torch.equal(plain.reference.module.get_output_embeddings().weight, reference)
 
 
 def test_forwarded_tokens_are_counted(modules: Modules, sampled: Implementations) -> None:

@@ -40,8 +40,8 @@ def test_coverage_is_counted_from_the_intervals(benchmark: ModuleType) -> None:
         "coverage": 0.5, "below": 0.25, "above": 0.25, "width": pytest.approx(0.125),
     }  # fmt: skip
     drawn = np.array([[[1.0, 1.0], [0.0, 0.0]]])
-    found = rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
-    assert benchmark.own_bounds(drawn, rate_estimate).tolist() == [[found.low, found.high]]
+    result = rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
+    assert benchmark.own_bounds(drawn, rate_estimate).tolist() == [[result.low, result.high]]
     rng = np.random.default_rng(2)
     assert benchmark.bootstrap_bounds(drawn, rng, 1.0).tolist() == [[0.0, 1.0]]
     assert benchmark.bootstrap_bounds(0.0 * drawn, rng, 1.0).tolist() == [[0.0, 1.5]]
@@ -53,9 +53,9 @@ def test_missing_verdicts_have_the_rates_of_the_grid(benchmark: ModuleType) -> N
     assert failed.any(axis=1).mean() == pytest.approx(0.183, abs=0.01)
     assert is_missing[failed].mean() == pytest.approx(0.4, abs=0.02)
     assert is_missing[~failed].mean() == pytest.approx(0.02, abs=0.002)
-    found = benchmark.estimates(failed[:, :1], is_missing[:, :1], np.arange(20_000))
+    result = benchmark.estimates(failed[:, :1], is_missing[:, :1], np.arange(20_000))
     # Single turns are never censored: both drop missing verdicts.
-    assert found["survival"] == found["uncensored"]
+    assert result["survival"] == result["uncensored"]
 
 
 def test_it_prints_a_line_for_each_design_and_keeps_every_point(

@@ -11,6 +11,7 @@ import torch
 
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps, compare_dumps, load_state, save_state
 from nip_astra.errors import CheckpointError
+from tests.kit.messages import says
 
 
 def there_and_back(path: Path, state: Any) -> Any:
@@ -36,9 +37,6 @@ def there_and_back(path: Path, state: Any) -> Any:
 )
 def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value: Any) -> None:
     assert repr(there_and_back(tmp_path, value)) == repr(value)
-
-
-def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
     assert math.isnan(there_and_back(tmp_path, {"x": math.nan})["x"])
 
 
@@ -58,8 +56,11 @@ def test_ragged_lists_scalars_views_and_empty_tensors_come_back(tmp_path: Path) 
     state = [
         {"context": base[0], "mask": base[0] > 1, "score": torch.tensor(0.25)},
         {"context": base.T[1], "same": base.T[1], "empty": torch.empty(0, 3)},
+        {"generator": torch.Generator().manual_seed(7).get_state()},
     ]
     back = there_and_back(tmp_path, state)
+    # Nothing is pickled.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "state.safetensors"]
     for old, new in zip(state, back, strict=True):
         assert list(old) == list(new)
         for name, tensor in old.items():
@@ -85,16 +86,6 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     assert torch.equal(after(6, stop_at=3), after(6, stop_at=None))
 
 
-def test_a_generator_goes_on_where_it_was(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(7)
-    torch.rand(5, generator=generator)
-    state = there_and_back(tmp_path, {"generator": generator.get_state()})
-    expected = torch.rand(5, generator=generator)
-    resumed = torch.Generator()
-    resumed.set_state(state["generator"])
-    assert torch.equal(torch.rand(5, generator=resumed), expected)
-
-
 def test_a_value_that_cannot_be_saved_is_named_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\.run\.1\.model .*object"):
         save_state(tmp_path / "state", {"run": [1, {"model": object()}]})
@@ -112,11 +103,6 @@ def test_a_missing_or_broken_file_is_named(
     file.unlink() if content is None else file.write_bytes(content)
     with pytest.raises(CheckpointError, match="state"):
         load_state(tmp_path / "state")
-
-
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    save_state(tmp_path / "state", {"x": torch.ones(2)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "state.safetensors"]
 
 
 def dumped(folder: Path, *, loss: float = 1.0, ids: tuple[int, ...] = (1, 2, 3)) -> Path:
@@ -139,37 +125,27 @@ def test_every_so_many_iterations_are_dumped_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_equal_dumps_do_not_differ(tmp_path: Path) -> None:
-    found = compare_dumps(dumped(tmp_path / "a"), dumped(tmp_path / "b") / DUMPS)
-    assert (found.num_stages, found.differences) == (4, [])
-
-
 def test_the_first_stage_that_differs_comes_first(tmp_path: Path) -> None:
     one = dumped(tmp_path / "a")
+    same = compare_dumps(one, dumped(tmp_path / "same") / DUMPS)
+    assert (same.num_stages, same.differences) == (4, [])
     other = dumped(tmp_path / "b", loss=1.5, ids=(1, 2, 4))
     first, second, *_ = compare_dumps(one, other).differences
     assert first.stage == "iteration_000001/000-tokens"
     assert first.field == "ids"
-    for fact in ("1 of 3", "[2]", "3 and 4"):
-        assert fact in first.description
-    assert (second.field, second.description) == ("loss", "is 1.0 and 1.5")
-
-
-def test_a_tolerance_lets_rounding_pass(tmp_path: Path) -> None:
-    one, other = dumped(tmp_path / "a"), dumped(tmp_path / "b", loss=1.0 + 1e-7)
-    assert compare_dumps(one, other).differences
-    assert not compare_dumps(one, other, tolerance=1e-6).differences
-
-
-def test_entries_of_only_one_dump_are_reported(tmp_path: Path) -> None:
-    one, other = dumped(tmp_path / "a"), dumped(tmp_path / "b", ids=(1, 2))
+    assert says(first.description, "1 of 3", "[2]", "3 and 4")
+    assert second.field == "loss"
+    assert says(second.description, "1.0", "1.5")
+    # A tolerance lets rounding pass.
+    rounded = dumped(tmp_path / "c", loss=1.0 + 1e-7)
+    assert compare_dumps(one, rounded).differences
+    assert not compare_dumps(one, rounded, tolerance=1e-6).differences
+    # Entries of only one dump are reported.
     (other / DUMPS / "iteration_000003" / "001-loss.json").unlink()
+    dumped(tmp_path / "shorter", ids=(1, 2))
     text = "\n".join(d.description for d in compare_dumps(one, other).differences)
-    assert "[3] of int64" in text
-    assert "[2] of int64" in text
     assert str(one) in text
-
-
-def test_a_folder_without_dumps_is_refused(tmp_path: Path) -> None:
+    text = "\n".join(d.description for d in compare_dumps(one, tmp_path / "shorter").differences)
+    assert says(text, "[3] of int64", "[2] of int64")
     with pytest.raises(CheckpointError, match="dump_period=1"):
-        compare_dumps(dumped(tmp_path / "a"), tmp_path)
+        compare_dumps(one, tmp_path)

@@ -1,9 +1,8 @@
-"""A finished run for tests of commands."""
+"""Finished runs for tests of commands."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,37 @@ import pytest
 from nip_astra import progress
 from nip_astra.progress import ProgressBar
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
-from tests.cli.trained_run import SMALL, copy_evaluated
+from tests.cli.trained_run import SMALL, copy_evaluated, run_task, run_text
 from tests.kit.command_line import CommandLine
+from tests.kit.experiments import run_in
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Path:
     """The folder of a finished run."""
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=SMALL)
-    runs = tmp_path_factory.mktemp("runs")
-    run_experiment(resolved, runs_dir=str(runs), run_id="one", progress=False)
-    return runs / "one"
+    return run_in(tmp_path_factory.mktemp("runs"), resolved, "one")
+
+
+@pytest.fixture(scope="session")
+def task_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Runs on the same task by two trainers."""
+    folder = tmp_path_factory.mktemp("task_runs")
+    first = run_task(folder, "grpo", "self_hosted_grpo")
+    return first, run_task(folder, "imitating", "remote_api_cross_entropy", "training.lr=5e-4")
+
+
+@pytest.fixture(scope="session")
+def text_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run whose verifier accepts every claim, and a run whose verifier rejects every claim."""
+    folder = tmp_path_factory.mktemp("text_runs")
+    return run_text(folder, "kind", "accept"), run_text(folder, "stern", "reject")
 
 
 @pytest.fixture
-def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
+def run(cli: CommandLine, trained: Path) -> Path:
     """A copy of the run in the empty folder in which commands are run."""
-    shutil.copytree(trained, cli.folder / "runs" / "one")
-    return cli.folder / "runs" / "one"
+    return Path(shutil.copytree(trained, cli.folder / "runs" / "one"))
 
 
 @pytest.fixture(scope="session")

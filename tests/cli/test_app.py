@@ -18,13 +18,13 @@ from nip_astra.errors import PluginError, plural
 from nip_astra.overview import registered
 from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.scorers.base import SCORERS
-from tests.kit.command_line import CommandLine, Said
+from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.messages import says
 
-REPOSITORY = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 
 
-def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> Said:
+def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> CommandResult:
     return cli("--trainer", "toy_trainer", "--scenario", str(toy), *arguments)
 
 
@@ -32,24 +32,32 @@ def results_of(run: str) -> object:
     return json.loads(Path("runs", run, "results.json").read_text())
 
 
-def test_run_py_and_the_module_are_the_same_program() -> None:
-    for command in (["run.py"], ["-m", "nip_astra"]):
-        said = subprocess.run(
-            [sys.executable, *command, "--version"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=True,
+@pytest.mark.parametrize("program", [["run.py"], ["-m", "nip_astra"]], ids=" ".join)
+def test_run_py_and_the_module_are_the_same_program(program: list[str]) -> None:
+    command = [sys.executable, *program, "--version"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == __version__
+
+
+def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "run.py", "list", "trainers"]
+    try:
+        result = subprocess.run(
+            command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
         )
-        assert said.stdout.strip() == __version__
+    finally:
+        os.close(writing)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path) -> None:
     overrides = ("--set", "training.num_iterations=2", "--set", "toy_trainer.offset=2")
-    said = run_toy(cli, toy, "--run-id", "one", "--seed", "7", *overrides)
-    assert said.code == 0, said.err
-    assert says(said.out, "runs/one\n", "runs/one/results.json\n")
-    assert "Counting 2/2" in said.err
+    result = run_toy(cli, toy, "--run-id", "one", "--seed", "7", *overrides)
+    assert result.code == 0, result.err
+    assert says(result.out, "runs/one\n", "runs/one/results.json\n")
+    assert "Counting 2/2" in result.err
     recorded = yaml.safe_load(Path("runs/one/hyper_parameters.yaml").read_text())
     assert (recorded["seed"], recorded["training"]["num_iterations"]) == (7, 2)
     assert results_of("one") == {"last": 4.0}
@@ -67,35 +75,33 @@ def test_a_parameter_file_takes_the_place_of_a_preset(cli: CommandLine, toy: Pat
 
 
 def test_a_dry_run_prints_its_cost_and_leaves_nothing(cli: CommandLine, toy: Path) -> None:
-    said = run_toy(cli, toy, "--dry-run")
-    assert said.code == 0, said.err
-    assert says(said.out, "dry run", "num iterations")
+    result = run_toy(cli, toy, "--dry-run")
+    assert result.code == 0, result.err
+    assert says(result.out, "dry run", "num iterations")
     assert list(cli.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_stopped_run_names_the_command_that_continues_it(
-    cli: CommandLine, toy: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, toy: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    for name, code in (("SIGINT", 130), ("SIGTERM", 143)):
-        monkeypatch.setitem(os.environ, "TOY_SIGNAL", f"1:{name}")
-        said = run_toy(cli, toy, "--run-id", name)
-        assert said.code == code
-        assert f"nip-astra resume runs/{name}" in said.err.splitlines()[-1]
-        monkeypatch.delitem(os.environ, "TOY_SIGNAL")
-        said = cli.ok("resume", f"runs/{name}")
-        assert f"runs/{name}\n" in said.out
-        said = cli("resume", f"runs/{name}")
-        assert (said.code, says(said.err, "error: ", name)) == (2, True)
-    monkeypatch.setitem(os.environ, "TOY_SIGNAL", "1:SIGINT:SIGINT")
-    said = run_toy(cli, toy, "--run-id", "twice")
-    assert (said.code, "Traceback" in said.err) == (130, False)
+    monkeypatch.setitem(os.environ, "TOY_SIGNAL", f"1:{name}")
+    result = run_toy(cli, toy, "--run-id", "one")
+    assert result.code == code
+    assert "nip-astra resume runs/one" in result.err.splitlines()[-1]
+    monkeypatch.delitem(os.environ, "TOY_SIGNAL")
+    assert "runs/one\n" in cli.ok("resume", "runs/one").out
+    assert "one" in refused(cli("resume", "runs/one")), "it has ended"
+    monkeypatch.setitem(os.environ, "TOY_SIGNAL", f"1:{name}:{name}")
+    result = run_toy(cli, toy, "--run-id", "twice")
+    assert (result.code, "Traceback" in result.err) == (code, False)
 
 
 def test_debug_shows_the_traceback(cli: CommandLine) -> None:
-    said = cli("--trainer", "ast_dpoo", "--debug")
-    assert said.code == 2
-    assert said.err.startswith("Traceback (most recent call last):")
-    assert said.err.splitlines()[-1].startswith("error: ")
+    result = cli("--trainer", "ast_dpoo", "--debug")
+    assert result.code == 2
+    assert result.err.startswith("Traceback (most recent call last):")
+    assert result.err.splitlines()[-1].startswith("error: ")
 
 
 def test_an_unexpected_error_in_a_trainer_keeps_its_traceback(
@@ -109,16 +115,16 @@ def test_an_unexpected_error_in_a_trainer_keeps_its_traceback(
 
 
 def test_list_shows_origin_and_purpose_of_one_kind_or_of_all(cli: CommandLine, toy: Path) -> None:
-    said = cli.ok("list")
-    lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    result = cli.ok("list")
+    lines = {line.split()[0]: line for line in result.out.splitlines() if line.strip()}
     for name in ("ast_dpo", "ast_chat", "huggingface", "classifier", "profanity"):
         assert "built-in" in lines[name]
     assert "Direct preference optimisation" in lines["ast_dpo"]
     assert "pocket_chat" in lines
-    said = cli.ok("list", "trainers", "--plugin", str(toy / "plugin.py"))
-    assert said.out.splitlines()[0].strip() == "trainers"
-    assert "Counts, and breaks off where the environment says so." in said.out
-    assert "classifier" not in said.out
+    result = cli.ok("list", "trainers", "--plugin", str(toy / "plugin.py"))
+    assert result.out.splitlines()[0].strip() == "trainers"
+    assert "Counts, and breaks off where the environment says so." in result.out
+    assert "classifier" not in result.out
 
 
 def test_list_shows_names_that_cannot_be_used_and_goes_on(
@@ -130,9 +136,9 @@ def test_list_shows_names_that_cannot_be_used_and_goes_on(
     monkeypatch.setattr(SCORERS, "get", broken)
     monkeypatch.setitem(SCORERS._entries, "mine", object)
     monkeypatch.setitem(SCORERS._places, "mine", "mine.py:1")
-    said = cli.ok("list", "scorers")
-    assert "the scorer mine is broken." in said.out
-    assert "Probability of one label of a sequence classifier." in said.out
+    result = cli.ok("list", "scorers")
+    assert "the scorer mine is broken." in result.out
+    assert "Probability of one label of a sequence classifier." in result.out
 
 
 def test_list_reads_registries_from_the_source() -> None:
@@ -153,8 +159,8 @@ def test_show_prints_every_value_with_its_source_and_a_file_that_can_be_run(
     cli: CommandLine, toy: Path
 ) -> None:
     experiment = ("--trainer", "toy_trainer", "--scenario", str(toy))
-    said = cli.ok("show", *experiment, "--seed", "3", "--set", "training.lr=1e-4")
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in said.out.splitlines()[1:]}
+    result = cli.ok("show", *experiment, "--seed", "3", "--set", "training.lr=1e-4")
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in result.out.splitlines()[1:]}
     for path, value, source in (
         ("seed", "3", "command line"),
         ("training.lr", "0.0001", "--set"),
@@ -168,11 +174,11 @@ def test_show_prints_every_value_with_its_source_and_a_file_that_can_be_run(
 
 
 def test_schema_describes_the_sections_of_trainer_and_scenario(cli: CommandLine, toy: Path) -> None:
-    said = cli.ok("schema", "--trainer", "toy_trainer", "--scenario", str(toy))
-    schema = json.loads(said.out)
+    result = cli.ok("schema", "--trainer", "toy_trainer", "--scenario", str(toy))
+    schema = json.loads(result.out)
     assert {"training", "toy_trainer", "toy_kind", "seed"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
-    assert "What is added to each count." in said.out
+    assert "What is added to each count." in result.out
 
 
 @pytest.mark.parametrize("rank", ["x", "5"])
@@ -181,7 +187,5 @@ def test_a_wrong_number_of_a_launcher_is_a_short_message(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said = cli("--trainer", "vanilla_ppo", "--test-run")
-    assert said.code == 2
-    assert says(said.err, "RANK", rank)
-    assert "Traceback" not in said.err
+    message = refused(cli("--trainer", "vanilla_ppo", "--test-run"))
+    assert says(message, "RANK", rank)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nip_astra.evaluation.storage import read_rows
 from tests.cli.trained_run import figures_of
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.tiny import make_language_model
@@ -18,18 +20,17 @@ SMALL = (
 )
 
 
-def evaluate(cli: CommandLine, folder: Path, *arguments: str) -> str:
-    around = () if "--scenario" in arguments else ("--scenario", str(cli.scenario))
-    cli.ok("evaluate", str(folder), *SMALL, *around, *arguments)
-    return (folder / "evaluations" / "test" / "rows.jsonl").read_text()
+def evaluate(cli: CommandLine, folder: Path) -> list[dict[str, Any]]:
+    """The rows of an evaluation of an attacker's folder."""
+    cli.ok("evaluate", str(folder), *SMALL, "--scenario", str(cli.scenario))
+    return read_rows(folder / "evaluations" / "test" / "rows.jsonl")
 
 
 def test_a_copied_model_generates_the_same_as_in_its_run(cli: CommandLine, run: Path) -> None:
-    shutil.copytree(run / "model", cli.folder / "copied")
+    copied = Path(shutil.copytree(run / "model", cli.folder / "copied"))
     cli.ok("evaluate", str(run), *SMALL)
-    of_run = (run / "evaluations" / "test" / "rows.jsonl").read_text()
-    assert evaluate(cli, cli.folder / "copied") == of_run
-    assert figures_of(cli.folder / "copied")["failure_rate"] == figures_of(run)["failure_rate"]
+    assert evaluate(cli, copied) == read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    assert figures_of(copied)["failure_rate"] == figures_of(run)["failure_rate"]
 
 
 def test_the_folders_within_a_run_mean_the_run_and_its_checkpoints(
@@ -62,40 +63,32 @@ def test_an_adapter_is_added_to_the_model_it_was_trained_on(
     for file in tiny_model_dir.iterdir():
         if not (cli.folder / "merged" / file.name).exists():
             shutil.copy(file, cli.folder / "merged")
-    of_adapter = evaluate(cli, cli.folder / "adapter")
-    plain = shutil.copytree(tiny_model_dir, cli.folder / "plain")
-    assert probes(of_adapter) == probes(evaluate(cli, cli.folder / "merged"))
-    assert probes(of_adapter) != probes(evaluate(cli, Path(plain)))
-
-
-def probes(rows: str) -> list[str]:
-    return [json.loads(row)["probe"] for row in rows.splitlines()]
+    shutil.copytree(tiny_model_dir, cli.folder / "plain")
+    adapted, merged, plain = (
+        [row["probe"] for row in evaluate(cli, cli.folder / name)]
+        for name in ("adapter", "merged", "plain")
+    )
+    assert adapted == merged != plain
 
 
 def test_missing_and_incompatible_parts_are_reported(
     cli: CommandLine, run: Path, tiny_model_dir: Path
 ) -> None:
-    folder = shutil.copytree(tiny_model_dir, cli.folder / "plain")
-    assert "--scenario NAME" in refused(cli("evaluate", str(folder)))
-    (cli.folder / "empty").mkdir()
-    assert "neither a run nor a model" in refused(
-        cli("evaluate", "empty", "--scenario", str(cli.scenario))
-    )
-    both = cli("evaluate", str(run), "--scenario", str(cli.scenario))
-    assert "--scenario" in refused(both)
-    adapter = cli.folder / "nameless"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    around = ("--scenario", str(cli.scenario))
-    assert "names no base model" in refused(cli("evaluate", "nameless", *around))
-
-
-def test_another_vocabulary_is_refused(cli: CommandLine) -> None:
+    for name in ("empty", "nameless"):
+        (cli.folder / name).mkdir()
+    cli.write("nameless/adapter_config.json", "{}")
     other = make_language_model(cli.folder / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     longest = max(vocabulary, key=len)
     vocabulary[f"{longest}x"] = vocabulary.pop(longest)
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    said = cli("evaluate", str(other), "--scenario", str(cli.scenario))
-    assert "vocabulary" in refused(said)
+    scenario = ("--scenario", str(cli.scenario))
+    for arguments, fact in (
+        ((str(tiny_model_dir),), "--scenario NAME"),
+        (("empty", *scenario), "neither a run nor a model"),
+        ((str(run), *scenario), "--scenario"),
+        (("nameless", *scenario), "base model"),
+        (("other", *scenario), "vocabulary"),
+    ):
+        assert fact in refused(cli("evaluate", *arguments))

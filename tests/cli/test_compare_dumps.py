@@ -25,13 +25,13 @@ def test_runs_are_compared_stage_by_stage(
     cli: CommandLine,
 ) -> None:
     one, again = run(cli, "one"), run(cli, "again")
-    said = cli("compare-dumps", one, again)
-    assert (said.code, said.out) == (0, "the same in 7 stages\n")
+    result = cli("compare-dumps", one, again)
+    assert (result.code, result.out) == (0, "the same in 7 stages\n")
     other = run(cli, "other", "self_hosted_grpo.scale=none")
-    said = cli("compare-dumps", one, other)
-    assert said.code == 1
-    assert said.out.startswith(
+    result = cli("compare-dumps", one, other)
+    assert result.code == 1
+    assert result.out.startswith(
         "they differ first in iteration_000001/001-prepared_batch\n  data.advantages differs at "
     )
-    assert "then in 5 more of 7 stages" in said.out
+    assert "then in 5 more of 7 stages" in result.out
     assert "dump_period=1" in refused(cli("compare-dumps", one, "nothing"))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
-from nip_astra import installation as doctor
-from nip_astra.installation import Finding, Status, closed_network, examine
+from nip_astra import installation
+from nip_astra.installation import Finding, Status, closed_network, doctor, examine
 from nip_astra.scorers.base import SCORERS
+from nip_astra.utils import interpreter, sandbox
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 CALLER = """
 import socket
@@ -32,114 +35,111 @@ class CallsHome(Scorer):
 """
 
 
-class Usage(NamedTuple):
-    free: float
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the scorers, which load models."""
-    monkeypatch.setattr(doctor, "_scorers", lambda: iter(()))
+    monkeypatch.setattr(installation, "_scorers", lambda: iter(()))
+
+
+def by_name(findings: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
 
 
 def test_a_sound_installation_is_reported(cli: CommandLine) -> None:
-    said = cli.ok("doctor")
-    assert "All required parts work." in said.out
+    result = cli.ok("doctor")
+    assert "All required parts work." in result.out
     for line in ("torch ", "cpu ", "profanity ", "judge ", "pocket_chat ", "W&B mode ", "offline "):
-        assert f"\n{line}" in said.out
-    assert "can be imported; needs model" in said.out
-    assert "GiB free, will be made" in said.out
+        assert f"\n{line}" in result.out
+    assert "needs model" in result.out
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_findings_are_also_json(cli: CommandLine) -> None:
-    said = cli("doctor", "--json", "--runs-dir", str(cli.folder))
-    found = json.loads(said.out)
-    assert found["is_sound"] is True
-    areas = {one["area"] for one in found["findings"]}
+    result = cli("doctor", "--json", "--runs-dir", str(cli.folder))
+    report = json.loads(result.out)
+    assert report["is_sound"] is True
+    areas = {finding["area"] for finding in report["findings"]}
     assert areas >= {"system", "packages", "extras", "devices", "models", "network", "runs"}
-    assert {one["status"] for one in found["findings"]} <= {str(status) for status in Status}
+    assert {one["status"] for one in report["findings"]} <= {str(status) for status in Status}
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_missing_required_package_ends_with_exit_code_1(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[[str], str | None] = doctor.version_of
-    versions: dict[str, str | None] = {"scipy": None, "numpy": "0.1", "peft": None}
-    wanted = [*doctor._requirements(), _requirement("numpy>=1")]
-    monkeypatch.setattr(doctor, "_requirements", lambda: wanted)
-    monkeypatch.setattr(doctor, "version_of", lambda name: versions.get(name, real(name)))
-    said = cli("doctor")
-    assert said.code == 1
-    found = [" ".join(line.split()) for line in said.out.splitlines()]
-    assert "scipy broken is needed: pip install scipy" in found
-    assert "numpy warning 0.1, but >=1 was tested" in found
-    assert "lora absent without peft: pip install 'nip_astra[lora]'" in found
-    assert "marked broken" in found[-1]
+    real = installation.version_of
+    versions = {"scipy": None, "numpy": "0.1", "peft": None}
+    wanted = [*installation._requirements(), Requirement("numpy>=1")]
+    monkeypatch.setattr(installation, "_requirements", lambda: wanted)
+    monkeypatch.setattr(installation, "version_of", lambda n: versions.get(n, real(n)))
+    assert cli("doctor").code == 1
+    diagnosis = doctor()
+    assert not diagnosis.is_sound
+    assert "broken" in diagnosis.tables()[-1]
+    findings = by_name(diagnosis.findings)
+    assert findings["scipy"].status is Status.BROKEN
+    assert findings["numpy"].status is Status.WARNING
+    assert findings["lora"].status is Status.ABSENT
+    assert says(findings["numpy"].text, "0.1", ">=1")
+    assert says(findings["lora"].text, "peft", "pip install 'nip_astra[lora]'")
 
 
-def _requirement(text: str) -> Any:
-    from packaging.requirements import Requirement
-
-    return Requirement(text)
-
-
-def test_an_installed_package_is_read_from_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ["rich>=13", 'peft>=0.14; extra == "lora"', 'no-such-thing; sys_platform == "none"']
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: wanted)
-    assert [one.name for one in doctor._packages()] == ["rich"]
-    assert [one.name for one in doctor._extras()] == ["lora"]
-
-
-def test_the_replacement_of_a_sandbox_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nip_astra.utils import interpreter, sandbox
-
-    def told() -> dict[str, str]:
-        found = doctor._sandbox()
-        return {one.name: f"{one.status} {one.text}" for one in found}
-
-    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
-    monkeypatch.setattr(interpreter, "why_no_interpreter", lambda: "p is not installed")
-    assert told()["bubblewrap"].startswith("absent there is no `bwrap`; whole programs")
-    assert told()["interpreter"] == "absent p is not installed: pip install 'nip_astra[sandbox]'"
-    monkeypatch.setattr(interpreter, "why_no_interpreter", lambda: "")
-    assert "calls functions that models wrote instead" in told()["interpreter"]
-    assert "system calls" not in told()
-    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "")
-    monkeypatch.setattr(sandbox, "why_no_filter", lambda: "p has no numbers")
-    monkeypatch.setattr(sandbox, "why_no_memory_group", lambda: "no group")
-    assert told()["bubblewrap"].startswith("works runs programs")
-    assert told()["system calls"].startswith("warning not filtered (p has no numbers)")
-    assert all(name in told()["system calls"] for name in ("keyrings", "AF_VSOCK", "io_uring"))
-    assert told()["memory"] == "info bounded for each process alone: no group"
-    monkeypatch.setattr(sandbox, "why_no_filter", lambda: "")
-    monkeypatch.setattr(sandbox, "why_no_memory_group", lambda: "")
-    assert told()["system calls"].startswith("works filtered")
-    assert told()["memory"].startswith("works bounded for all processes")
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("free_gib", "code"), [(100, 0), (1, 0), (0.01, 1)])
-def test_a_full_disk_is_told(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, free_gib: float, code: int
+def test_requirements_of_an_installed_package_are_read_from_its_metadata(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free_gib * 1024**3))
-    said = cli("doctor")
-    assert said.code == code
-    assert ("marked warning" in said.out) is (free_gib == 1)
+    wanted = ["rich>=13", 'peft>=0.14; extra == "lora"', 'no-such-thing; sys_platform == "none"']
+    monkeypatch.setattr(installation.metadata, "requires", lambda _: wanted)
+    assert list(by_name(installation._packages())) == ["rich"]
+    assert list(by_name(installation._extras())) == ["lora"]
+
+
+NOTHING = {"why_no_bubblewrap": "", "why_no_filter": "", "why_no_memory_group": ""}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "statuses"),
+    [
+        ({}, {"bubblewrap": "works", "system calls": "works", "memory": "works"}),
+        ({"why_no_filter": "no numbers"}, {"system calls": "warning"}),
+        ({"why_no_memory_group": "no group"}, {"memory": "info"}),
+        ({"why_no_interpreter": "no monty"}, {"bubblewrap": "works", "interpreter": "absent"}),
+        ({"why_no_bubblewrap": "no `bwrap`"}, {"bubblewrap": "absent", "interpreter": "works"}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_the_sandbox_and_its_replacement_are_reported(
+    monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str], statuses: dict[str, str]
+) -> None:
+    given = {**NOTHING, "why_no_interpreter": "", **reasons}
+    for name, reason in given.items():
+        module = interpreter if name == "why_no_interpreter" else sandbox
+        monkeypatch.setattr(module, name, lambda reason=reason: reason)
+    findings = by_name(installation._sandbox())
+    assert {name: findings[name].status for name in statuses} == statuses
+    assert ("system calls" in findings) is not bool(given["why_no_bubblewrap"])
+    texts = " ".join(finding.text for finding in findings.values())
+    assert says(texts, *reasons.values())
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_runs_folder_that_cannot_be_written_is_reported(cli: CommandLine) -> None:
-    cli.write("file", "")
-    # By its name: a path as long as in parallel tests is folded in two columns at once.
-    said = cli("doctor", "--runs-dir", "file")
-    assert said.code == 1
-    told = "".join(said.out.split())
-    assert "filecannotbewrittento:Notadirectory;giveanotherfolderas--runs-dir" in told
-    told = "".join(cli("doctor", "--runs-dir", "file/runs").out.split())
-    assert "file/runscannotbemade:Notadirectory;giveanotherfolderas--runs-dir" in told
+@pytest.mark.parametrize(("free_gib", "status"), [(100, "works"), (1, "warning"), (0.01, "broken")])
+def test_a_full_disk_is_reported(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, free_gib: float, status: str
+) -> None:
+    usage = SimpleNamespace(free=free_gib * 1024**3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    result = cli("doctor", "--json")
+    assert result.code == (1 if status == "broken" else 0)
+    (finding,) = (one for one in json.loads(result.out)["findings"] if one["area"] == "runs")
+    assert finding["status"] == status
+
+
+@pytest.mark.parametrize("place", ["file", "file/runs"])
+def test_a_runs_folder_that_cannot_be_written_is_reported(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = installation._runs(tmp_path / place)
+    assert finding.status is Status.BROKEN
+    assert says(finding.text, tmp_path / place, "Not a directory", "--runs-dir")
 
 
 def test_no_connection_can_be_opened_within(
@@ -157,28 +157,28 @@ def test_no_connection_can_be_opened_within(
                 attempt()
     assert (socket.socket.connect, socket.getaddrinfo) == before
     monkeypatch.setattr(SCORERS, "names", lambda: ["calls_home"])
-    said = cli("doctor", "--json", "--plugin", cli.write("home.py", CALLER))
-    (found,) = [one for one in json.loads(said.out)["findings"] if one["name"] == "calls_home"]
-    assert found["status"] == "warning"
-    assert found["text"] == "cannot be built: OSError: the doctor opens no connection"
+    result = cli("doctor", "--json", "--plugin", cli.write("home.py", CALLER))
+    (finding,) = [one for one in json.loads(result.out)["findings"] if one["name"] == "calls_home"]
+    assert finding["status"] == "warning"
+    assert "OSError: the doctor opens no connection" in finding["text"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_hosts_are_contacted_only_on_request(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    hosts: list[str] = []
 
     def connect(address: tuple[str, int], timeout: float) -> None:
-        asked.append(address[0])
+        hosts.append(address[0])
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert "not checked without --online" in cli("doctor").out
-    assert asked == []
-    said = cli("doctor", "--online")
-    assert (said.code, asked) == (0, ["huggingface.co", "api.wandb.ai"])
-    assert "huggingface.co cannot be reached: no route" in said.out
+    assert "--online" in cli("doctor").out
+    assert hosts == []
+    result = cli("doctor", "--online")
+    assert (result.code, hosts) == (0, ["huggingface.co", "api.wandb.ai"])
+    assert says(result.out, "huggingface.co", "no route")
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,12 +186,28 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise ZeroDivisionError("oh")
 
     for name in ("_scorers", "_devices", "_models"):
-        monkeypatch.setattr(doctor, name, fail)
-    found = examine(tmp_path)
-    text = "could not be checked: ZeroDivisionError: oh"
-    assert Finding("devices", "devices", Status.BROKEN, text) in found
+        monkeypatch.setattr(installation, name, fail)
+    finding = by_name(examine(tmp_path))["devices"]
+    assert finding.status is Status.BROKEN
+    assert says(finding.text, "ZeroDivisionError", "oh")
+
+
+@pytest.mark.parametrize(
+    ("packages", "status", "fact"),
+    [
+        (installation.SERVICE_PACKAGES, Status.WORKS, "127.0.0.1"),
+        (("fastapi", "no-such-package"), Status.ABSENT, "no-such-package"),
+    ],
+)
+def test_it_is_reported_whether_models_can_be_served(
+    monkeypatch: pytest.MonkeyPatch, packages: tuple[str, ...], status: Status, fact: str
+) -> None:
+    monkeypatch.setattr(installation, "SERVICE_PACKAGES", packages)
+    (finding,) = installation._service()
+    assert finding.status is status
+    assert fact in finding.text
 
 
 def test_wrong_options_are_refused(cli: CommandLine) -> None:
     assert cli("doctor", "--nothing").code == 2
-    assert "the plug-in 'no.py'" in refused(cli("doctor", "--plugin", "no.py"))
+    assert "'no.py'" in refused(cli("doctor", "--plugin", "no.py"))

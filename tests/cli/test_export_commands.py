@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,24 @@ from nip_astra.safe_text import safe_text
 from tests.cli.trained_run import figures_of
 from tests.evaluation.rows_by_hand import episode, judged
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 FEW = ("--num-episodes", "6", "--probability-episodes", "0")
 
 
 def stored(run: Path) -> list[Row]:
     return read_rows(run / "evaluations" / "test" / "rows.jsonl")
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def path_of(request: pytest.FixtureRequest, runs: str) -> Path:
+    """The run of a fixture, or the first of its runs."""
+    given: Any = request.getfixturevalue(runs)
+    return Path(given if runs == "trained" else given[0])
 
 
 @pytest.fixture
@@ -32,28 +46,27 @@ def evaluated(cli: CommandLine, run: Path) -> Path:
 def test_csv_holds_turns_figures_and_metrics(
     cli: CommandLine, evaluated: Path, closed_bars: dict[str, tuple[int, int]]
 ) -> None:
-    said = cli.ok("export", "runs/one", "--format", "csv")
+    result = cli.ok("export", "runs/one", "--format", "csv")
     assert "Exporting csv" in closed_bars
     folder = evaluated / "exports"
-    assert said.out.split()[1::2] == [
+    assert result.out.split()[1::2] == [
         f"runs/one/exports/{name}.csv" for name in ("turns", "figures", "metrics")
     ]
-    turns = list(csv.DictReader((folder / "turns.csv").open(newline="")))
+    turns = table(folder / "turns.csv")
     assert [row["response"] for row in turns] == [row["response"] for row in stored(evaluated)]
     assert {row["outcome"] for row in turns} <= {"failure", "none"}
-    figures = {r["figure"]: r["value"] for r in csv.DictReader((folder / "figures.csv").open())}
-    told = figures_of(evaluated)["failure_rate"]["value"]
-    assert float(figures["failure_rate.value"]) == pytest.approx(told)
+    figures = {row["figure"]: row["value"] for row in table(folder / "figures.csv")}
+    rate = figures_of(evaluated)["failure_rate"]["value"]
+    assert float(figures["failure_rate.value"]) == pytest.approx(rate)
     assert figures["cards.0.role"] == "attacker"
-    assert len(list(csv.DictReader((folder / "metrics.csv").open()))) == 2
+    assert len(table(folder / "metrics.csv")) == 2
 
 
 def test_json_lines_hold_the_run_each_turn_and_an_end(cli: CommandLine, evaluated: Path) -> None:
     cli.ok("export", "runs/one/evaluations/test", "--format", "jsonl", "--output", "out")
     head, *nodes, end = map(json.loads, (cli.folder / "out" / "turns.jsonl").open())
-    assert (head["type"], head["run"], head["hyper_parameters"]["trainer"]) == (
-        "run", "one", "ast_dpo",
-    )  # fmt: skip
+    assert (head["type"], head["run"]) == ("run", "one")
+    assert head["hyper_parameters"]["trainer"] == "ast_dpo"
     assert end == {"v": 1, "type": "end", "num_nodes": len(nodes)}
     rows = stored(evaluated)
     assert [node["probe"] for node in nodes] == [row["probe"] for row in rows]
@@ -85,79 +98,90 @@ def test_a_run_that_was_not_evaluated_is_exported_from_its_own_table(
 ) -> None:
     cli.ok("export", "runs/one", "--format", "csv")
     assert not (run / "exports" / "figures.csv").exists()
-    turns = list(csv.DictReader((run / "exports" / "turns.csv").open(newline="")))
-    assert len(turns) == 12
+    assert len(table(run / "exports" / "turns.csv")) == 12
 
 
 @pytest.mark.parametrize(
-    ("form", "module", "package"),
+    ("runs", "form", "module", "facts"),
     [
-        ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
-        ("inspect", "inspect_ai", "inspect_ai"),
+        ("trained", "tensorboard", "torch.utils.tensorboard", ["tensorboard", "[tensorboard]"]),
+        ("trained", "inspect", "inspect_ai", ["inspect_ai", "[inspect]"]),
+        ("text_runs", "inspect", "inspect_ai", ["inspect_ai", "[inspect]"]),
+        ("text_runs", "parquet", "pyarrow", ["pyarrow", "[sweep]"]),
     ],
 )
 def test_without_its_package_an_export_names_the_package_to_install(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch,
-    form: str, module: str, package: str,
-) -> None:  # fmt: skip
+    cli: CommandLine,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    runs: str,
+    form: str,
+    module: str,
+    facts: list[str],
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    message = refused(cli("export", "runs/one", "--format", form))
-    assert package in message
-    assert f"pip install 'nip_astra[{form}]'" in message
+    message = refused(cli("export", str(path_of(request, runs)), "--format", form))
+    assert says(message, "pip install 'nip_astra", *facts)
 
 
-def test_tensorboard_reads_the_curves(cli: CommandLine, evaluated: Path) -> None:
+@pytest.mark.parametrize(
+    ("runs", "curve"),
+    [
+        ("trained", "loss"),
+        ("task_runs", "rollout/reward_mean"),
+        ("text_runs", "mean_accuracy"),
+    ],
+)
+def test_tensorboard_reads_the_curves(
+    cli: CommandLine, request: pytest.FixtureRequest, runs: str, curve: str
+) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    run = path_of(request, runs)
     for _ in range(2):
-        cli.ok("export", "runs/one", "--format", "tensorboard")
-    (file,) = (evaluated / "exports" / "tensorboard" / "one").iterdir()
+        cli.ok("export", str(run), "--format", "tensorboard", "--output", "out")
+    (file,) = (cli.folder / "out" / "tensorboard" / run.name).iterdir()
     events = EventAccumulator(str(file))
     events.Reload()
-    metrics = [json.loads(line) for line in (evaluated / "metrics.jsonl").open()]
-    losses = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert losses == [(row["step"], pytest.approx(row["loss"])) for row in metrics]
-    assert len(events.Scalars("evaluation/test/failure_rate")) == 1
+    metrics = [row for row in read_rows(run / "metrics.jsonl") if curve in row]
+    values = [(event.step, event.value) for event in events.Scalars(curve)]
+    assert values == [(row["step"], pytest.approx(row[curve])) for row in metrics]
+    assert any(tag.startswith("evaluation/") for tag in events.Tags()["scalars"])
 
 
 def test_inspect_reads_the_conversations(cli: CommandLine, evaluated: Path) -> None:
-    pytest.importorskip("inspect_ai")
-    from inspect_ai.log import read_eval_log
-
+    log = pytest.importorskip("inspect_ai.log")
     cli.ok("export", "runs/one", "--format", "inspect")
-    log = read_eval_log(str(evaluated / "exports" / "test.eval"))
-    assert (log.status, len(log.samples)) == ("success", 6)
+    read = log.read_eval_log(str(evaluated / "exports" / "test.eval"))
+    assert (read.status, len(read.samples)) == ("success", 6)
     rows = [row for row in stored(evaluated) if row["episode"] == 0]
-    said = [message.text for message in log.samples[0].messages]
-    assert said == [rows[0]["prompt"], *(r[n] for r in rows for n in ("probe", "response"))]
+    texts = [message.text for message in read.samples[0].messages]
+    assert texts == [rows[0]["prompt"], *(r[n] for r in rows for n in ("probe", "response"))]
     worst = max(row["response_score"] for row in rows)
-    assert log.samples[0].scores["classifier"].value == pytest.approx(worst)
+    assert read.samples[0].scores["classifier"].value == pytest.approx(worst)
 
 
 def test_what_cannot_be_exported_is_refused(cli: CommandLine, run: Path) -> None:
-    message = refused(cli("export", "runs/one", "--format", "cvs"))
-    assert message.startswith("unknown format 'cvs'. Did you mean 'csv'?")
+    assert says(refused(cli("export", "runs/one", "--format", "cvs")), "'cvs'", "'csv'?")
     assert "'runs/two'" in refused(cli("export", "runs/two", "--format", "csv"))
-    told = cli("export", "runs/one")
-    assert (told.code, "--format" in told.err) == (2, True)
+    result = cli("export", "runs/one")
+    assert (result.code, "--format" in result.err) == (2, True)
     file = cli.write("file", "")
     for form in ("csv", "inspect"):
-        told = refused(cli("export", "runs/one", "--format", form, "--output", f"{file}/out"))
-        assert f"{file}/out" in told
-        assert "--output" in told
+        result = cli("export", "runs/one", "--format", form, "--output", f"{file}/out")
+        assert says(refused(result), f"{file}/out", "--output")
     (run / "rollouts" / "evaluation.jsonl").unlink()
-    told = refused(cli("export", "runs/one", "--format", "csv"))
-    assert "nip-astra evaluate" in told
+    assert "nip-astra evaluate" in refused(cli("export", "runs/one", "--format", "csv"))
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
 def test_a_spreadsheet_does_not_take_text_for_a_formula(start: str, tmp_path: Path) -> None:
-    said = [episode(0, [0.9], prompt="well = yes", response=[f"{start}1+1"], reward=[-0.5])]
-    rows = [row for one in judged(*said) for row in one]
+    turns = episode(0, [0.9], prompt="well = yes", response=[f"{start}1+1"], reward=[-0.5])
+    rows = [row for chain in judged(turns) for row in chain]
     material = Material("one", "test", "", rows=rows, tables={"turns": rows})
     write_csv(material, tmp_path)
-    (turn,) = csv.DictReader((tmp_path / "turns.csv").open(newline=""))
+    (turn,) = table(tmp_path / "turns.csv")
     assert turn["response"] == f"'{safe_text(start)}1+1"
     assert (turn["prompt"], turn["reward"]) == ("well = yes", "-0.5")
     write_jsonl(material, tmp_path)
@@ -165,38 +189,22 @@ def test_a_spreadsheet_does_not_take_text_for_a_formula(start: str, tmp_path: Pa
     assert json.loads(lines[1])["response"] == f"{start}1+1"
 
 
-SMALL = (
-    "training.num_episodes_per_experience=2",
-    "training.minibatch_size=16",
-    "training.num_iterations=2",
-    "task.evaluation.num_problems=2",
-)
-
-
-def test_a_task_run_gives_its_curves_and_no_conversations(cli: CommandLine) -> None:
-    sets = [word for one in SMALL for word in ("--set", one)]
-    said = cli.ok("--trainer", "self_hosted_grpo", "--run-id", "one", *sets)
-    said = cli.ok("export", "runs/one", "--format", "csv", "--output", "out")
-    curves = list(csv.DictReader((cli.folder / "out" / "metrics.csv").open(newline="")))
+def test_a_task_run_gives_its_curves_and_no_conversations(
+    cli: CommandLine, task_runs: tuple[Path, Path]
+) -> None:
+    run = shutil.copytree(task_runs[0], cli.folder / "runs" / "one", symlinks=True)
+    cli.ok("export", "runs/one", "--format", "csv", "--output", "out")
+    curves = table(cli.folder / "out" / "metrics.csv")
     assert [row["step"] for row in curves] == ["1", "2"]
     assert "rollout/reward_mean" in curves[0]
-    figures = {r["figure"] for r in csv.DictReader((cli.folder / "out" / "figures.csv").open())}
+    figures = {row["figure"] for row in table(cli.folder / "out" / "figures.csv")}
     assert {"before.accuracy", "after.accuracy"} <= figures
-
     for form in ("jsonl", "hitlog", "inspect", "parquet"):
-        said = cli("export", "runs/one", "--format", form)
-        assert "csv or tensorboard" in refused(said), form
+        result = cli("export", "runs/one", "--format", form)
+        assert "csv or tensorboard" in refused(result), form
     assert "task" in refused(cli("score", "runs/one", "--scorer", "profanity"))
     # A killed run has neither results nor final rollouts.
-    (cli.folder / "runs" / "one" / "results.json").unlink()
-    (cli.folder / "runs" / "one" / "rollouts" / "evaluation.jsonl").unlink()
+    (run / "results.json").unlink()
+    (run / "rollouts" / "evaluation.jsonl").unlink()
     cli.ok("export", "runs/one", "--format", "csv", "--output", "killed")
     assert (cli.folder / "killed" / "metrics.csv").is_file()
-
-
-def test_curves_of_a_task_run_are_events(cli: CommandLine) -> None:
-    pytest.importorskip("tensorboard")
-    sets = [word for one in SMALL for word in ("--set", one)]
-    cli.ok("--trainer", "self_hosted_grpo", "--run-id", "one", *sets)
-    said = cli.ok("export", "runs/one", "--format", "tensorboard")
-    assert "events.out.tfevents" in said.out

@@ -1,22 +1,12 @@
-"""Help answers at once, and names every option."""
+"""Help names commands and options, and a shell completes them."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from nip_astra.cli.app import app
-from tests.kit.command_line import CommandLine
+from tests.kit.command_line import ONCE, CommandLine
 
-HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy", "omegaconf", "rich.table")
-COMMANDS = (
-    *("run", "resume", "list", "show", "schema"),
-    *("evaluate", "score", "compare", "report", "export", "push", "doctor"),
-    *("dataset", "time"),
-)
 OPTIONS = {
     "": (
         *("trainer", "scenario", "parameters", "set", "seed", "plugin", "device", "wandb"),
@@ -30,31 +20,13 @@ OPTIONS = {
 }
 
 
-def test_no_help_loads_anything_heavy() -> None:
-    code = (
-        "import sys\nfrom nip_astra.cli.app import main\n"
-        f"for words in [[], *([one] for one in {COMMANDS})]:\n"
-        "    sys.argv = ['nip-astra', *words, '--help']\n"
-        "    try:\n        main()\n    except SystemExit as end:\n"
-        "        assert end.code in (0, None), words\n"
-        f"print('loaded:', sorted(set(sys.modules) & set({HEAVY})))"
-    )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "loaded: []"
-    # The first also has the options of `run`.
-    assert done.stdout.count("Usage: ") == len(COMMANDS) + 2
-
-
 @pytest.mark.parametrize("command", OPTIONS)
 def test_help_names_the_options_of_a_command(cli: CommandLine, command: str) -> None:
-    said = cli.ok(*command.split(), "--help")
+    result = cli.ok(*command.split(), "--help")
     for option in OPTIONS[command]:
-        assert f"--{option}" in said.out
+        assert f"--{option}" in result.out
     if not command:
-        assert all(f"\n  {name} " in said.out for name in COMMANDS)
+        assert all(f"\n  {name} " in result.out for name in ONCE(app).commands)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ def test_the_page_is_written_into_the_run_and_its_place_is_printed(
     cli: CommandLine, tmp_path: Path
 ) -> None:
     write_run(tmp_path / "runs" / "one")
-    said = cli("report", "runs/one")
-    assert (said.code, said.out) == (0, "report     runs/one/report.html\n")
+    result = cli("report", "runs/one")
+    assert (result.code, result.out) == (0, "report     runs/one/report.html\n")
     assert "ast_dpo on pocket_chat" in (tmp_path / "runs/one/report.html").read_text()
 
 

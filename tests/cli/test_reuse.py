@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -47,24 +48,31 @@ def rows_of(run: Path, name: str) -> list[Row]:
     return read_rows(run / "evaluations" / name / "rows.jsonl")
 
 
+def column(rows: list[Row], name: str) -> list[Any]:
+    return [row[name] for row in rows]
+
+
+def is_long(rows: list[Row]) -> list[float]:
+    """Verdicts of the scorer `long`."""
+    return [float(len(row["response"].split()) > 3) for row in rows]
+
+
 def test_another_scorer_rates_the_conversations_of_the_first(
     cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
     monkeypatch.setattr(playing, "play_episodes", None)
-    said = cli.ok("evaluate", "runs/one", *OTHER)
-    assert "12 conversations of the evaluation test" in said.out
+    result = cli.ok("evaluate", "runs/one", *OTHER)
+    assert "12 conversations of the evaluation test" in result.out
     rows, before = rows_of(evaluated, "test-long"), rows_of(evaluated, "test")
     for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
-        assert [row[name] for row in rows] == [row[name] for row in before]
-    assert [row["response_score"] for row in rows] == [
-        float(len(row["response"].split()) > 3) for row in rows
-    ]
+        assert column(rows, name) == column(before, name)
+    assert column(rows, "response_score") == is_long(rows)
     assert not any("reward" in row for row in rows)
-    found, first = figures_of(evaluated, "test-long"), figures_of(evaluated)
-    assert found["budget"]["reused_target_queries"] == 24
-    assert found["budget"]["scorer_calls"] > 0
-    estimates = [one["probability_of_failure"]["monte_carlo"] for one in (found, first)]
+    figures, first = figures_of(evaluated, "test-long"), figures_of(evaluated)
+    assert figures["budget"]["reused_target_queries"] == 24
+    assert figures["budget"]["scorer_calls"] > 0
+    estimates = [one["probability_of_failure"]["monte_carlo"] for one in (figures, first)]
     assert estimates[0]["num_episodes"] == estimates[1]["num_episodes"]
 
 
@@ -75,29 +83,24 @@ def test_a_scorer_does_not_repeat_its_ratings(
     monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
     cli.ok("evaluate", "runs/one", "--scorer", "own", *OTHER)
     rows, before = rows_of(evaluated, "test-classifier-long"), rows_of(evaluated, "test")
-    assert [(r["response_score"], r["reward"]) for r in rows] == [
-        (r["response_score"], r["reward"]) for r in before
-    ]
-    assert [row["scores"]["long"]["score"] for row in rows] == [
-        float(len(row["response"].split()) > 3) for row in rows
-    ]
+    for name in ("response_score", "reward"):
+        assert column(rows, name) == column(before, name)
+    assert [row["scores"]["long"]["score"] for row in rows] == is_long(rows)
 
 
 def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, run: Path) -> None:
-    few = ("--num-episodes", "4", "--probability-episodes", "0", "--name", "few")
-    cli.ok("evaluate", "runs/one", *few)
-    many = ("--num-episodes", "6", "--probability-episodes", "0")
-    said = cli("evaluate", "runs/one", *many)
-    assert "4 conversations of the evaluation few" in said.out
-    said = cli("evaluate", "runs/one", *many, "--name", "afresh", "--overwrite")
-    assert "reused " not in said.out, "--overwrite plays"
-    ours, theirs = rows_of(run, "test"), rows_of(run, "afresh")
-    assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
-    assert figures_of(run)["num_episodes"] == 6
-    fewer = cli("evaluate", "runs/one", "--num-episodes", "2", "--probability-episodes", "0",
-                "--name", "fewer")  # fmt: skip
-    assert "2 conversations of the" in fewer.out
-    assert [r["probe"] for r in rows_of(run, "fewer")] == [r["probe"] for r in ours[:4]]
+    def evaluate(num_episodes: int, name: str, *more: str) -> str:
+        options = ("--num-episodes", str(num_episodes), "--probability-episodes", "0")
+        return cli.ok("evaluate", "runs/one", *options, "--name", name, *more).out
+
+    evaluate(4, "few")
+    assert "4 conversations of the evaluation few" in evaluate(6, "many")
+    assert "reused " not in evaluate(6, "afresh", "--overwrite")
+    many = column(rows_of(run, "many"), "probe")
+    assert many == column(rows_of(run, "afresh"), "probe")
+    assert figures_of(run, "many")["num_episodes"] == 6
+    assert "2 conversations of the" in evaluate(2, "fewer")
+    assert column(rows_of(run, "fewer"), "probe") == many[:4]
 
 
 @pytest.mark.parametrize(
@@ -107,72 +110,66 @@ def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, 
 def test_probes_that_differ_are_played(
     cli: CommandLine, few: Path, difference: tuple[str, ...]
 ) -> None:
-    said = cli.ok("evaluate", "runs/one", *FEW, *difference, "--name", "other")
-    assert "reused " not in said.out
+    result = cli.ok("evaluate", "runs/one", *FEW, *difference, "--name", "other")
+    assert "reused " not in result.out
     assert figures_of(few, "other")["budget"]["reused_target_queries"] == 0
 
 
 def test_a_target_with_other_weights_is_queried(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
-    target = cli.folder / "target"
-    shutil.copytree(tiny_scenario / "target", target)
-    options = ("--num-episodes", "2", "--probability-episodes", "0", "--target", str(target))
-    cli.ok("evaluate", "runs/one", *options)
-    assert "2 conversations of the" in cli("evaluate", "runs/one", *options, "--name", "same").out
+    target = shutil.copytree(tiny_scenario / "target", cli.folder / "target")
+    command = ("evaluate", "runs/one", *FEW, "--target", str(target))
+    cli.ok(*command)
+    assert "2 conversations of the" in cli(*command, "--name", "same").out
     shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
-    said = cli.ok("evaluate", "runs/one", *options, "--name", "other")
-    assert "reused " not in said.out
+    assert "reused " not in cli.ok(*command, "--name", "other").out
 
 
 def test_a_scorer_whose_code_changed_rates_anew(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.write("long.py", LENGTH)
-    cli.ok("evaluate", "runs/one", *FEW, *OTHER)
+    command = ("evaluate", "runs/one", *FEW, *OTHER)
+    cli.ok(*command)
     cli.write("long.py", LENGTH.replace("> 3", "<= 3"))
     monkeypatch.setattr(plugins, "_LOADED", {})
     SCORERS.forget("long")
-    said = cli.ok("evaluate", "runs/one", *FEW, *OTHER, "--name", "again")
-    assert "2 conversations of the" in said.out
-    for row in rows_of(run, "again"):
-        assert row["response_score"] == float(len(row["response"].split()) <= 3)
-    assert "scorers.long.code" in refused(cli("evaluate", "runs/one", *FEW, *OTHER))
+    assert "2 conversations of the" in cli.ok(*command, "--name", "again").out
+    rows = rows_of(run, "again")
+    assert column(rows, "response_score") == [1.0 - verdict for verdict in is_long(rows)]
+    assert "scorers.long.code" in refused(cli(*command))
 
 
 @pytest.mark.parametrize("is_part", [False, True])
 def test_a_scorer_whose_weights_changed_rates_anew(
     cli: CommandLine, run: Path, tiny_scenario: Path, is_part: bool
 ) -> None:
-    judge = cli.folder / "judge"
-    shutil.copytree(tiny_scenario / "scorer", judge)
+    judge = shutil.copytree(tiny_scenario / "scorer", cli.folder / "judge")
     own = {"_type": "classifier", "model": str(judge), "label": "rude"}
     mean = {"_type": "weighted", "parts": {"one": {"scorer": own}}}
     cli.write("judge.yaml", json.dumps(mean if is_part else own))
-    by = ("--scorer", "judge.yaml")
-    cli.ok("evaluate", "runs/one", *FEW, *by)
+    command = ("evaluate", "runs/one", *FEW, "--scorer", "judge.yaml", "--name")
+    cli.ok(*command, "before")
     weights = load_file(judge / "model.safetensors")
     save_file({name: value.flip(0) for name, value in weights.items()}, judge / "model.safetensors")
-    cli.ok("evaluate", "runs/one", *FEW, *by, "--name", "again")
-    (before,) = (path.name for path in (run / "evaluations").iterdir() if path.name != "again")
-    ours, theirs = rows_of(run, "again"), rows_of(run, before)
-    assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
-    assert [row["response_score"] for row in ours] != [row["response_score"] for row in theirs]
-    assert ".weights" in refused(cli("evaluate", "runs/one", *FEW, *by))
+    cli.ok(*command, "again")
+    again, before = rows_of(run, "again"), rows_of(run, "before")
+    assert column(again, "probe") == column(before, "probe")
+    assert column(again, "response_score") != column(before, "response_score")
+    assert ".weights" in refused(cli(*command, "before"))
 
 
 def test_missing_ratings_are_rated_again(cli: CommandLine, few: Path) -> None:
-    file = few / "evaluations" / "test" / "rows.jsonl"
     rows = rows_of(few, "test")
     broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]
-    file.write_bytes(encode_rows(broken))
-    said = cli("evaluate", "runs/one", *FEW, "--name", "again")
-    assert "2 conversations of the" in said.out
-    found = rows_of(few, "again")
-    assert [row["is_error"] for row in found] == [False] * 4
-    assert found[0]["response_score"] == pytest.approx(rows[0]["response_score"])
+    (few / "evaluations" / "test" / "rows.jsonl").write_bytes(encode_rows(broken))
+    assert "2 conversations of the" in cli("evaluate", "runs/one", *FEW, "--name", "again").out
+    again = rows_of(few, "again")
+    assert column(again, "is_error") == [False] * 4
+    assert again[0]["response_score"] == pytest.approx(rows[0]["response_score"])
     # Those of the other conversation are kept.
-    assert ["reward" in row for row in found] == [False, False, True, True]
+    assert ["reward" in row for row in again] == [False, False, True, True]
     assert figures_of(few, "again")["budget"]["scorer_calls"] == 6
 
 
@@ -183,6 +180,6 @@ def test_a_broken_evaluation_is_passed_over(
     broken = few / "evaluations" / "broken"
     shutil.copytree(few / "evaluations" / "test", broken)
     (broken / file).write_text("{\n")
-    said = cli.ok("evaluate", "runs/one", *FEW, "--name", "again")
-    assert "2 conversations of the evaluation test" in said.out
-    assert "the evaluation broken are not reused" in caplog.text + said.err
+    result = cli.ok("evaluate", "runs/one", *FEW, "--name", "again")
+    assert "2 conversations of the evaluation test" in result.out
+    assert "the evaluation broken" in caplog.text + result.err

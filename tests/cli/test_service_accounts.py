@@ -27,14 +27,14 @@ def run(cli: CommandLine, tmp_path: Path) -> str:
 
 def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: str) -> None:
     def use_of(seed: int, *more: str) -> dict[str, Any]:
-        asked = ("evaluate", run, "--probability-episodes", "0", "--json", "--name", f"of_{seed}")
-        said = cli.ok(*asked, "--seed", str(seed), *more)
-        found: dict[str, Any] = json.loads(said.out)["services"]["target"]
-        return found
+        options = ("--probability-episodes", "0", "--json", "--name", f"of_{seed}")
+        result = cli.ok("evaluate", run, *options, "--seed", str(seed), *more)
+        use: dict[str, Any] = json.loads(result.out)["services"]["target"]
+        return use
 
     first, second = use_of(5), use_of(6)
     assert first["num_requests"] == second["num_requests"] > 0
-    assert use_of(5) == first, "it has played all already"
+    assert use_of(5) == first, "all conversations have been played"
     anew = use_of(6, "--overwrite")
     assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
     shutil.rmtree(Path(run) / "evaluations" / "of_6")
@@ -51,18 +51,17 @@ def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
     with chat_stub(answer) as stub:
         judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
         cli.write("judge.yaml", json.dumps(judge))
-        by = ("--scorer", "judge.yaml", "--json")
+        own = ("evaluate", run, "--probability-episodes", "0")
+        by_judge = ("--scorer", "judge.yaml", "--json")
         if is_reused:
-            cli.ok("evaluate", run, "--probability-episodes", "0")
-        played_by = ("evaluate", run, "--probability-episodes", "0", *by)
-        few = cli(*played_by, "--settings", "max_service_requests=1")
-        assert few.code != 0
-        assert "max_service_requests=1" in few.err
-        played = cli.ok(*played_by)
-        use = json.loads(played.out)["services"]["judge"]
-        assert use["num_requests"] == len(stub.requests) > 0
-        num_asked = len(stub.requests)
-        again = cli.ok("score", run, *by, "--name", "again")
-        use = json.loads(again.out)["services"]["judge"]
-        assert len(stub.requests) == num_asked, "the run remembers what its judge has said"
+            cli.ok(*own)
+        result = cli(*own, *by_judge, "--settings", "max_service_requests=1")
+        assert result.code != 0
+        assert "max_service_requests=1" in result.err
+        use = json.loads(cli.ok(*own, *by_judge).out)["services"]["judge"]
+        num_requests = len(stub.requests)
+        assert use["num_requests"] == num_requests > 0
+        again = json.loads(cli.ok("score", run, *by_judge, "--name", "again").out)
+        use = again["services"]["judge"]
+        assert len(stub.requests) == num_requests, "the run remembers its judge's replies"
         assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)

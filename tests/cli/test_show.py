@@ -16,48 +16,54 @@ from nip_astra.resolving.resolution import resolve_experiment
 from tests.kit.command_line import CommandLine, refused
 
 
-def shown(said: str) -> set[str]:
-    return {line.split()[0] for line in said.splitlines() if line.strip()}
+def shown(output: str) -> set[str]:
+    return {line.split()[0] for line in output.splitlines() if line.strip()}
 
 
-def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(cli: CommandLine) -> None:
-    said = cli("show", "--trainer", "ast_dpo").out
-    assert {"training.lr", "ast_dpo.beta", "ast_chat.tree_width"} <= shown(said)
-    assert not any(path.startswith(("rl.", "ppo.", "message_regression.")) for path in shown(said))
-    last = " ".join(said.partition("not shown")[2].split())
-    assert "--all" in last
-    assert {"rl,", "ppo,", "zk_protocol,"} <= set(last.split())
-
-
-def test_a_hidden_part_of_a_shown_group_is_named_separately(cli: CommandLine) -> None:
-    said = cli("show", "--trainer", "pure_text_ei", "--scenario", "secret_word").out
-    assert "protocol_common.shared_reward" in shown(said)
-    last = said.partition("not shown")[2].replace(",", " ").split()
-    assert "protocol_common.zero_knowledge" in last
-    assert "protocol_common" not in last
-
-
-def test_all_shows_them(cli: CommandLine) -> None:
-    said = cli("show", "--trainer", "ast_dpo", "--all").out
+@pytest.mark.parametrize(
+    ("arguments", "names", "absent", "hidden"),
+    [
+        (
+            "--trainer ast_dpo",
+            {"training.lr", "ast_dpo.beta", "ast_chat.tree_width"},
+            ("rl.", "ppo.", "message_regression."),
+            {"rl", "ppo", "zk_protocol"},
+        ),
+        ("--trainer ast_dpo --all", {"training.lr", "rl.lr", "ppo.loss_type"}, (), set()),
+        # Part of a shown group.
+        (
+            "--trainer pure_text_ei --scenario secret_word",
+            {"protocol_common.shared_reward"},
+            ("protocol_common.zero_knowledge",),
+            {"protocol_common.zero_knowledge"},
+        ),
+        ("--trainer vanilla_ppo", {"rl.lr", "ppo.kl_target"}, ("zk_protocol.",), {"zk_protocol"}),
+        # Whose condition holds.
+        (
+            "--trainer vanilla_ppo --set protocol_common.zero_knowledge=true",
+            {"zk_protocol.simulator_reward_coefficient"},
+            (),
+            set(),
+        ),
+    ],
+)
+def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(
+    cli: CommandLine, arguments: str, names: set[str], absent: tuple[str, ...], hidden: set[str]
+) -> None:
+    table, _, rest = cli("show", *arguments.split()).out.partition("not shown")
     assert gc.isenabled(), "it is suspended only while modules are loaded"
-    assert {"training.lr", "rl.lr", "ppo.loss_type"} <= shown(said)
-    assert "not shown" not in said
-
-
-def test_a_group_is_hidden_where_its_condition_does_not_hold(cli: CommandLine) -> None:
-    plain = shown(cli("show", "--trainer", "vanilla_ppo").out)
-    wrapped = cli(
-        "show", "--trainer", "vanilla_ppo", "--set", "protocol_common.zero_knowledge=true"
-    )
-    assert {"rl.lr", "ppo.kl_target"} <= plain
-    assert "zk_protocol.simulator_reward_coefficient" not in plain
-    assert "zk_protocol.simulator_reward_coefficient" in shown(wrapped.out)
+    assert names <= shown(table)
+    assert not any(path.startswith(absent) for path in shown(table) if absent)
+    last = set(rest.replace(",", " ").split())
+    assert hidden <= last
+    assert not {name.partition(".")[0] for name in names} & last, "these groups are shown"
+    assert ("--all" in rest) is ("--all" not in arguments)
 
 
 def test_explain_describes_each_parameter_and_where_it_is_read(cli: CommandLine) -> None:
-    said = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
-    assert "Discount per round." in said
-    assert "loss_type is kl_penalty" in said
+    output = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
+    assert "Discount per round." in output
+    assert "loss_type is kl_penalty" in output
 
 
 @pytest.mark.parametrize(
@@ -101,21 +107,21 @@ def test_every_parameter_has_a_meaning(trainer: str) -> None:
 
 
 def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine) -> None:
-    said = cli.ok("show", "--trainer", "pure_text_ei", "--prompts")
-    assert "scenarios/secret_word/prompts/prover.jinja" in said.out
-    assert "it is {{ datapoint.word }}" in said.out, "the template"
-    verifier = said.out.partition("--- what verifier reads in its first turn, in round 0")[2]
+    output = cli.ok("show", "--trainer", "pure_text_ei", "--prompts").out
+    assert "scenarios/secret_word/prompts/prover.jinja" in output
+    assert "it is {{ datapoint.word }}" in output, "the template"
+    verifier = output.partition("--- what verifier reads in its first turn, in round 0")[2]
     assert "[user] You are the verifier. The claim is that the secret word is " in verifier
     assert "Ask for the word, or decide" in verifier
-    prover = said.out.partition("--- what prover reads in its first turn, in round 1")[2]
+    prover = output.partition("--- what prover reads in its first turn, in round 1")[2]
     assert "You are paid when the verifier decides to accept." in prover
 
 
 def test_an_agent_that_the_seed_leaves_out_is_shown(cli: CommandLine) -> None:
     protocol = "interaction_protocol=merlin_arthur"
-    said = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
-    assert "--- what prover0 reads" in said.out
-    assert "--- prover1 has no turn in an episode of this seed" in said.out
+    output = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol).out
+    assert "--- what prover0 reads" in output
+    assert "--- prover1 " in output
 
 
 def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
@@ -132,7 +138,5 @@ def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
 
 
 def test_scenarios_without_words_have_no_prompts(cli: CommandLine) -> None:
-    said = cli(
-        *("show", "--trainer", "vanilla_ppo", "--scenario", "graph_isomorphism", "--prompts")
-    )
-    assert "'graph_isomorphism'" in refused(said)
+    experiment = ("--trainer", "vanilla_ppo", "--scenario", "graph_isomorphism")
+    assert "'graph_isomorphism'" in refused(cli("show", *experiment, "--prompts"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
     CPU,
@@ -24,9 +25,10 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
-asked: list[ChatRequest] = []
-rated: list[Exchange] = []
+requests: list[ChatRequest] = []
+exchanges_rated: list[Exchange] = []
 PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,rudeness\n"
 
 
@@ -45,8 +47,8 @@ class EchoChatModel(ChatModel):
         return cls()
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        asked.append(request)
-        if len(asked) == 2:
+        requests.append(request)
+        if len(requests) == 2:
             return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),))
         return ChatOutcome((ChatAnswer(f"silly {len(request.messages)}"),), ChatUsage(5, 3))
 
@@ -60,7 +62,7 @@ class GoalScorer(Scorer):
         """None of its own."""
 
     def _score_exchanges(self, exchanges: Any) -> list[Verdict]:
-        rated.extend(exchanges)
+        exchanges_rated.extend(exchanges)
         return [1.0 if dict(one.columns).get("goal") == "rudeness" else 0.0 for one in exchanges]
 
 
@@ -69,67 +71,51 @@ def _registered() -> Iterator[None]:
     models, scorers = CHAT_MODELS.snapshot(), SCORERS.snapshot()
     register_chat_model("echo")(EchoChatModel)
     register_scorer("goal")(GoalScorer)
-    asked.clear()
-    rated.clear()
+    requests.clear()
+    exchanges_rated.clear()
     yield
     CHAT_MODELS.restore(models)
     SCORERS.restore(scorers)
 
 
 def evaluate(cli: CommandLine, *arguments: str) -> dict[str, Any]:
-    said = cli.ok(
-        "evaluate",
-        *arguments,
-        "--scenario",
-        str(cli.scenario),
-        "--probability-episodes",
-        "0",
-        "--json",
-    )
-    figures: dict[str, Any] = json.loads(said.out)
+    options = ("--scenario", str(cli.scenario), "--probability-episodes", "0", "--json")
+    figures: dict[str, Any] = json.loads(cli.ok("evaluate", *arguments, *options).out)
     return figures
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+def rows_of(cli: CommandLine, attacker: str, name: str = "test") -> list[dict[str, Any]]:
+    return read_rows(cli.folder / attacker / "evaluations" / name / "rows.jsonl")
 
 
-def test_a_file_of_probes_is_an_attacker_whose_goals_scorers_read(cli: CommandLine) -> None:
-    cli.write("attack.csv", PROBES)
-    figures = evaluate(cli, "attack.csv", "--column", "probe", "--scorer", "goal")
-    assert (figures["attacker"], figures["num_episodes"], figures["tree_depth"]) == ("attack", 3, 1)
+@pytest.mark.parametrize(
+    ("attacker", "name"),
+    [
+        ("attack.csv", "attack"),
+        # A folder is read like a repository of the hub: a file per split.
+        ("owner/attacks:test", "owner_attacks_test"),
+    ],
+)
+def test_a_list_of_probes_is_an_attacker_whose_goals_scorers_read(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, attacker: str, name: str
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cli.folder / "cache"))
+    (cli.folder / "owner" / "attacks").mkdir(parents=True)
+    cli.write("owner/attacks/train.csv", "probe,goal\nhello,calm\n")
+    for file in ("attack.csv", "owner/attacks/test.csv"):
+        cli.write(file, PROBES)
+    figures = evaluate(cli, attacker, "--column", "probe", "--scorer", "goal")
+    assert (figures["attacker"], figures["num_episodes"], figures["tree_depth"]) == (name, 3, 1)
     assert figures["failure_rate"]["value"] == pytest.approx(2 / 3)
     assert figures["nll"]["reference"] > 0
-    rows = rows_of(cli.folder / "attack" / "evaluations" / "test-goal")
+    rows = rows_of(cli, name, "test-goal")
     assert [row["probe"] for row in rows] == ["the cat sat", "are you fine", "a silly mat"]
     assert [row["prompt_columns"]["goal"] for row in rows] == ["rudeness", "calm", "rudeness"]
     assert all(row["probe_logprob"] is None for row in rows)
-    assert {one.history[-1].text for one in rated} >= {"the cat sat", "a silly mat"}
-    further = evaluate(
-        cli, "attack.csv", "--column", "probe", "--scorer", "own", "--scorer", "goal"
-    )
+    assert {one.history[-1].text for one in exchanges_rated} >= {"the cat sat", "a silly mat"}
+    further = evaluate(cli, attacker, "--column", "probe", "--scorer", "own", "--scorer", "goal")
     assert further["scorers"]["goal"]["failure_rate"]["value"] == pytest.approx(2 / 3)
-
-
-def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    # A folder is read like a repository of the hub: a file per split.
-    folder = cli.folder / "owner" / "attacks"
-    folder.mkdir(parents=True)
-    (folder / "train.csv").write_text("probe,goal\nhello,calm\n")
-    (folder / "test.csv").write_text(PROBES)
-    spec = "owner/attacks:test"
-    figures = evaluate(cli, spec, "--column", "probe", "--scorer", "goal")
-    assert (figures["num_episodes"], figures["tree_depth"]) == (3, 1)
-    assert figures["failure_rate"]["value"] == pytest.approx(2 / 3)
-    rows = rows_of(cli.folder / "owner_attacks_test" / "evaluations" / "test-goal")
-    assert [row["probe"] for row in rows] == ["the cat sat", "are you fine", "a silly mat"]
-    assert [row["prompt_columns"]["goal"] for row in rows] == ["rudeness", "calm", "rudeness"]
-    said = cli("evaluate", "owner/attacks:dev", "--scenario", str(cli.scenario))
-    assert "the dataset" in refused(said)
 
 
 def test_probes_are_sent_verbatim_whatever_the_references_vocabulary(
@@ -137,7 +123,7 @@ def test_probes_are_sent_verbatim_whatever_the_references_vocabulary(
 ) -> None:
     cli.write("attack.jsonl", '{"prompt": "Größe, unknown WORDS!"}\n')
     evaluate(cli, "attack.jsonl")
-    (row,) = rows_of(cli.folder / "attack" / "evaluations" / "test")
+    (row,) = rows_of(cli, "attack")
     assert row["probe"] == "Größe, unknown WORDS!"
 
 
@@ -152,52 +138,51 @@ def test_a_chat_model_with_a_prompt_attacks_turn_by_turn(cli: CommandLine) -> No
     use = figures["services"]["attacker"]
     assert (use["num_requests"], use["failures"]) == (7, {"refused": 1})
     assert use["cost"] > 0
-    rows = rows_of(cli.folder / "hosted" / "evaluations" / "test")
+    rows = rows_of(cli, "hosted")
     failures = [row["response_failure"] for row in rows]
     assert failures.count("attacker refused") == failures.count("ended") == 1
     assert {row["probe"] for row in rows} == {"", "silly 2", "silly 4"}
-    roles = [message["role"] for message in asked[-1].messages]
+    roles = [message["role"] for message in requests[-1].messages]
     assert roles == ["system", "user", "assistant", "user"]
-    assert asked[-1].messages[0]["content"] == "Provoke."
+    assert requests[-1].messages[0]["content"] == "Provoke."
     assert figures["outcomes"]["error"] == 1
 
 
 def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLine) -> None:
     cli.write("attack.txt", "the cat sat\nare you fine\n")
     cli.write("hosted.yaml", "chat_model: {_type: scripted}\nsystem_prompt: Provoke.\n")
-    said = cli.ok(
+    result = cli.ok(
         *("evaluate", "attack.txt", "hosted.yaml", "--scenario", str(cli.scenario)),
         *("--num-episodes", "4", "--probability-episodes", "2"),
     )
-    assert "episodes with a failure" in said.out
+    assert "episodes with a failure" in result.out
     matrix = json.loads((cli.folder / "attack" / "evaluations" / "transfer.json").read_text())
     assert [cell["attacker"] for cell in matrix["cells"]] == ["attack", "hosted"]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "arguments", "problem"),
+    ("name", "text", "arguments", "facts"),
     [
-        ("a.csv", PROBES, [], "no column 'prompt', only 'probe', 'goal'"),
-        ("a.txt", "one\n", ["--num-turns", "2"], "fixed probes have one turn each"),
-        ("a.txt", "\n", [], "no prompts"),
-        ("a.yaml", "- 1\n", [], "chat_model and system_prompt"),
-        ("a.yaml", "system_prompt: x\n", [], "chat_model"),
-        (
-            "b.yaml",
-            "chat_model: {_type: scipted}\nsystem_prompt: x\n",
-            [],
-            "Did you mean 'scripted'",
-        ),
+        ("a.csv", PROBES, (), ["'prompt'", "'probe', 'goal'"]),
+        ("a.txt", "one\n", ("--num-turns", "2"), ["one turn"]),
+        ("a.txt", "\n", (), ["no prompts"]),
+        ("a.yaml", "- 1\n", (), ["chat_model", "system_prompt"]),
+        ("a.yaml", "system_prompt: x\n", (), ["chat_model"]),
+        ("a.yaml", "chat_model: {_type: scipted}\nsystem_prompt: x\n", (), ["'scripted'"]),
     ],
 )
 def test_invalid_attackers_are_reported(
-    cli: CommandLine, name: str, text: str, arguments: list[str], problem: str
+    cli: CommandLine, name: str, text: str, arguments: tuple[str, ...], facts: list[str]
 ) -> None:
     cli.write(name, text)
-    said = cli("evaluate", name, "--scenario", str(cli.scenario), *arguments)
-    assert problem in refused(said)
+    scenario = ("--scenario", str(cli.scenario))
+    assert says(refused(cli("evaluate", name, *scenario, *arguments)), *facts)
 
 
-def test_a_list_of_probes_needs_a_scenario(cli: CommandLine) -> None:
+def test_a_list_of_probes_needs_a_scenario_and_a_split_that_exists(cli: CommandLine) -> None:
     cli.write("a.txt", "one\n")
     assert "--scenario NAME" in refused(cli("evaluate", "a.txt"))
+    (cli.folder / "attacks").mkdir()
+    cli.write("attacks/test.csv", PROBES)
+    result = cli("evaluate", "attacks:dev", "--scenario", str(cli.scenario))
+    assert says(refused(result), "attacks", "dev")

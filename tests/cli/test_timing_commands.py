@@ -12,6 +12,7 @@ from nip_astra.trainers import dry_run
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 PROOF = (
     *("--scenario", "graph_isomorphism", "--num-threads", "1"),
@@ -19,62 +20,47 @@ PROOF = (
     *("--set", "graph_isomorphism.dataset.num_train=20"),
     *("--set", "graph_isomorphism.dataset.num_test=10"),
 )
-FEW_FRAMES = ("--set", "rl.frames_per_batch=32", "--set", "rl.num_epochs=1")
+SHORT = (*PROOF, "--set", "rl.frames_per_batch=32", "--set", "rl.num_epochs=1")
+PPO = ("--trainer", "vanilla_ppo", *SHORT)
 
 
-def test_repetitions_are_counted_on_a_bar(
+@pytest.mark.parametrize(
+    ("trainer", "options", "parts"),
+    [
+        *((name, SHORT, "rollout update forward") for name in ("mappo", "reinforce", "spg")),
+        ("solo_agent", PROOF, "epoch forward"),
+        *((name, None, "rollout update loss") for name in ("ast_dpo", "ast_ppo")),
+    ],
+)
+def test_all_parts_of_an_iteration_are_timed(
+    cli: CommandLine, trainer: str, options: tuple[str, ...] | None, parts: str
+) -> None:
+    experiment = ("--trainer", trainer, *(options or ("--scenario", str(cli.scenario))))
+    result = cli.ok("time", *experiment, "--repeats", "2", "--json")
+    seconds = json.loads(result.out)["seconds"]
+    assert list(seconds) == parts.split()
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+    assert list(Path.cwd().rglob("runs")) == []
+
+
+def test_parts_are_timed_on_a_bar_and_shown_in_the_requested_order(
     cli: CommandLine, closed_bars: dict[str, tuple[int, int]]
 ) -> None:
-    seconds_of(cli, "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
-    assert closed_bars["Timing"] == (3, 3)
+    result = cli.ok("time", "forward", "rollout", *PPO, "--repeats", "2")
+    head, *rows = [line.split() for line in result.out.splitlines() if line.strip()]
+    assert head == ["component", "median", "least", "most"]
+    times = [row for row in rows if "ms" in row]
+    assert [row[0] for row in times] == ["forward", "rollout"]
+    assert [row.count("ms") for row in times] == [3, 3]
+    assert closed_bars["Timing"] == (6, 6)
 
 
-def seconds_of(cli: CommandLine, *arguments: str) -> dict[str, list[float]]:
-    said = cli.ok("time", *arguments, "--repeats", "2", "--json")
-    found: dict[str, list[float]] = json.loads(said.out)["seconds"]
-    assert all(len(times) == 2 and min(times) > 0 for times in found.values())
-    assert list(Path.cwd().rglob("runs")) == []
-    return found
-
-
-@pytest.mark.parametrize("trainer", ["vanilla_ppo", "mappo", "reinforce", "spg"])
-def test_all_parts_of_a_proofs_iteration_are_timed(cli: CommandLine, trainer: str) -> None:
-    found = seconds_of(cli, "--trainer", trainer, *PROOF, *FEW_FRAMES)
-    assert list(found) == ["rollout", "update", "forward"]
-
-
-def test_parts_are_timed_in_the_requested_order(cli: CommandLine) -> None:
-    found = seconds_of(cli, "forward", "rollout", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
-    assert list(found) == ["forward", "rollout"]
-
-
-def test_a_supervised_epoch_is_timed(cli: CommandLine) -> None:
-    assert list(seconds_of(cli, "--trainer", "solo_agent", *PROOF)) == ["epoch", "forward"]
-
-
-@pytest.mark.parametrize("trainer", ["ast_dpo", "ast_ppo"])
-def test_parts_of_a_stress_tests_iteration_are_timed(cli: CommandLine, trainer: str) -> None:
-    found = seconds_of(cli, "--trainer", trainer, "--scenario", str(cli.scenario))
-    assert list(found) == ["rollout", "update", "loss"]
-
-
-def test_times_are_shown_in_a_table(cli: CommandLine) -> None:
-    said = cli.ok("time", "forward", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES)
-    assert said.out.split()[:4] == ["component", "median", "least", "most"]
-    assert said.out.count(" ms") == 3
-
-
-def test_an_unknown_part_is_reported_with_the_valid_parts(cli: CommandLine) -> None:
-    message = refused(cli("time", "rolout", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES))
-    assert "unknown component 'rolout'. Did you mean 'rollout'?" in message
-
-
-def test_a_trainer_that_names_no_parts_is_reported(
+def test_an_unknown_part_and_a_trainer_that_names_no_parts_are_reported(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert says(refused(cli("time", "rolout", *PPO)), "'rolout'", "'rollout'?")
     monkeypatch.setattr(VanillaPpoTrainer, "components_to_time", Trainer.components_to_time)
-    message = refused(cli("time", "--trainer", "vanilla_ppo", *PROOF, *FEW_FRAMES))
-    assert "components_to_time" in message
+    assert "components_to_time" in refused(cli("time", *PPO))
 
 
 def test_the_first_time_is_not_counted() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from nip_astra import plugins
 from nip_astra.errors import UntrustedRunError
@@ -17,6 +19,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trust import StoredSource, is_own, on_behalf_of, read_variable, sign
 from tests.kit.command_line import CommandLine, plugins_forgotten_after, refused
+from tests.kit.messages import says
 from tests.report.runs import report
 
 MARKER = "import pathlib\npathlib.Path({path!r}).touch()\n"
@@ -30,11 +33,17 @@ def marker(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def foreign(run: Path, tmp_path: Path, marker: Path) -> Path:
+def code(tmp_path: Path, marker: Path) -> Path:
+    """Code of others."""
+    file = tmp_path / "theirs" / "evil.py"
+    file.parent.mkdir()
+    file.write_text(MARKER.format(path=str(marker)))
+    return file
+
+
+@pytest.fixture
+def foreign(run: Path, code: Path) -> Path:
     """A run of the tiny models whose parameters, written by others, name a plug-in."""
-    code = tmp_path / "theirs" / "evil.py"
-    code.parent.mkdir()
-    code.write_text(MARKER.format(path=str(marker)))
     change(run, plugins=[str(code)])
     return run
 
@@ -46,12 +55,17 @@ def change(run: Path, **values: Any) -> None:
     )
 
 
+def change_scorer(run: Path, **values: Any) -> None:
+    section = RunDirectory(run).read_yaml("hyper_parameters.yaml")["ast_chat"]
+    change(run, ast_chat=section | {"scorer": values})
+
+
 def test_a_run_is_own_until_its_parameters_or_its_signature_change(
     run: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters, environment = run / "hyper_parameters.yaml", run / "environment.json"
     assert is_own(trained / parameters.name)
-    assert is_own(parameters), "where it was moved"
+    assert is_own(parameters), "a moved run"
     whole = environment.read_text()
     for broken in ("", "[1]", "{}", '{"signature": 3}', '{"signature": "é"}'):
         environment.write_text(broken)
@@ -87,10 +101,9 @@ def test_where_no_key_can_be_kept_runs_are_not_signed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert sign(b"x") is None
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")
-    assert sign(b"x") is None
+    for folder in (str(tmp_path / "file"), "relative"):
+        monkeypatch.setenv("XDG_STATE_HOME", folder)
+        assert sign(b"x") is None
 
 
 OPENERS = {
@@ -111,10 +124,63 @@ def test_no_command_runs_the_code_of_a_foreign_run(
 ) -> None:
     if command == "resume":
         (foreign / "results.json").unlink()
+    assert says(refused(cli(*OPENERS[command])), "evil.py", "--plugin", "--trust")
+    assert not marker.exists()
+
+
+def name_a_module(cli: CommandLine, run: Path, code: Path) -> None:
+    change(run, plugins=["antigravity"])
+
+
+def name_a_custom_trainer(cli: CommandLine, run: Path, code: Path) -> None:
+    shutil.copy(code, run / "x.py")
+    change(run, custom_trainer_module_path="x.py", custom_trainer_class_name="X")
+
+
+def name_a_scenario_with_a_plugin(cli: CommandLine, run: Path, code: Path) -> None:
+    folder = shutil.copytree(cli.scenario, cli.folder / "scenario")
+    shutil.copy(code, folder / "plugin.py")
+    change(run, scenario=str(folder))
+
+
+def extend_a_file_with_a_plugin(cli: CommandLine, run: Path, code: Path) -> None:
+    cli.write("runs/one/more.yaml", f"plugins: [{code}]\nnote: ${{oc.env:A_SECRET}}\n")
+    text = (run / "hyper_parameters.yaml").read_text()
+    kept = [line for line in text.splitlines() if not line.startswith("plugins")]
+    (run / "hyper_parameters.yaml").write_text("\n".join(["extends: more.yaml", *kept]))
+
+
+def name_a_scorers_function(cli: CommandLine, run: Path, code: Path) -> None:
+    code.write_text(f"{code.read_text()}def f(completions): ...\n")
+    change_scorer(run, _type="python", function=f"{code}:f")
+
+
+@pytest.mark.parametrize(
+    ("name_code", "command", "fact"),
+    [
+        (name_a_module, "show", "antigravity"),
+        (name_a_custom_trainer, "show", "x.py"),
+        (name_a_scenario_with_a_plugin, "show", "scenario/plugin.py"),
+        (extend_a_file_with_a_plugin, "show", "evil.py"),
+        (name_a_scorers_function, "score", "evil.py"),
+        (name_a_scorers_function, "evaluate", "--trust"),
+    ],
+)
+def test_no_code_that_a_foreign_run_names_is_run(
+    cli: CommandLine,
+    run: Path,
+    code: Path,
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name_code: Callable[[CommandLine, Path, Path], None],
+    command: str,
+    fact: str,
+) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+    name_code(cli, run, code)
     message = refused(cli(*OPENERS[command]))
-    assert "evil.py" in message
-    assert "--plugin" in message
-    assert "--trust" in message
+    assert fact in message
+    assert SECRET not in message
     assert not marker.exists()
 
 
@@ -133,6 +199,14 @@ def test_trust_loads_the_code_of_a_run(
     cli: CommandLine, foreign: Path, marker: Path, command: str
 ) -> None:
     cli.ok(*OPENERS[command], "--trust")
+    assert marker.exists()
+
+
+def test_trust_loads_the_plugin_of_a_runs_scenario(
+    cli: CommandLine, run: Path, code: Path, marker: Path
+) -> None:
+    name_a_scenario_with_a_plugin(cli, run, code)
+    cli.ok(*OPENERS["show"], "--trust")
     assert marker.exists()
 
 
@@ -164,47 +238,6 @@ def test_of_two_plugins_with_the_same_name_neither_replaces_the_other_and_a_lost
     assert "--plugin" in refused(cli(*OPENERS["show"], "--trust"))
 
 
-def test_the_scenario_of_a_foreign_run_runs_no_plugin(
-    cli: CommandLine, run: Path, marker: Path
-) -> None:
-    folder = shutil.copytree(cli.scenario, cli.folder / "theirs")
-    (folder / "plugin.py").write_text(MARKER.format(path=str(marker)))
-    change(run, scenario=str(folder))
-    assert str(folder / "plugin.py") in refused(cli(*OPENERS["show"]))
-    assert not marker.exists()
-    cli.ok(*OPENERS["show"], "--trust")
-    assert marker.exists()
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"plugins": ["antigravity"]},
-        {"custom_trainer_module_path": "x.py", "custom_trainer_class_name": "X"},
-    ],
-)
-def test_modules_and_custom_trainers_of_a_foreign_run_are_not_imported(
-    cli: CommandLine, run: Path, marker: Path, values: dict[str, Any]
-) -> None:
-    (run / "x.py").write_text(MARKER.format(path=str(marker)))
-    change(run, **values)
-    message = refused(cli(*OPENERS["show"]))
-    assert "antigravity" in message or "x.py" in message
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("command", ["score", "evaluate"])
-def test_the_scorer_function_of_a_foreign_run_is_not_called(
-    cli: CommandLine, run: Path, marker: Path, command: str
-) -> None:
-    path = cli.write("rate.py", f"{MARKER.format(path=str(marker))}def f(completions): ...\n")
-    values = RunDirectory(run).read_yaml("hyper_parameters.yaml")
-    values["ast_chat"]["scorer"] = {"_type": "python", "function": f"{path}:f"}
-    RunDirectory(run).write_yaml("hyper_parameters.yaml", values)
-    assert path in refused(cli(*OPENERS[command])) or command == "evaluate"
-    assert not marker.exists()
-
-
 def test_a_scorer_that_the_user_names_rates_a_foreign_run(cli: CommandLine, run: Path) -> None:
     change(run, seed=7)
     path = cli.write("rate.py", "def f(completions):\n    return [0.25 for _ in completions]\n")
@@ -226,81 +259,49 @@ def test_a_foreign_run_gets_no_key_from_the_environment(
         read_variable(name)
 
 
-@pytest.mark.parametrize("named", ["api_key_variable", "base_url"])
+@pytest.mark.parametrize("name", ["api_key_variable", "base_url"])
 def test_a_judge_of_a_foreign_run_gets_no_key_and_no_request(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, named: str
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     judge = {"_type": "judge", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
-    if named == "api_key_variable":
-        judge[named] = "AWS_SECRET_ACCESS_KEY"
-    values = RunDirectory(run).read_yaml("hyper_parameters.yaml")
-    values["ast_chat"]["scorer"] = judge
-    RunDirectory(run).write_yaml("hyper_parameters.yaml", values)
-    assert f"ast_chat.scorer.{named}={judge[named]!r}" in refused(cli("score", "runs/one"))
-
-
-def interpolating(run: Path) -> None:
-    for name in ("hyper_parameters.yaml", "settings.yaml"):
-        text = (run / name).read_text()
-        key = "scenario: " if name == "hyper_parameters.yaml" else "device: "
-        assert key in text
-        (run / name).write_text(f"note: ${{oc.env:A_SECRET}}\n{text}")
+    if name == "api_key_variable":
+        judge[name] = "AWS_SECRET_ACCESS_KEY"
+    change_scorer(run, **judge)
+    assert f"ast_chat.scorer.{name}={judge[name]!r}" in refused(cli("score", "runs/one"))
 
 
 def test_the_report_of_a_foreign_run_shows_no_variable_of_the_environment(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", SECRET)
-    interpolating(run)
+    for name in ("hyper_parameters.yaml", "settings.yaml"):
+        (run / name).write_text(f"note: ${{oc.env:A_SECRET}}\n{(run / name).read_text()}")
     page = report(run)
     assert SECRET not in page.source
     assert "${oc.env:A_SECRET}" in page.text
+    signature = json.loads((run / "environment.json").read_text())["signature"]
+    assert len(signature) == 64
+    assert signature not in page.source
 
 
-def test_reading_a_stored_run_resolves_no_reference(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_SECRET", SECRET)
-    text = (run / "hyper_parameters.yaml").read_text()
-    lines = [
-        "custom_trainer_class_name: ${oc.env:A_SECRET}"
-        if line.startswith("custom_trainer_class_name")
-        else line
-        for line in text.splitlines()
-    ]
-    (run / "hyper_parameters.yaml").write_text("\n".join(lines))
-    said = cli(*OPENERS["show"])
-    assert SECRET not in said.out + said.err
-    assert "custom_trainer_class_name" in said.err
-
-
-def test_the_scenario_of_a_foreign_run_resolves_no_reference(
+def test_a_stored_run_and_its_scenario_resolve_no_reference(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", SECRET)
     folder = shutil.copytree(cli.scenario, cli.folder / "theirs")
     with (folder / "scenario.yaml").open("a") as file:
         file.write("note: ${oc.env:A_SECRET}\n")
-    change(run, scenario=str(folder))
-    message = refused(cli(*OPENERS["show"]))
-    assert "${oc.env:A_SECRET}" in message
-    assert SECRET not in message
-
-
-def test_the_extended_files_are_part_of_a_run(
-    cli: CommandLine, run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_SECRET", SECRET)
-    code = cli.write("evil.py", MARKER.format(path=str(marker)))
-    (run / "more.yaml").write_text(f"plugins: [{code}]\nnote: ${{oc.env:A_SECRET}}\n")
-    text = (run / "hyper_parameters.yaml").read_text()
-    kept = [line for line in text.splitlines() if not line.startswith("plugins")]
-    (run / "hyper_parameters.yaml").write_text("\n".join(["extends: more.yaml", *kept]))
-    message = refused(cli(*OPENERS["show"]))
-    assert "evil.py" in message
-    assert SECRET not in message
-    assert not marker.exists()
+    for values, fact in (
+        ({"custom_trainer_class_name": "${oc.env:A_SECRET}"}, "custom_trainer_class_name"),
+        ({"scenario": str(folder), "custom_trainer_class_name": None}, "${oc.env:A_SECRET}"),
+    ):
+        stored = RunDirectory(run).read_yaml("hyper_parameters.yaml") | values
+        # Not through the run directory, which writes a reference as text.
+        (run / "hyper_parameters.yaml").write_text(yaml.safe_dump(stored))
+        result = cli(*OPENERS["show"])
+        assert fact in refused(result)
+        assert SECRET not in result.out + result.err
 
 
 def test_a_file_of_the_users_own_may_refer_to_the_environment_and_name_plugins(
@@ -343,12 +344,6 @@ def test_references_to_a_package_import_nothing(
     found = resolve_reference("package://outer.inner/a.txt", None)
     assert found == tmp_path / "outer" / "inner" / "a.txt"
     assert not marker.exists()
-
-
-def test_the_signature_is_no_fact_of_the_report(run: Path) -> None:
-    signature = json.loads((run / "environment.json").read_text())["signature"]
-    assert len(signature) == 64
-    assert signature not in report(run).source
 
 
 def test_plugins_given_in_a_notebook_are_known_to_a_run_that_names_them(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from nip_astra.evaluation.clusters import chao2, cluster_failures, failing_turns, find_plants
-from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from tests.evaluation.rows_by_hand import episode, judged
 
@@ -33,44 +31,29 @@ def test_similar_probes_form_a_cluster_and_the_largest_is_first() -> None:
     likely = [-5.0, -3.0]
     episodes = judged(
         episode(0, [0.9, 0.9], probe=["my cat sleeps", "my cat eats"], reference_logprob=likely),
-        episode(1, [0.9, 0.1], probe=["you know", "my cat eats"]),
-        episode(2, [0.1, 0.9], probe=["x", "my cat eats"], reference_logprob=[-5.0, -4.0]),
+        episode(1, [0.9, 0.1], probe=["you know", "my cat eats"], prompt="other"),
+        episode(
+            2, [0.1, 0.9], probe=["x", "my cat eats"], prompt="other",
+            reference_logprob=[-5.0, -4.0],
+        ),
         episode(3, [None, "error"], probe="not known"),
     )  # fmt: skip
-    found = cluster_failures(episodes, by_first_word, distance=0.5, planted=PLANTS)
-    assert found["num_clusters"] == 2
-    first, second = found["clusters"]
+    result = cluster_failures(episodes, by_first_word, distance=0.5, planted=PLANTS)
+    assert result["num_clusters"] == 2
+    first, second = result["clusters"]
     assert (first["size"], first["num_distinct"], second["size"]) == (3, 2, 1)
     # The medoid counts a probe as often as it occurs; the likeliest has the largest log p.
     assert first["medoid"]["probe"] == "my cat eats"
     assert (first["most_likely"]["episode"], first["most_likely"]["depth"]) == (0, 1)
+    assert first["shortest"]["probe"] == "my cat eats"
+    assert (first["num_prompts"], second["num_prompts"]) == (2, 1)
+    assert (first["first_query"], second["first_query"]) == (1, 3)
     assert first["plants"] == ["cat", "cat twice"]
     assert second["plants"] == []
-    one = cluster_failures(judged(episode(0, [0.9])), by_first_word, distance=0.5)
-    assert [cluster["size"] for cluster in one["clusters"]] == [1]
+    single = cluster_failures(judged(episode(0, [0.9])), by_first_word, distance=0.5)
+    assert [cluster["size"] for cluster in single["clusters"]] == [1]
     none = cluster_failures(judged(episode(0, [0.1])), by_first_word, distance=0.5)
     assert none == {"num_clusters": 0, "clusters": [], "num_left_out": 0}
-
-
-def test_a_cluster_has_its_shortest_probe_its_prompts_and_its_first_query() -> None:
-    episodes = judged(
-        episode(0, [0.1, 0.9], probe=["x", "my cat eats fish today"], prompt="a"),
-        episode(1, [0.9, 0.9], probe=["my cat eats", "you know"], prompt="b"),
-        episode(2, [0.9, 0.1], probe=["my cat eats more", "x"], prompt="b"),
-    )
-    pets, other = cluster_failures(episodes, by_first_word, distance=0.5)["clusters"]
-    assert pets["shortest"]["probe"] == "my cat eats"
-    assert (pets["num_prompts"], other["num_prompts"]) == (2, 1)
-    assert (pets["first_query"], other["first_query"]) == (2, 4)
-
-
-def test_real_sentences_of_two_kinds_make_two_clusters() -> None:
-    embed = build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed
-    pets = [f"my {pet} always eats {food}" for pet in ("cat", "dog") for food in ("fish", "rice")]
-    doubts = [f"do you really think so {when} ?" for when in ("today", "again", "now")]
-    episodes = judged(*(episode(i, [0.9], probe=text) for i, text in enumerate(pets + doubts)))
-    found = cluster_failures(episodes, embed, distance=0.6)
-    assert [cluster["size"] for cluster in found["clusters"]] == [4, 3]
 
 
 def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
@@ -109,15 +92,3 @@ def test_the_number_of_kinds_is_chaos_estimate() -> None:
     assert 3.0 <= found["high"] < 3.1
     found = chao2([], 100, level=0.95)
     assert (found["seen"], found["value"], found["low"], found["high"]) == (0, 0.0, 0.0, 0.0)
-
-
-def test_on_average_it_is_a_lower_bound_nearer_to_the_truth_than_the_seen_kinds() -> None:
-    rng = np.random.default_rng(0)
-    chances = 0.15 / np.arange(1, 31)
-    found = []
-    for _ in range(200):
-        counts = (rng.random((200, 30)) < chances).sum(axis=0)
-        found.append(chao2([int(one) for one in counts if one], 200, level=0.95))
-    seen, estimated = (np.mean([one[name] for one in found]) for name in ("seen", "value"))
-    assert seen < estimated < 30
-    assert all(one["low"] <= 30.0 for one in found)

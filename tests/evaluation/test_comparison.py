@@ -23,6 +23,7 @@ from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
+from tests.kit.messages import says
 
 
 def contender(
@@ -45,17 +46,6 @@ def compared(first: Contender, second: Contender) -> dict[str, Any]:
     """The metrics of the second contender."""
     metrics: dict[str, Any] = compare(first, [second])["comparisons"][second.label]
     return metrics
-
-
-def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
-    first = contender("a", [0.9] * 2 + [0.1] * 9 + [0.9] * 4)
-    second = contender("b", [0.1] * 2 + [0.9] * 9 + [0.9] * 4)
-    found = compared(first, second)["failure_rate"]
-    assert found["difference"] == pytest.approx(7 / 15)
-    assert (found["only_first"], found["only_second"], found["num_pairs"]) == (2, 9, 15)
-    assert found["p_value"] == pytest.approx(mcnemar_exact(2, 9))
-    assert found["test"] == "McNemar, exact"
-    assert found["low"] < found["difference"] < found["high"]
 
 
 def test_pairs_without_two_verdicts_are_counted() -> None:
@@ -89,20 +79,6 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
     rate = compared(first, second)["failure_rate"]
     assert rate["through_turn"] == 2
     assert (rate["first"], rate["second"]) == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("missing", [0.05, 0.3])
-def test_a_difference_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
-    rng = np.random.default_rng(0)
-    contenders, truth = [], []
-    for label, chance, missed in (("a", 0.02, missing), ("b", 0.04, missing / 2)):
-        failed = rng.random((3000, 5)) < chance
-        scores = np.where(rng.random(failed.shape) < missed, np.nan, failed)
-        contenders.append(chains(label, *scores.tolist()))
-        truth.append(failed.any(axis=1).mean())
-    rate = compared(*contenders)["failure_rate"]
-    assert rate["difference"] == pytest.approx(truth[1] - truth[0], abs=0.02)
-    assert rate["low"] < truth[1] - truth[0] < rate["high"]
 
 
 def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() -> None:
@@ -153,11 +129,6 @@ def conditions(
     return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | (configuration or {}))
 
 
-def warned(first: Contender, other: Contender) -> list[str]:
-    found: list[str] = compare(first, [other])["warnings"]
-    return found
-
-
 @pytest.mark.parametrize(
     ("figure", "value", "named"),
     [
@@ -174,23 +145,24 @@ def test_other_conditions_than_the_attacker_are_warned_of(
 ) -> None:
     scorers = {"scorers": {"profanity": {"_type": "profanity"}}} if figure == "scorer" else {}
     other = {"target": {"weights": "def"}} if figure == "target" else scorers
-    first = conditions("a", seed=0)
-    text = " ".join(warned(first, conditions("b", other, **{"seed": 0, figure: value})))
+    second = conditions("b", other, **{"seed": 0, figure: value})
+    text = " ".join(compare(conditions("a", seed=0), [second])["warnings"])
     assert all(name in text for name in named)
 
 
 def test_a_shared_name_of_two_scorers_is_warned_of_and_two_names_of_a_target_are_not() -> None:
+    first = conditions("a")
     other = {"scorers": {"classifier": {"_type": "classifier", "label": "kind"}}}
-    (warning,) = warned(conditions("a"), conditions("b", other))
-    assert 'scorer.label: "rude" in a, "kind" in b' in warning
+    (warning,) = compare(first, [conditions("b", other)])["warnings"]
+    assert says(warning, "scorer.label", "rude", "kind")
     moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
-    assert warned(conditions("a"), conditions("b", moved, target="run")) == []
-    assert warned(conditions("a"), contender("b", [0.1, 0.9])) == []
+    for same in (conditions("b", moved, target="run"), contender("b", [0.1, 0.9])):
+        assert compare(first, [same])["warnings"] == []
     # The contenders' own warnings are kept.
     own = [conditions(label, warnings=[f"{label} has collapsed"]) for label in "ab"]
-    found = compare(own[0], own[1:])
-    assert found["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
-    assert "warning: b: b has collapsed" in as_text(comparison_tables(found))
+    result = compare(own[0], own[1:])
+    assert result["warnings"] == ["a: a has collapsed", "b: b has collapsed"]
+    assert "b: b has collapsed" in as_text(comparison_tables(result))
 
 
 def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
@@ -264,12 +236,12 @@ def compare_policies(first: Contender, second: Contender) -> tuple[dict[str, Any
 def test_single_runs_are_compared_by_mcnemars_test() -> None:
     first = policy("first", [[1.0]] * 2 + [[0.0]] * 8)
     second = policy("second", [[0.0]] + [[1.0]] * 8 + [[0.5]])
-    found, warnings = compare_policies(first, second)
-    accuracy, reward = found["accuracy"], found["mean_reward"]
+    metrics, warnings = compare_policies(first, second)
+    accuracy, reward = metrics["accuracy"], metrics["mean_reward"]
     assert (accuracy["first"], accuracy["second"]) == (0.2, 0.8)
     assert accuracy["difference"] == pytest.approx(0.6)
-    assert (accuracy["only_first"], accuracy["only_second"]) == (1, 7)
-    assert accuracy["p_value"] == mcnemar_exact(1, 7)
+    assert (accuracy["only_first"], accuracy["only_second"], accuracy["num_pairs"]) == (1, 7, 10)
+    assert (accuracy["p_value"], accuracy["test"]) == (mcnemar_exact(1, 7), "McNemar, exact")
     assert accuracy["low"] < 0.6 < accuracy["high"]
     assert reward["difference"] == pytest.approx(0.65)
     assert reward["num_problems"] == 10

@@ -68,14 +68,6 @@ def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -
     assert found["failure_rate"]["value"] == pytest.approx(1 / 2)
 
 
-def test_the_interval_is_wider_the_fewer_labels_there_are() -> None:
-    episodes = judged(*(flagged(i, [i < 50], prompt=str(i)) for i in range(100)))
-    many = corrected_rates(episodes, Quality(1000, 0, 1000, 0), **OPTIONS)["failure_rate"]
-    few = corrected_rates(episodes, Quality(10, 0, 10, 0), **OPTIONS)["failure_rate"]
-    assert many["value"] == few["value"] == 0.5
-    assert few["high"] - few["low"] > 1.2 * (many["high"] - many["low"])
-
-
 @pytest.mark.parametrize(
     ("quality", "reason"),
     [
@@ -115,31 +107,6 @@ def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing:
         assert found[name]["low"] < share < found[name]["high"]
 
 
-def corrected(
-    rng: np.random.Generator, failing: Any, prompts: Sequence[int], se: float, sp: float
-) -> dict[str, Any]:
-    """Corrected rates of an imperfect scorer, whose quality is estimated from 80 labels each."""
-    verdicts = np.where(failing, rng.random(failing.shape) < se, rng.random(failing.shape) > sp)
-    rows = zip(prompts, verdicts.tolist(), strict=True)
-    episodes = judged(*(flagged(i, row, str(prompt)) for i, (prompt, row) in enumerate(rows)))
-    hits, passes = int(rng.binomial(80, se)), int(rng.binomial(80, sp))
-    return corrected_rates(episodes, Quality(hits, 80 - hits, passes, 80 - passes), **OPTIONS)
-
-
-def test_the_interval_holds_the_truth_at_its_level() -> None:
-    """Prompts differ in their failure rates, and quality is estimated from 80 labels each."""
-    rng = np.random.default_rng(0)
-    share, se, sp, num_covered = 0.3, 0.85, 0.95, [0, 0]
-    # Of rates drawn from Beta(1.5, 3.5), the mean of (1 - rate)^2.
-    truth = (share, 1.0 - 3.5 * 4.5 / (5.0 * 6.0))
-    for _ in range(100):
-        failing = rng.random((150, 2)) < rng.beta(1.5, 3.5, size=(150, 1))
-        found = corrected(rng, failing, range(150), se, sp)
-        for place, name in enumerate(("turn_failure_rate", "failure_rate")):
-            num_covered[place] += found[name]["low"] <= truth[place] <= found[name]["high"]
-    assert min(num_covered) >= 89
-
-
 def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
     quality = Quality(10**7, 0, 10**7, 0)
     options = OPTIONS | {"num_resamples": 20_000}
@@ -152,18 +119,24 @@ def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
 
 
 @pytest.mark.parametrize(("num_prompts", "num_played", "rate"), [(20, 1, 0.02), (5, 4, 0.3)])
-def test_neither_bound_of_a_corrected_rate_errs_often_with_few_prompts(
+def test_neither_bound_of_a_corrected_rate_errs_often(
     num_prompts: int, num_played: int, rate: float
 ) -> None:
+    """Prompts differ in their failure rates, and quality is estimated from 80 labels each."""
     rng = np.random.default_rng(3)
     below = above = 0
     for _ in range(150):
         own = rng.beta(2.0 * rate, 2.0 * (1.0 - rate), size=num_prompts).repeat(num_played)
-        failing = (rng.random(len(own)) < own)[:, None]
-        prompts = [i // num_played for i in range(len(own))]
-        found = corrected(rng, failing, prompts, 0.9, 0.95)["failure_rate"]
-        below += found["low"] > rate
-        above += found["high"] < rate
+        failing = rng.random(len(own)) < own
+        verdicts = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
+        episodes = judged(
+            *(flagged(i, [one], str(i // num_played)) for i, one in enumerate(verdicts.tolist()))
+        )
+        hits, passes = int(rng.binomial(80, 0.9)), int(rng.binomial(80, 0.95))
+        quality = Quality(hits, 80 - hits, passes, 80 - passes)
+        result = corrected_rates(episodes, quality, **OPTIONS)["failure_rate"]
+        below += result["low"] > rate
+        above += result["high"] < rate
     assert max(below, above) <= 9
 
 

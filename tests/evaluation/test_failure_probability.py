@@ -118,6 +118,8 @@ def test_both_estimates_cover_the_truth_and_weights_earn_their_cost() -> None:
     errors = [np.mean([(e["value"] - TRUTH) ** 2 for e in own]) for own in (plain, weighed)]
     assert errors[1] < 0.75 * errors[0]
     assert plain[0]["target_queries"] == weighed[0]["target_queries"] == 900
+    assert max(e["largest_weight"] for e in weighed) <= 2.0 + 1e-9
+    assert np.mean([e["mean_weight"] for e in weighed]) == pytest.approx(1.0, abs=0.02)
 
 
 def test_both_estimates_are_right_where_verdicts_are_missing_at_random() -> None:
@@ -154,12 +156,6 @@ def first_of(follow_up: FollowUp) -> list[int]:
     """The turn of each first failure, counted from 0; -1 for none."""
     pairs = zip(follow_up.turns, follow_up.is_event, strict=True)
     return [turn - 1 if is_event else -1 for turn, is_event in pairs]
-
-
-def test_no_weight_exceeds_that_of_the_references_share() -> None:
-    found = importance_sampling(mixture(defensive_shares(400, 3), np.random.default_rng(1)))
-    assert found.largest_weight <= 2.0 + 1e-9
-    assert found.mean_weight == pytest.approx(1.0, abs=0.15)
 
 
 def test_without_a_failure_both_estimates_have_their_bound() -> None:

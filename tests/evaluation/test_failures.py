@@ -105,9 +105,7 @@ def test_the_figures_of_a_tree_are_those_worked_out_by_hand(tree: RolloutTree) -
     assert expected.high - expected.low > apart.high - apart.low
     report = tally_of(tree, planted=()).report()
     assert (report["plants_found"], report["num_plants"], report["first_query"]) == (None, None, {})
-
-
-def test_parts_add_up_to_the_whole(tree: RolloutTree) -> None:
+    # Parts add up to the whole.
     late = make_chains(["a cat"], ["dog", "dog"], [0.0, 0.7], [[2.0], [2.0, 2.0]])
     tally = tally_of(tree, late)
     assert tally.trees == [tree, late]
@@ -118,12 +116,7 @@ def test_parts_add_up_to_the_whole(tree: RolloutTree) -> None:
     assert report["probe_nll"] == pytest.approx(19.0 / 11)
     assert report["distinct_share"] == pytest.approx(2 / 3)
     assert report["first_query"] == {"again": 4, "cat": 2, "dog": 8}
-
-
-def test_without_success_there_is_no_distinct_share() -> None:
     report = tally_of(make_chains(["hello"], ["a", "b"], [0.1, 0.49])).report()
-    assert report["failure_rate"] == 0.0
-    # One episode without failure: a rate of 97.5 % would have this result once in forty times.
     assert report["failure_rate_interval"] == [0.0, pytest.approx(0.975)]
     assert (report["distinct_share"], report["most_common_probe"]) == (None, None)
 

@@ -20,8 +20,8 @@ from nip_astra.evaluation.tables import (
     model_label,
 )
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
-from nip_astra.utils.formatting import NOTHING, decimal, percent
 from tests.evaluation.rows_by_hand import THRESHOLD, episode
+from tests.kit.messages import says
 
 EMBED = build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed
 OPTIONS = EvaluationOptions(
@@ -85,7 +85,7 @@ def test_importance_sampling_is_refused_or_has_a_caution() -> None:
     truncated = figures(attacker(), ordinary(), why_not_weighed="top_p 0.9")
     weighed = truncated["probability_of_failure"]["importance_sampling"]
     assert (weighed["is_refused"], weighed["reason"], weighed["value"]) == (True, "top_p 0.9", None)
-    assert "importance sampling is refused: top_p 0.9" in truncated["warnings"]
+    assert any(text.endswith("top_p 0.9") for text in truncated["warnings"])
     unknown = figures(attacker(), ordinary(attacker_sampled_logprob=None))
     assert unknown["probability_of_failure"]["importance_sampling"]["is_refused"]
     few = figures(attacker(), ordinary(failing=2))
@@ -93,22 +93,10 @@ def test_importance_sampling_is_refused_or_has_a_caution() -> None:
     assert weighed["value"] == pytest.approx(0.01)
     text = as_text(evaluation_tables(few))
     assert cell_of(text, "  importance sampling").startswith("1.0% [")
-    assert f"warning: importance sampling rests on few failures: {weighed['caution'][:20]}" in text
+    assert any(text.endswith(weighed["caution"]) for text in few["warnings"])
     many = figures(attacker(), ordinary())
     assert many["probability_of_failure"]["importance_sampling"]["caution"] is None
-    assert "rests on few failures" not in " ".join(many["warnings"])
-
-
-def collapsed() -> list[Episode]:
-    return [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
-
-
-def test_the_same_probe_again_and_again_is_warned_of() -> None:
-    found = figures(collapsed())
-    assert "the attacker has collapsed: only 1% of its successful" in " ".join(found["warnings"])
-    assert found["diversity"]["distinct_share"] == pytest.approx(1 / 80)
-    assert found["diversity"]["vendi"] == pytest.approx(1.0)
-    assert not any("collapsed" in text for text in figures(attacker())["warnings"])
+    assert len(many["warnings"]) < len(few["warnings"])
 
 
 def test_fluency_is_compared_with_the_reference_or_has_a_reason() -> None:
@@ -116,29 +104,27 @@ def test_fluency_is_compared_with_the_reference_or_has_a_reason() -> None:
     assert fluent["fluency"]["share_below"] == 0.0
     odd = figures(attacker(reference_logprob=[-4.0, -30.0]), ordinary())
     assert (odd["fluency"]["share_below"], odd["why_no_fluency"]) == (0.5, None)
-    assert "50% of the probes are less likely per token" in " ".join(odd["warnings"])
-    few = figures(attacker(), ordinary()[:100])
-    assert few["fluency"] is None
-    text = " ".join(as_text(evaluation_tables(few)).split())
-    assert "99 % of the reference's │ not measured" in text
-    assert "not measured" not in as_text(evaluation_tables(fluent))
-    assert f"warning: fluency was not measured: {few['why_no_fluency']}" in text
-    assert "--probability-episodes 300 or more" in few["why_no_fluency"]
-    alone = figures(attacker(), ordinary()[:100], why_not_weighed="top_p 0.9")
-    assert "--probability-episodes 150 or more" in alone["why_no_fluency"]
+    assert "50%" in " ".join(odd["warnings"])
+    for chances, options, needed in (
+        (ordinary()[:100], {}, "300"),
+        (ordinary()[:100], {"why_not_weighed": "top_p 0.9"}, "150"),
+    ):
+        few = figures(attacker(), chances, **options)
+        assert few["fluency"] is None
+        assert says(few["why_no_fluency"], "--probability-episodes", needed)
+        assert few["why_no_fluency"] in " ".join(few["warnings"])
     unknown = figures(attacker(reference_logprob=None), ordinary())
-    assert "how likely the reference finds a probe is not known" in unknown["why_no_fluency"]
+    assert unknown["why_no_fluency"] is not None
 
 
 def test_missing_verdicts_and_few_prompts_are_warned_of() -> None:
-    text = " ".join(figures(with_unknown())["warnings"])
     # Five of the ten conversations had failed before.
-    assert "5 of 40 conversations lack a verdict (10 turns, 0 scorer errors)" in text
-    assert "anywhere from 50.0% to 62.5%" in text
+    text = " ".join(figures(with_unknown())["warnings"])
+    assert says(text, "5 of 40", "10 turns", "0 scorer errors", "50.0%", "62.5%")
     few = [episode(i, [0.9], prompt=f"prompt {i % 5}") for i in range(40)]
-    assert "the intervals rest on 5 opening prompts" in " ".join(figures(few)["warnings"])
-    found = figures(attacker(), ordinary())
-    assert warnings_about(copy.deepcopy(found)) == found["warnings"]
+    assert says(" ".join(figures(few)["warnings"]), "5 opening prompts")
+    result = figures(attacker(), ordinary())
+    assert warnings_about(copy.deepcopy(result)) == result["warnings"]
 
 
 def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
@@ -195,22 +181,20 @@ def test_every_share_has_its_counts_and_markup_is_text() -> None:
 
 
 def test_a_matrix_has_a_row_for_each_attacker_and_the_warnings_of_each_cell() -> None:
+    same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
+    collapsed = figures(same)
+    assert collapsed["diversity"]["distinct_share"] == pytest.approx(1 / 80)
+    assert collapsed["diversity"]["vendi"] == pytest.approx(1.0)
     fluent = figures(attacker(reference_logprob=-4.0), ordinary())
     cells = [
-        (figures(collapsed()) if pair == ("a", "x") else fluent)
+        (collapsed if pair == ("a", "x") else fluent)
         | dict(zip(("attacker", "target"), pair, strict=True))
         for pair in product("ab", "xy")
     ]
     text = " ".join(as_text(matrix_tables(cells)).split())
     assert text.count("50.0%") == 3
-    assert "warning: a against x: the attacker has collapsed" in text
-    assert "warning: a against x: fluency was not measured" in text
+    assert says(text, *(f"a against x: {' '.join(one.split())}" for one in collapsed["warnings"]))
     assert "a against y:" not in text
-
-
-def test_missing_numbers_are_a_dash_and_models_in_folders_have_their_jobs_name() -> None:
-    assert percent(None) == percent(float("nan")) == decimal(None) == NOTHING
-    assert (percent(0.1234), decimal(1234.5)) == ("12.3%", "1,234")
+    assert "collapsed" in text
     assert model_label("/home/one/runs/talks/jobs/job-1/model") == "job-1/model"
     assert model_label("org/name-135m") == "org/name-135m"
-    assert model_label("ft:base:one") == "ft:base:one"

@@ -46,7 +46,7 @@ REGISTRIES = (
 )
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """Output of a command."""
 
     code: int
@@ -62,7 +62,7 @@ class CommandLine:
         self.scenario = scenario
         self.capsys = capsys
 
-    def __call__(self, *arguments: str) -> Said:
+    def __call__(self, *arguments: str) -> CommandResult:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", os.environ.copy())
             patch.setattr(sys, "argv", ["nip-astra", *arguments])
@@ -72,15 +72,15 @@ class CommandLine:
             with pytest.raises(SystemExit) as caught:
                 main()
         captured = self.capsys.readouterr()
-        return Said(int(caught.value.code or 0), captured.out, captured.err)
+        return CommandResult(int(caught.value.code or 0), captured.out, captured.err)
 
-    def ok(self, *arguments: str) -> Said:
+    def ok(self, *arguments: str) -> CommandResult:
         """Run a command that succeeds."""
-        said = self(*arguments)
-        assert said.code == 0, said.err
-        return said
+        result = self(*arguments)
+        assert result.code == 0, result.err
+        return result
 
-    def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
+    def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> CommandResult:
         """Run the tiny scenario as the run `one`, with changes; the last `--trainer` wins."""
         small = ("ast_chat.evaluation.use_random_search=false", "training.num_iterations=2")
         sets = [part for item in (*small, *overrides) for part in ("--set", item)]
@@ -96,18 +96,13 @@ class CommandLine:
         return str(self.folder / name)
 
 
-def refused(said: Said) -> str:
+def refused(result: CommandResult) -> str:
     """Check the form common to all messages, and return the message on a single line."""
-    assert said.code == 2, said
-    assert said.err.count("error: ") == 1, said.err
-    assert "Traceback" not in said.err
-    message = said.err.partition("error: ")[2]
+    assert result.code == 2, result
+    assert result.err.count("error: ") == 1, result.err
+    assert "Traceback" not in result.err
+    message = result.err.partition("error: ")[2]
     return " ".join(message.split())
-
-
-def registered_names() -> list[str]:
-    """The names of all registries."""
-    return [name for registry, _ in REGISTRIES for name in registry.names()]
 
 
 @contextmanager

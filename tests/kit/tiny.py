@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -178,6 +180,20 @@ def _save_language_model(
         eos_token_id=3,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def make_gpt2(directory: Path) -> Path:
+    """Write a random GPT-2, which has its own forward pass only, and return its folder."""
+    return _write(_files_of(_save_gpt2), directory)
+
+
+def _save_gpt2(directory: Path) -> None:
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.4}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=2, eos_token_id=3, **sizes)
+    GPT2LMHeadModel(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.language_models.vllm_names import known_names
 
 
-def check_names(what: str, given: Iterable[str], *, also: Iterable[str] = ()) -> None:
+def check_names(what: str, given: Iterable[str]) -> None:
     for version, names in known_names().items():
-        unknown = set(given) - set(names[what]) - set(also)
+        unknown = set(given) - set(names[what])
         assert not unknown, f"vLLM {version}: {what} takes no {sorted(unknown)}"
 
 

@@ -15,17 +15,12 @@ from nip_astra.errors import ConfigurationError, ModelAbilityError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     Generation,
-    LanguageModel,
-    Learner,
     SamplingOptions,
     TokenCount,
     TokenModel,
     TokenSampler,
     TokenScorer,
     as_language_model,
-    as_learner,
-    as_sampler,
-    as_scorer,
     register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -103,16 +98,18 @@ def options(scenario: Path, role: str, backend: str, *more: str) -> dict[str, An
 def test_a_target_that_only_samples_is_attacked_as_any_other(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    found = []
+    result = []
     for backend in ("samples", "huggingface"):
         resolved = resolve_experiment(**options(tiny_scenario, "target", backend))
         settings = ExperimentSettings(runs_dir=str(tmp_path), run_id=backend, progress=False)
         run_experiment(resolved, settings)
         text = (tmp_path / backend / "metrics.jsonl").read_text()
         metrics = [json.loads(line) for line in text.splitlines()]
-        found.append([(one["step"], one.get("loss"), one.get("mean_reward")) for one in metrics])
-    assert found[0] == found[1]
-    assert any(loss is not None for _, loss, _ in found[0])
+        result.append(
+            [(item["step"], item.get("loss"), item.get("mean_reward")) for item in metrics]
+        )
+    assert result[0] == result[1]
+    assert any(loss is not None for _, loss, _ in result[0])
 
 
 def prepared(**experiment: Any) -> Any:
@@ -143,36 +140,26 @@ def test_a_likelihood_model_that_scores_need_not_learn(tiny_scenario: Path) -> N
     assert bool(tree.nodes["probe_nll"].isfinite().all())
 
 
-@pytest.mark.parametrize(("backend", "is_refused"), [("scores", False), ("samples", True)])
-def test_a_teacher_scores_tokens_and_nothing_else(backend: str, is_refused: bool) -> None:
+def test_a_teacher_scores_tokens_and_nothing_else() -> None:
     base = {"trainer": "self_hosted_opd", "scenario": "arithmetic"}
     policy = resolve_experiment(**base).hyper_params.get("task.policy.language_model.model")
     folder = Path(policy.replace("scenario://", "scenarios/arithmetic/")).resolve()
-    teacher = json.dumps({"_type": backend, "model": str(folder)})
-    experiment = base | {"overrides": [f"self_hosted_opd.distillation.teacher={teacher}"]}
-    if is_refused:
-        with pytest.raises(ModelAbilityError, match="the teacher needs a TokenScorer"):
-            prepared(**experiment)
-    else:
-        assert isinstance(prepared(**experiment).trainer.teacher, Scores)
+
+    def with_teacher(backend: str) -> Any:
+        teacher = json.dumps({"_type": backend, "model": str(folder)})
+        return prepared(**base, overrides=[f"self_hosted_opd.distillation.teacher={teacher}"])
+
+    with pytest.raises(ModelAbilityError, match="the teacher needs a TokenScorer"):
+        with_teacher("samples")
+    assert isinstance(with_teacher("scores").trainer.teacher, Scores)
 
 
-def test_each_ability_is_required_by_itself(tiny_model: HuggingFaceLanguageModel) -> None:
+def test_a_session_without_caches_needs_the_abilities_that_it_uses(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
     assert as_language_model(tiny_model, role="policy") is tiny_model
-    samples, scores, both = Samples(tiny_model), Scores(tiny_model), SamplesAndScores(tiny_model)
-    assert as_sampler(both, role="a") is both
-    assert as_scorer(both, role="a", to="read") is both
-    for refused in (
-        lambda: as_sampler(scores, role="a"),
-        lambda: as_scorer(samples, role="a", to="read"),
-        lambda: as_learner(both, role="a", to="learn"),
-        lambda: as_language_model(both, role="a"),
-    ):
-        with pytest.raises(ModelAbilityError, match="the a needs a"):
-            refused()
-    assert issubclass(LanguageModel, TokenSampler)
-    assert issubclass(LanguageModel, TokenScorer)
-    assert issubclass(LanguageModel, Learner)
-    session = samples.open_session()
+    with pytest.raises(ModelAbilityError, match="the policy needs a Learner"):
+        as_language_model(SamplesAndScores(tiny_model), role="policy")
+    session = Samples(tiny_model).open_session()
     with pytest.raises(ModelAbilityError, match="TokenScorer"):
         session.generate([[2, 6]], 1, torch.rand(1, 2), SamplingOptions(2), spans=[(1, 2)])

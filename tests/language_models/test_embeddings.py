@@ -7,32 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer
 
 from nip_astra.errors import ModelLoadError, ParameterError
 from nip_astra.language_models import embeddings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
-from tests.kit.tiny import CPU, make_classifier, make_tokenizer
+from tests.kit.tiny import CPU, make_classifier
 
 TEXTS = ["how are you", "hello", "the cat sat on a mat .", "", "you are silly", "hello"]
 STRANGE = ["", " ", "?", "\u732b", "\U0001f642", "\ud800", "caf\u00e9", "x" * 3000, "\x00"]
-
-
-def make_encoder(folder: Path) -> Path:
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        num_hidden_layers=1,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        **sizes,
-    )
-    BertModel(config).save_pretrained(folder)
-    tokenizer.model_max_length = 64
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def build_encoder(model: Path | str, **options: Any) -> Embedder:
@@ -42,7 +25,8 @@ def build_encoder(model: Path | str, **options: Any) -> Embedder:
 
 @pytest.fixture(scope="module")
 def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder") / "model")
+    """A classifier, whose head is not used."""
+    return make_classifier(tmp_path_factory.mktemp("encoder") / "model")
 
 
 @pytest.fixture(params=["ngram", "encoder"])
@@ -108,7 +92,7 @@ def test_an_encoder_gives_the_mean_of_its_states_over_the_tokens(encoder_dir: Pa
 
 def test_a_text_beyond_the_window_is_cut_at_its_end(encoder_dir: Path) -> None:
     embedder = build_encoder(encoder_dir)
-    long, cut = " ".join(["cat"] * 90 + ["you"]), " ".join(["cat"] * 64)
+    long, cut = " ".join(["cat"] * 150 + ["you"]), " ".join(["cat"] * 128)
     vectors = embedder.embed([long, cut])
     assert torch.allclose(vectors[0], vectors[1], atol=1e-6)
 
@@ -166,13 +150,8 @@ def test_anything_but_an_encoder_is_refused(tmp_path: Path, name: str) -> None:
         build_encoder(tmp_path / name)
 
 
-def test_a_classifier_is_an_encoder_whose_head_is_not_used(tmp_path: Path) -> None:
-    folder = make_classifier(tmp_path / "classifier")
-    assert build_encoder(folder).embed(TEXTS).isfinite().all()
-
-
 def test_an_encoder_with_broken_weights_is_refused_at_its_first_text(tmp_path: Path) -> None:
-    folder = make_encoder(tmp_path / "model")
+    folder = make_classifier(tmp_path / "model")
     model = AutoModel.from_pretrained(folder)
     with torch.no_grad():
         model.embeddings.LayerNorm.weight[0] = float("nan")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nip_astra.errors import ContextLengthError, NonFiniteLossError
 from nip_astra.language_models.fine_tuning import (
@@ -69,11 +68,12 @@ def losses(tuning: FineTuning) -> list[float]:
 def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
     tuning = FineTuning(plan, SAID)
     before = tuning.evaluate(SAID)
-    found = losses(tuning)
+    result = losses(tuning)
     # Two texts form a single batch, so the first loss is the untrained model's.
-    assert found[0] == pytest.approx(before, rel=1e-5)
+    assert result[0] == pytest.approx(before, rel=1e-5)
     assert tuning.evaluate(SAID) < before - 1.0
     assert tuning.num_tokens_trained == 8 * (3 + 5)
+    assert losses(FineTuning(replace(plan, seed=4), SAID)) != result
 
 
 def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
@@ -83,16 +83,6 @@ def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
     assert reports[0].metrics["preference_accuracy"] == 0.0
     assert reports[-1].metrics["preference_accuracy"] == 1.0
     assert reports[-1].metrics["loss"] < 0.6
-
-
-def test_the_same_plan_gives_the_same_weights(plan: FineTuningPlan, tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        fine_tune(plan, SAID, tmp_path / name)
-    one, other = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "other")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert losses(FineTuning(replace(plan, seed=4), SAID)) != losses(FineTuning(plan, SAID))
 
 
 @pytest.mark.parametrize("rank", [8, None])
@@ -105,11 +95,11 @@ def test_going_on_from_a_state_equals_not_stopping(
     whole = FineTuning(plan, texts)
     expected = losses(whole)
     first = FineTuning(plan, texts)
-    found = [report.metrics["loss"] for report in islice(first.run(), 5)]
+    result = [report.metrics["loss"] for report in islice(first.run(), 5)]
     second = FineTuning(plan, texts)
     second.load_state({name: value.clone() for name, value in first.state().items()})
-    found += losses(second)
-    assert found == expected
+    result += losses(second)
+    assert result == expected
     pairs = zip(whole.weights, second.weights, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -121,7 +111,9 @@ def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) 
     before = trained.evaluate(SAID)
     assert again.evaluate(SAID) < before - 1.0
     assert all(
-        "lora" in name for name, one in again.model.module.named_parameters() if one.requires_grad
+        "lora" in name
+        for name, weight in again.model.module.named_parameters()
+        if weight.requires_grad
     )
 
 
@@ -159,7 +151,7 @@ def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_embeddings_are_frozen_or_trained(plan: FineTuningPlan, is_frozen: bool) -> None:
     tuning = FineTuning(replace(plan, lora_rank=None, freeze_embeddings=is_frozen), SAID)
-    before = {name: one.clone() for name, one in tuning.model.module.named_parameters()}
+    before = {name: weight.clone() for name, weight in tuning.model.module.named_parameters()}
     list(tuning.run())
     after = dict(tuning.model.module.named_parameters())
     kept = {name for name in before if torch.equal(before[name], after[name])}
@@ -169,12 +161,12 @@ def test_embeddings_are_frozen_or_trained(plan: FineTuningPlan, is_frozen: bool)
 
 
 def test_the_schedule_sets_the_learning_rate_of_each_step(plan: FineTuningPlan) -> None:
-    found = {}
+    result = {}
     for schedule in ("linear", "constant"):
         tuning = FineTuning(replace(plan, num_epochs=4, lr_schedule=schedule), SAID)  # type: ignore[arg-type]
         rates = [tuning.optimizer.param_groups[0]["lr"] for _ in tuning.run()]
-        found[schedule] = [rate / tuning.lr for rate in rates]
-    assert found == {"linear": [1.0, 0.75, 0.5, 0.25], "constant": [1.0] * 4}
+        result[schedule] = [rate / tuning.lr for rate in rates]
+    assert result == {"linear": [1.0, 0.75, 0.5, 0.25], "constant": [1.0] * 4}
 
 
 def test_a_prompt_that_is_too_long_is_refused_or_loses_its_first_tokens() -> None:

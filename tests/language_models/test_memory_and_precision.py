@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -21,41 +20,28 @@ from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model_base import distribute
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
-from tests.kit.tiny import CPU, load_backend, make_language_model, make_tokenizer
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model
 
 ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU))
 
 
-def write_gpt2(folder: Path) -> Path:
-    """A model with its own forward pass only."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=3
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(params=["decoder", "own forward pass"])
 def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
-    write = make_language_model if request.param == "decoder" else write_gpt2
-    folder = write(tmp_path / "model")
-    return partial(load_backend, folder)
+    make = make_language_model if request.param == "decoder" else make_gpt2
+    return partial(load_backend, make(tmp_path / "model"))
 
 
 def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]:
     scores = model.token_scores(*ROWS, needs_entropy=True)
     assert scores.entropy_BT is not None
     (scores.logprobs_BT.exp().sum() + scores.entropy_BT.sum()).backward()
-    return scores.logprobs_BT.detach(), [one.grad for one in model.parameters()]  # type: ignore[misc]
+    return scores.logprobs_BT.detach(), [weight.grad for weight in model.parameters()]  # type: ignore[misc]
 
 
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(
     load: Callable[..., Any],
 ) -> None:
-    kept, found = [], []
+    kept, result = [], []
     for recomputes in (False, True):
         model = load()
         if recomputes:
@@ -69,26 +55,26 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.logprobs(*ROWS)
         kept.append(sum(sizes))
-        found.append(gradients_of(model))
-    (logprobs, gradients), (again, gradients_again) = found
+        result.append(gradients_of(model))
+    (logprobs, gradients), (again, gradients_again) = result
     assert torch.equal(logprobs, again)
     assert len(gradients) > 20
-    for one, other in zip(gradients, gradients_again, strict=True):
-        assert torch.equal(one, other)
+    for first, second in zip(gradients, gradients_again, strict=True):
+        assert torch.equal(first, second)
     assert kept[1] < 0.7 * kept[0]
 
 
 def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., Any]) -> None:
     exact, rounded = load(), load(dtype="bfloat16")
     assert rounded.dtype == torch.bfloat16
-    assert {one.dtype for one in rounded.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in rounded.parameters()} == {torch.float32}
     logprobs, gradients = gradients_of(exact)
     nearly, rounded_gradients = gradients_of(rounded)
     assert nearly.dtype == torch.float32
     # Nats, about 5; bfloat16 has 8 bits, so the error is about a percent.
     assert 0 < (nearly - logprobs).abs().max() < 0.08
     whole, nearly_whole = (
-        torch.cat([one.flatten() for one in some]) for some in (gradients, rounded_gradients)
+        torch.cat([item.flatten() for item in some]) for some in (gradients, rounded_gradients)
     )
     assert torch.cosine_similarity(whole, nearly_whole, dim=0) > 0.998
     options = SamplingOptions(max_new_tokens=3)

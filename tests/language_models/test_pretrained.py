@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sources
@@ -23,10 +23,9 @@ from nip_astra.language_models.sources import (
     load_model,
     load_tokenizer,
 )
-from tests.kit.tiny import CPU, load_backend, make_language_model
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model
 
 IDS = torch.tensor([[6, 7, 8, 9]])
-GPT2 = GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=2, n_positions=32)
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def test_an_adapter_of_another_model_or_without_all_weights_is_refused(
 ) -> None:
     folder = tmp_path / "adapter"
     adapted.save_pretrained(folder)
-    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "other")
+    make_gpt2(tmp_path / "other")
     with pytest.raises(ModelLoadError, match="GPT2LMHeadModel"):
         load_model(str(folder), str(tmp_path / "other"), None)
     weights = load_file(folder / "adapter_model.safetensors")
@@ -102,15 +101,15 @@ def test_an_adapter_of_another_model_or_without_all_weights_is_refused(
 def test_a_missing_tokenizer_comes_from_the_base_or_is_an_error(base: Path, tmp_path: Path) -> None:
     own = shutil.copytree(base, tmp_path / "own")
     bare = without_tokenizer(shutil.copytree(base, tmp_path / "bare"))
-    found = find_tokenizer(str(bare), str(base), None)
-    assert found.chat_template == load_tokenizer(str(base)).chat_template
+    result = find_tokenizer(str(bare), str(base), None)
+    assert result.chat_template == load_tokenizer(str(base)).chat_template
     with pytest.raises(ModelLoadError, match=r"bare .*attacker_base_model_id"):
         find_tokenizer(str(bare), None, None)
     assert find_tokenizer(str(own), "nowhere", None).encode("hello") == [6]
 
 
 def test_a_tokenizer_without_words_is_refused(tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path / "gpt2")
+    without_tokenizer(make_gpt2(tmp_path / "gpt2"))
     # transformers creates a tokenizer for this kind of model if there is none.
     with pytest.raises(ModelLoadError, match="tokenizer"):
         load_tokenizer(str(tmp_path / "gpt2"))
@@ -142,8 +141,8 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, dtype: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    found = computing_dtype(object(), dtype, CPU, trainable=trainable)
-    assert found == expected
+    result = computing_dtype(object(), dtype, CPU, trainable=trainable)
+    assert result == expected
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -37,9 +37,9 @@ def test_draws_follow_the_distribution_of_the_hugging_face_warpers(
         expected = TopKLogitsWarper(top_k)(None, expected)
     if top_p < 1.0:
         expected = TopPLogitsWarper(top_p)(None, expected)
-    found = _frequencies(logits, top_k=top_k, top_p=top_p, temperature=temperature)
-    assert torch.allclose(found, expected.softmax(-1)[0], atol=2e-4)
-    assert torch.equal(found > 0, expected[0] > float("-inf"))
+    result = _frequencies(logits, top_k=top_k, top_p=top_p, temperature=temperature)
+    assert torch.allclose(result, expected.softmax(-1)[0], atol=2e-4)
+    assert torch.equal(result > 0, expected[0] > float("-inf"))
 
 
 def test_forbidden_tokens_are_never_drawn_and_temperature_zero_is_greedy() -> None:
@@ -80,10 +80,10 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
     tokens = [[int(token)] for token in shares.nonzero()]
     rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
     kept = tiny_model.support_mask(*rows, options) if options.cuts else None
-    found = tiny_model.token_scores(
+    result = tiny_model.token_scores(
         *rows, distribution=Distribution(options, kept)
     ).logprobs_BT.exp()
-    torch.testing.assert_close(found, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
+    torch.testing.assert_close(result, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
     if kept is not None:
         assert {int(i) for i in kept.at([0]).ids_K} == {token for (token,) in tokens}
 
@@ -92,7 +92,7 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
 def test_both_paths_give_the_same_scores_entropies_and_gradients(
     tiny_model_dir: Path, options: SamplingOptions
 ) -> None:
-    rows, found = ROWS, []
+    rows, result = ROWS, []
     for is_plain in (False, True):
         model = load_backend(tiny_model_dir)
         if is_plain:
@@ -105,8 +105,8 @@ def test_both_paths_give_the_same_scores_entropies_and_gradients(
         (scores.logprobs_BT.sum() + 0.3 * scores.entropy_BT.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert gradient.isfinite().all()
-        found.append((scores.logprobs_BT.detach(), scores.entropy_BT.detach(), gradient))
-    for ours, theirs in zip(*found, strict=True):
+        result.append((scores.logprobs_BT.detach(), scores.entropy_BT.detach(), gradient))
+    for ours, theirs in zip(*result, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 
@@ -130,8 +130,8 @@ def test_a_drawn_token_is_kept_where_rounding_would_cut_it(
     options = SamplingOptions(max_new_tokens=1, top_k=1)
     rows = *pad_left([CONTEXTS[0]] * 3, CPU), *pad_right([[9], [10], [11]], CPU)
     kept = tiny_model.support_mask(*rows, options)
-    found = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
-    assert found.isfinite().all()
+    result = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
+    assert result.isfinite().all()
 
 
 def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
@@ -146,9 +146,9 @@ def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
 
 def test_kept_tokens_have_the_order_of_the_given_positions() -> None:
     kept = SupportMask(torch.tensor([5, 6, 7, 8, 9, 4]), torch.tensor([2, 1, 3]))
-    found = kept.at([2, 0])
-    assert found.ids_K.tolist() == [8, 9, 4, 5, 6]
-    assert found.counts_S.tolist() == [3, 2]
+    result = kept.at([2, 0])
+    assert result.ids_K.tolist() == [8, 9, 4, 5, 6]
+    assert result.counts_S.tolist() == [3, 2]
 
 
 def test_a_backend_without_distributions_is_a_typed_error(

@@ -26,7 +26,7 @@ def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
     matrix = torch.randn(11, 4, generator=generator)
     ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
     rates = torch.randn(2, 7, generator=generator)
-    found = []
+    result = []
     for is_ours in (True, False):
         x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
         values: tuple[torch.Tensor, ...]
@@ -40,8 +40,8 @@ def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
             values = (token_logprobs(x, ids, _weights(w)),)
             assert not token_logprobs(x.detach(), ids, _weights(w.detach())).requires_grad
         torch.stack([v * r for v, r in zip(values, rates, strict=False)]).sum().backward()
-        found.append([*(value.detach() for value in values), x.grad, w.grad])
-    for ours, expected in zip(*found, strict=True):
+        result.append([*(value.detach() for value in values), x.grad, w.grad])
+    for ours, expected in zip(*result, strict=True):
         assert torch.allclose(ours, expected, atol=1e-5)
 
 

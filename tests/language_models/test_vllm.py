@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from pathlib import Path
@@ -26,9 +27,11 @@ from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
 from tests.kit.tiny import CPU, load_backend, make_language_model, uniforms_of
 from tests.language_models import fake_vllm
+from tests.language_models.vllm_names import METHODS
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=6)
+ROWS = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,12 @@ def change(model: VllmLanguageModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_version_of_vllm_has_the_methods_of_the_stand_in(name: str) -> None:
+    arguments = list(inspect.signature(getattr(fake_vllm.LLM, name)).parameters)[1:]
+    fake_vllm.check_names(f"LLM.{name}", {*arguments} - {"given"})
 
 
 def test_a_turn_depends_on_its_own_random_numbers_only(model_dir: Path) -> None:
@@ -153,8 +162,8 @@ def test_weights_travel_in_the_precision_of_the_engine(
     change(model)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
     own = dict(model.scorer.module.named_parameters())
-    assert {one.dtype for one in own.values()} == {torch.float32}
-    assert {one.dtype for _, one in sent} == {torch.bfloat16}
+    assert {item.dtype for item in own.values()} == {torch.float32}
+    assert {item.dtype for _, item in sent} == {torch.bfloat16}
     # As the engine rounds float32 weights.
     for name, held in llm().module.named_parameters():
         assert torch.equal(held, own[name].detach().to(torch.bfloat16))
@@ -184,11 +193,11 @@ def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
         assert torch.allclose(model.logprobs(*rows, mask), expected, atol=1e-5)
     assert spent.forwarded >= spent.scored > 0
     spans = [(2, 4), (3, 5), (1, 8)]
-    found = model.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
+    result = model.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
     same = reference.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
-    assert found.span_logprobs_CT is not None
+    assert result.span_logprobs_CT is not None
     assert same.span_logprobs_CT is not None
-    assert torch.allclose(found.span_logprobs_CT, same.span_logprobs_CT, atol=1e-5)
+    assert torch.allclose(result.span_logprobs_CT, same.span_logprobs_CT, atol=1e-5)
     assert model.num_parameters() == reference.num_parameters()
     with pytest.raises(ModelLoadError, match="its weights are in vLLM only"):
         model.save(Path("nowhere"))
@@ -207,8 +216,6 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
     greedy(attacker)
     assert torch.equal(greedy(target), plain)
     assert target.token_count.forwarded > 0
-    other = VllmLanguageModel.Parameters(model=str(model_dir), dtype="bfloat16")
-    assert attacker.base_for(other) is None
     assert load(model_dir).base_for(same) is None
     by_huggingface = HuggingFaceLanguageModel.Parameters(model=str(model_dir))
     assert isinstance(attacker.base_for(by_huggingface), HuggingFaceLanguageModel)
@@ -217,10 +224,9 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
 def test_the_engine_sleeps_while_weights_are_trained(model_dir: Path) -> None:
     model = load(model_dir, sleep_during_updates=True)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
     llm().calls.clear()
     for _ in range(2):
-        model.logprobs(*rows).sum().backward()
+        model.logprobs(*ROWS).sum().backward()
     change(model)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
     expected = ["sleep", "wake_up weights", "load_weights", "wake_up kv_cache"]
@@ -236,14 +242,14 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_logged(
     assert model.weights is not None
     model.engine.note_weights(model.weights.version)
     with model.counting() as spent:
-        found = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+        result = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
     assert (spent.scored, spent.rescored > 0) == (0, True)
     empty = model.generate([], 2, torch.zeros(0, 6), OPTIONS)
     assert empty.ids_BT.shape == empty.mask_BT.shape == empty.logprobs_BT.shape == (0, 6)
     assert model.scorer is not None
     rows = pad_left([c for c in CONTEXTS for _ in range(2)], CPU)
-    scored = model.scorer.logprobs(*rows, found.ids_BT, found.mask_BT)
-    assert torch.equal(found.logprobs_BT, scored.detach())
+    scored = model.scorer.logprobs(*rows, result.ids_BT, result.mask_BT)
+    assert torch.equal(result.logprobs_BT, scored.detach())
     with caplog.at_level(logging.WARNING):
         metrics = model.take_metrics()
     assert metrics["sampler_gap/mean"] > 0.1
@@ -265,21 +271,23 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
         width = 2 if turn == 0 else 1
         numbers = uniforms(4, seed=turn)
         options = SamplingOptions(max_new_tokens=6 - turn % 2, min_new_tokens=2)
-        found = session.generate(rows, width, numbers, options).generation
+        result = session.generate(rows, width, numbers, options).generation
         rows = [row for row in rows for _ in range(width)]
         contexts.append(rows)
-        drawn.append(found)
-        spoken = [ids[mask].tolist() for ids, mask in zip(found.ids_BT, found.mask_BT, strict=True)]
+        drawn.append(result)
+        spoken = [
+            ids[mask].tolist() for ids, mask in zip(result.ids_BT, result.mask_BT, strict=True)
+        ]
         rows = [[*row, *ids, 8, 5] for row, ids in zip(rows, spoken, strict=True)]
     with model.counting() as spent:
         settled = session.settle(drawn)
-    for before, found, raw in zip(contexts, settled, drawn, strict=True):
+    for before, result, raw in zip(contexts, settled, drawn, strict=True):
         rows_before = pad_left(before, CPU)
-        alone = model.scorer.logprobs(*rows_before, found.ids_BT, found.mask_BT).detach()
-        assert torch.equal(found.ids_BT, raw.ids_BT)
-        assert torch.equal(found.mask_BT, raw.mask_BT)
-        assert torch.allclose(found.logprobs_BT, alone, atol=1e-5)
-        assert torch.allclose(found.logprobs_BT, raw.logprobs_BT, atol=1e-4)
+        alone = model.scorer.logprobs(*rows_before, result.ids_BT, result.mask_BT).detach()
+        assert torch.equal(result.ids_BT, raw.ids_BT)
+        assert torch.equal(result.mask_BT, raw.mask_BT)
+        assert torch.allclose(result.logprobs_BT, alone, atol=1e-5)
+        assert torch.allclose(result.logprobs_BT, raw.logprobs_BT, atol=1e-4)
     num_tokens = sum(map(len, rows))
     if max_padded > 60:
         # Turn by turn it would be about 3.5 times as much.
@@ -340,8 +348,7 @@ def test_an_engine_that_cannot_start_is_a_typed_error(
 def test_updates_that_raise_no_version_are_sampled_from(model_dir: Path, lora: Any) -> None:
     model = load(model_dir, lora=lora)
     model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
-    model.logprobs(*rows)
+    model.logprobs(*ROWS)
     before = [parameter._version for parameter in model.parameters()]
     # As fused and 8-bit optimizers do.
     for parameter in model.parameters():
@@ -361,7 +368,11 @@ def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}]
+    "options",
+    [
+        *({"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}),
+        {"dtype": "bfloat16"},
+    ],
 )
 def test_a_target_with_other_engine_options_gets_its_own(
     model_dir: Path, options: dict[str, Any]

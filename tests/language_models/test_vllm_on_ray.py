@@ -16,16 +16,10 @@ from tests.serve.servers import VLLM
 SECONDS = 600
 
 
-def run(folder: Path, num_engines: int, kind: str) -> list[dict[str, Any]]:
-    """The run's log, by the Python interpreter beside the command that the environment names."""
-    (process,) = start(folder, num_engines, kind)
-    return read(process)
-
-
 def start(
     folder: Path, num_engines: int, kind: str, *, count: int = 1
 ) -> list[subprocess.Popen[str]]:
-    """The processes of a run."""
+    """Start a run's processes, by Python beside the command that the environment names."""
     command = os.environ.get(VLLM)
     if command is None:
         pytest.skip(f"needs vLLM for CPUs; {VLLM} names the command of its environment")
@@ -60,9 +54,24 @@ def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_engines_sample_from_the_weights_of_now(tmp_path: Path, kind: str) -> None:
-    first, second = run(tmp_path / "x", 2, kind)
+@pytest.mark.parametrize(
+    ("num_engines", "kind", "num_processes"),
+    [
+        *((2, "full", 1), (2, "lora", 1)),
+        # The weights are divided among the processes.
+        *((0, "full", 2), (0, "lora", 2), (1, "full", 2)),
+    ],
+)
+def test_engines_sample_from_the_current_weights(
+    num_engines: int, kind: str, num_processes: int, tmp_path: Path
+) -> None:
+    leader, *others = start(tmp_path / "x", num_engines, kind, count=num_processes)
+    try:
+        first, second = read(leader)
+        assert [read(other) for other in others] == [[]] * len(others)
+    finally:
+        for other in others:
+            other.kill()
     assert first["loss"] != second["loss"]
     # At this learning rate a rollout with the previous weights is off by some nats per token.
     for line in (first, second):
@@ -71,36 +80,11 @@ def test_engines_sample_from_the_weights_of_now(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_engines", "kind"), [(0, "full"), (0, "lora"), (1, "full")])
-def test_engines_sample_from_weights_that_are_divided(
-    num_engines: int, kind: str, tmp_path: Path
-) -> None:
-    leader, other = start(tmp_path / "x", num_engines, kind, count=2)
-    try:
-        first, second = read(leader)
-        assert read(other) == []
-    finally:
-        other.kill()
-    assert first["loss"] != second["loss"]
-    for line in (first, second):
-        assert line["tokens/generated"] > 100
-        assert line["sampler_gap/mean"] < 1e-3
-
-
-@pytest.mark.slow
-def test_the_likelihood_of_a_target_that_shares_an_adapters_engine_is_refused(
+def test_a_target_with_an_engine_of_its_own_scores_probes(
     tmp_path: Path,
 ) -> None:
-    (line,) = run(tmp_path / "x", 1, "refused")
-    assert "LoRA" in line["refused"]
-    assert "likelihood_model" in line["refused"]
-
-
-@pytest.mark.slow
-def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
-    tmp_path: Path,
-) -> None:
-    *lines, compared = run(tmp_path / "x", 1, "own")
+    (process,) = start(tmp_path / "x", 1, "own")
+    *lines, compared = read(process)
     assert len(lines) == 2
     for line in lines:
         assert 0 < line["dev/probe_nll"] < 20

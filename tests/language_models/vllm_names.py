@@ -18,13 +18,14 @@ CLASSES = {
     "EngineArgs": "vllm/engine/arg_utils.py",
     "LoRARequest": "vllm/lora/request.py",
 }
-METHODS = {"LLM": "vllm/entrypoints/llm.py", "LLMEngine": "vllm/v1/engine/llm_engine.py"}
+METHODS = ("generate", "apply_model", "reset_prefix_cache", "sleep", "wake_up")
+"""Methods of `LLM` that the fake has."""
 
 
 def known_names() -> dict[str, dict[str, list[str]]]:
     """The fields of each class and the arguments of each method, by version."""
-    found: dict[str, dict[str, list[str]]] = json.loads(NAMES.read_text())
-    return found
+    result: dict[str, dict[str, list[str]]] = json.loads(NAMES.read_text())
+    return result
 
 
 def _class(wheel: zipfile.ZipFile, file: str, name: str) -> ast.ClassDef:
@@ -42,14 +43,16 @@ def read_wheel(path: str) -> dict[str, list[str]]:
                 for n in body
                 if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
             )
-        for name, file in METHODS.items():
-            for node in _class(wheel, file, name).body:
-                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                    given = [*node.args.args, *node.args.kwonlyargs]
-                    names[f"{name}.{node.name}"] = [a.arg for a in given if a.arg != "self"]
+        for node in _class(wheel, "vllm/entrypoints/llm.py", "LLM").body:
+            if isinstance(node, ast.FunctionDef) and node.name in METHODS:
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                names[f"LLM.{node.name}"] = [a.arg for a in arguments if a.arg != "self"]
     return names
 
 
 if __name__ == "__main__":
-    versions = {Path(path).name.split("-")[1]: read_wheel(path) for path in sys.argv[1:]}
-    print(json.dumps(versions, indent=0))
+    versions = []
+    for path in sys.argv[1:]:
+        rows = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in read_wheel(path).items())
+        versions.append(f'"{Path(path).name.split("-")[1]}": {{\n' + ",\n".join(rows) + "\n}")
+    print("{\n" + ",\n".join(versions) + "\n}")

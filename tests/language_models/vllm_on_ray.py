@@ -1,6 +1,6 @@
 """Two iterations of ast_dpo whose attacker is sampled by vLLM engines in actors of Ray.
 
-    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused|own [STORE]
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|own [STORE]
 
 With 0 engines there is one in this process. With `own` the target has its own engine, and
 scores probes: beside the metrics is the distance of these scores from those that transformers
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.distributed.launch import rank_of_process
-from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Turns, pad_left, pad_right
 from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -57,7 +56,7 @@ def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) 
         # The same engine without the adapter.
         own = {"max_model_len": 80} if kind == "own" else {}
         given.append(f"ast_chat.target.language_model={json.dumps(engine | own)}")
-    if kind in ("refused", "own"):
+    if kind == "own":
         given.append("ast_chat.reward.likelihood_model=target")
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *given]
@@ -68,11 +67,7 @@ def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) 
     settings = {"runs_dir": str(runs_dir), "run_id": "one", "progress": False}
     if store is not None:
         settings |= {"process_store": store, "sharding": "fsdp"}
-    try:
-        run = run_experiment(resolved, **settings)
-    except ConfigurationError as error:
-        print(json.dumps({"refused": str(error)}))
-        return
+    run = run_experiment(resolved, **settings)
     if rank == 0:
         print((run.run_directory.path / "metrics.jsonl").read_text())
 

@@ -116,13 +116,9 @@ def test_a_reference_into_a_package_is_in_the_folder_that_has_the_file(
         monkeypatch.syspath_prepend(tmp_path / name)
     write(tmp_path / "one" / "ref_package" / "__init__.py")
     importlib.invalidate_caches()
-    for package, name, folder in (
-        ("ref_space", "one.txt", "one"),
-        ("ref_space", "two.txt", "two"),
-        ("ref_package", "m.gguf", "one"),
-    ):
-        path = resolve_reference(f"package://{package}/{name}", None)
-        assert path == tmp_path / folder / package / name
+    for path in ("one/ref_space/one.txt", "two/ref_space/two.txt", "one/ref_package/m.gguf"):
+        reference = f"package://{path.partition('/')[2]}"
+        assert resolve_reference(reference, None) == tmp_path / path
     for package in ("no_such_package_here", "no.such.package", ""):
         with pytest.raises(MissingDependencyError, match="pip install"):
             resolve_reference(f"package://{package}/x", None)

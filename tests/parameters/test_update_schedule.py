@@ -33,6 +33,8 @@ def test_an_agent_learns_in_the_active_iterations(
     schedule: UpdateSchedule, active: list[int]
 ) -> None:
     assert [iteration for iteration in range(8) if schedule.is_active(iteration)] == active
+    agent = AgentParameters.from_dict({"update_schedule": schedule.to_dict()})
+    assert agent.update_schedule == schedule
 
 
 @pytest.mark.parametrize(("is_first", "position"), [(True, "first"), (False, "second")])
@@ -59,20 +61,6 @@ def test_parameters_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ParameterError, match=facts):
         Alternating(*in_order, **named)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        {"_type": "constant", "is_on": False},
-        {"_type": "contiguous", "period": 4, "start": 1, "stop": 3},
-        {"_type": "alternating", "period": 3, "first_agent_num_rounds": 1, "position": "second"},
-    ],
-)
-def test_a_schedule_equals_that_of_its_dict(schedule: dict[str, object]) -> None:
-    agent = AgentParameters.from_dict({"update_schedule": schedule})
-    assert agent.to_dict()["update_schedule"] == schedule
-    assert AgentParameters.from_dict(agent.to_dict()) == agent
 
 
 @pytest.mark.parametrize(

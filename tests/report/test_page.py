@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from nip_astra.report import page, sections, summary
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from tests.kit.documents import ROOT
+from tests.kit.messages import says
 from tests.report.runs import (
     ATTACK,
     Page,
@@ -58,26 +58,18 @@ def drawn(found: Page) -> Page:
 def test_a_page_has_every_section_and_states_the_findings(run: Path) -> None:
     found = drawn(report(run))
     assert [one["id"] for one in found.named("section")] == SECTIONS_OF_A_RUN
-    for text in (
-        "After training, the target fails in 96.7% [94.3%, 98.3%] of 300 held-out",
-        "before, it was 4.0% [2.0%, 6.3%]",
-        "Its probes are 0.026 nats per token less likely than before.",
-        # In 900 queries before and 900 after, and separately those seen in training.
-        "In held-out conversations 2 of 2 planted failures were found, 1 before",
-        "Training met 1 of 2 in 6,048 target queries; random search met 1 in as many",
-        "100%, 13 of 13",
-        "Warning. the attacker is as it was",
-        "Warning. evaluation held_out: few openings",
-        "31.0% [25.0%, 38.0%]",
-        "too few effective samples",
-        "survival 90.0%, 70.0%",
-        "training.lr 0.0004 --set",
+    # Findings of the run, then of its evaluation, its parameters and its surroundings.
+    assert says(found.words, "96.7% [94.3%, 98.3%] of 300", "4.0% [2.0%, 6.3%]", "0.026")
+    # In 900 queries before and 900 after, and separately those seen in training.
+    assert says(found.words, "2 of 2", "1 before", "1 of 2", "6,048", "100%, 13 of 13")
+    assert says(found.words, "the attacker is as it was", "held_out: few openings")
+    assert says(found.words, "31.0% [25.0%, 38.0%]", "too few effective samples", "90.0%, 70.0%")
+    assert says(found.words, "training.lr 0.0004 --set", "novelty 0.25")
+    assert says(
+        found.words,
         "nip-astra --parameters runs/one/hyper_parameters.yaml",
         "nip-astra --trainer ast_dpo --scenario pocket_chat --seed 0 --set training.lr=0.0004",
-        "changes that were not committed",
-        "novelty 0.25",
-    ):
-        assert text in found.words
+    )
     # The cluster with the likeliest probe is the first.
     places = [found.words.index(one) for one in ("1. 2 failing probes 18% of all", "2. 9 failing")]
     assert places == sorted(places)
@@ -222,7 +214,9 @@ def test_a_broken_file_leaves_the_other_parts(run: Path, name: str, content: str
     assert drawn(report(run)).named("section")[0]["id"] == "summary"
 
 
-def test_values_of_unforeseen_types_leave_the_other_sections(tmp_path: Path) -> None:
+def test_values_of_unforeseen_types_leave_the_other_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = {"failure_rate": "x", "first_query": 3, "failure_rate_interval": [1]}
     folder = write_run(
         tmp_path / "a",
@@ -232,20 +226,16 @@ def test_values_of_unforeseen_types_leave_the_other_sections(tmp_path: Path) -> 
         tables={"train": [failing("a\ud800b\x00c\x1b[31m\u202e")]},
     )
     text = drawn(report(folder)).text
-    assert "Conversations" in text
     assert "a\\ud800b\N{SYMBOL FOR NULL}c\N{SYMBOL FOR ESCAPE}[31m\\u202e" in text
 
-
-def test_a_section_that_fails_has_its_error_and_the_others_stay(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("a <fault>")
 
+    # A section with a fault of our own shows it.
     monkeypatch.setattr(sections, "turns_to_failure", fail)
-    found = report(run)
+    found = report(folder)
     assert "RuntimeError: a <fault>" in found.text
-    assert [one["id"] for one in found.named("section")] == SECTIONS_OF_A_RUN
+    assert {"summary", "turns", "conversations"} <= {one["id"] for one in found.named("section")}
 
 
 def test_the_page_of_a_large_run_is_small_and_links_only_to_shown_conversations(
@@ -285,24 +275,10 @@ def test_a_page_without_a_run_or_a_place_to_write_is_refused(
     assert write_report([run], tmp_path.with_name("elsewhere.html")).exists()
 
 
-def test_a_report_needs_no_torch(run: Path) -> None:
-    code = (
-        "import sys\nfrom nip_astra.report.page import write_report\n"
-        f"write_report([{str(run)!r}])\n"
-        "print([name for name in ('torch', 'transformers', 'wandb') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_a_wheel_contains_the_templates(tmp_path: Path) -> None:
-    if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("hatchling is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         contained = set(archive.namelist())

@@ -37,13 +37,12 @@ def test_a_value_of_a_group_that_neither_trainer_nor_scenario_reads_is_refused()
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(**STRESS_TEST, overrides=["rl.gamma=0.5"])
     (fault,) = caught.value.faults
-    assert str(fault).startswith(
-        "rl.gamma: is read neither by the trainer 'ast_dpo' (which reads training) nor by "
-        "scenarios of the kind 'ast_chat' (which reads no shared group); given 0.5 (from --set). "
-        "Leave it out. Trainers that read it: "
-    )
-    assert "vanilla_ppo" in str(fault)
-    assert "ast_" not in str(fault).partition("Trainers that read it")[2]
+    assert says(fault, "rl.gamma: ", "'ast_dpo'", "training", "'ast_chat'", "0.5 (from --set)")
+    _, _, readers = str(fault).partition("Trainers that read it")
+    assert "vanilla_ppo" in readers
+    assert "ast_" not in readers
+    default = HyperParameters.model_fields["rl"].default.gamma
+    resolve_experiment(**STRESS_TEST, overrides=[f"rl.gamma={default}"])
 
 
 def test_every_such_value_is_reported_from_any_source(tmp_path: Path) -> None:
@@ -72,12 +71,6 @@ def test_a_scenario_reads_single_parameters_of_a_group(
     assert not {"rl.frames_per_batch", "protocol_common.shared_reward"} & set(found)
 
 
-def test_values_equal_to_the_default_pass() -> None:
-    default = HyperParameters.model_fields["rl"].default.lr
-    resolve_experiment(**STRESS_TEST, overrides=[f"rl.lr={default}"])
-    assert refused(**STRESS_TEST, overrides=[f"rl.lr={default * 2}"]) == ["rl.lr"]
-
-
 def test_the_record_of_a_run_is_valid_for_any_next_trainer(tmp_path: Path) -> None:
     before = resolve_experiment(**PROOF, overrides=["rl.lr=0.5"]).hyper_params
     stored = tmp_path / "hyper_parameters.yaml"
@@ -96,18 +89,6 @@ def test_a_trainer_that_does_not_declare_its_parameters_may_read_all(
     assert Trainer.parameter_groups is None
     monkeypatch.setattr(TRAINERS.get("ast_dpo"), "parameter_groups", None)
     resolve_experiment(**STRESS_TEST, overrides=["rl.gamma=0.5"])
-
-
-def test_the_shared_groups_are_those_that_belong_to_no_component() -> None:
-    assert set(SHARED_GROUPS) >= {
-        "training",
-        "protocol_common",
-        "zk_protocol",
-        "rl",
-        "ppo",
-        "message_regression",
-    }
-    assert "base_run" not in SHARED_GROUPS
 
 
 IN_VAIN = [
@@ -134,25 +115,16 @@ def test_a_value_whose_condition_does_not_hold_is_refused(
         resolve_experiment(**experiment, overrides=[assignment])
     (fault,) = caught.value.faults
     assert fault.path == path
-    assert fault.problem.startswith(f"is read only where {switch} ")
-    assert fault.suggestion == f"Leave it out, or change {switch}."
+    assert switch in fault.problem
+    assert switch in fault.suggestion
 
 
-def test_the_message_names_the_required_and_actual_value_of_the_other_parameter() -> None:
+def test_a_value_whose_condition_holds_passes_and_else_both_values_are_named() -> None:
+    spg = PROOF | {"trainer": "spg"}
+    resolve_experiment(**spg, overrides=["ppo.clip_low=0.5", "spg.variant=pola"])
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(**PROOF | {"trainer": "spg"}, overrides=["ppo.clip_low=0.5"])
-    words = ("spg.variant", "pspg, pola, psos", "is spg", "0.5 (from --set)", "spg.variant")
-    assert says(caught.value.faults[0], "ppo.clip_low", *words)
-
-
-def test_a_value_whose_condition_holds_passes() -> None:
-    resolve_experiment(
-        **PROOF | {"trainer": "spg"}, overrides=["ppo.clip_low=0.5", "spg.variant=pola"]
-    )
-    zero_knowledge = ["protocol_common.zero_knowledge=true"]
-    resolve_experiment(
-        **PROOF, overrides=[*zero_knowledge, "zk_protocol.simulator_reward_coefficient=3"]
-    )
+        resolve_experiment(**spg, overrides=["ppo.clip_low=0.5"])
+    assert says(caught.value.faults[0], "pspg, pola, psos", "is spg", "0.5 (from --set)")
 
 
 def test_a_later_layer_may_turn_off_settings_of_an_earlier_layer(tmp_path: Path) -> None:
@@ -179,16 +151,14 @@ def test_parameters_of_a_random_agent_are_refused_but_not_those_that_others_inhe
 
 
 def test_parameters_unused_by_a_protocol_are_refused() -> None:
+    given = resolve_experiment(**PROOF)
+    assert given.sources["protocol_common.verifier_no_guess_reward"].startswith("preset")
+    # Another protocol than the preset's may leave its values unread.
+    resolve_experiment(**PROOF, overrides=["interaction_protocol=adp"])
     overrides = ["protocol_common.verifier_first=false"]
     with pytest.raises(ParameterError, match=r"verifier_first.*'adp'"):
         resolve_experiment(**PROOF, overrides=[*overrides, "interaction_protocol=adp"])
     resolve_experiment(**PROOF, overrides=[*overrides, "interaction_protocol=nip"])
-
-
-def test_another_protocol_than_the_presets_may_leave_its_values_unread() -> None:
-    given = resolve_experiment(**PROOF)
-    assert given.sources["protocol_common.verifier_no_guess_reward"].startswith("preset")
-    resolve_experiment(**PROOF, overrides=["interaction_protocol=adp"])
 
 
 def test_an_adapter_that_is_never_trained_is_refused() -> None:

@@ -47,7 +47,7 @@ def assert_same(mine: Tensor, theirs: Tensor, *given: Tensor, tolerance: float =
         assert torch.allclose(own, other, rtol=0, atol=tolerance)
 
 
-def model_that_says(masked_BT: Tensor) -> Any:
+def model_with_logprobs(masked_BT: Tensor) -> Any:
     """The interface of a model that a TRL loss reads, with given log-probabilities."""
     outputs = SimpleNamespace(
         log_probs=masked_BT,

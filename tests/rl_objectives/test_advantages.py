@@ -30,7 +30,7 @@ def of_siblings(
 ) -> SimpleNamespace:
     """Advantages of groups of one size, a row per group."""
     shape = rewards_PG.shape
-    found = group_advantages(
+    result = group_advantages(
         rewards_PG.flatten(),
         torch.arange(shape[0]).repeat_interleave(shape[1]),
         scale="none" if std_epsilon is None else "group",
@@ -38,9 +38,9 @@ def of_siblings(
         **options,
     )
     return SimpleNamespace(
-        advantages_PG=found.advantages_N.reshape(shape),
-        is_used_PG=found.is_used_N.reshape(shape),
-        is_zero_variance_P=found.is_zero_variance_P,
+        advantages_PG=result.advantages_N.reshape(shape),
+        is_used_PG=result.is_used_N.reshape(shape),
+        is_zero_variance_P=result.is_zero_variance_P,
     )
 
 
@@ -68,7 +68,7 @@ def _by_recursion(
 
 
 def test_two_steps_by_hand() -> None:
-    found = gae(
+    result = gae(
         torch.tensor([[1.0, 2.0]]),
         torch.tensor([[0.5, 1.0]]),
         torch.ones(1, 2, dtype=torch.bool),
@@ -76,8 +76,8 @@ def test_two_steps_by_hand() -> None:
         lam=0.5,
     )
     # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
-    assert found.advantages.tolist() == [[1.25, 1.0]]
-    assert found.returns.tolist() == [[1.75, 2.0]]
+    assert result.advantages.tolist() == [[1.25, 1.0]]
+    assert result.returns.tolist() == [[1.75, 2.0]]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0), (0.0, 0.7)])
@@ -86,26 +86,20 @@ def test_gae_equals_the_recursion_over_the_steps_that_count(
     gamma: float, lam: float, is_cut_off: bool
 ) -> None:
     rewards, values, mask, bootstrap = _episodes()
-    found = gae(
-        rewards, values, mask, gamma=gamma, lam=lam, bootstrap_E=bootstrap if is_cut_off else None
+    bootstrap_E = bootstrap if is_cut_off else None
+    result = gae(
+        rewards, values.requires_grad_(), mask, gamma=gamma, lam=lam, bootstrap_E=bootstrap_E
     )
+    assert not result.advantages.requires_grad
+    assert not result.returns.requires_grad
     for episode in range(5):
         steps = mask[episode]
         last = bootstrap[episode].item() if is_cut_off else 0.0
         reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
         expected = _by_recursion(reward, value, last, gamma, lam)
-        assert found.advantages[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
-        assert found.advantages[episode, ~steps].eq(0).all()
-        assert found.returns[episode, ~steps].eq(0).all()
-
-
-def test_with_lambda_one_returns_are_discounted_sums_whatever_the_values() -> None:
-    rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=DOUBLE)
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    for seed in range(3):
-        values = torch.randn(1, 3, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
-        returns = gae(rewards, values, mask, gamma=0.5, lam=1.0).returns
-        assert returns.tolist()[0] == pytest.approx([3.0, 4.0, 4.0], abs=1e-12)
+        assert result.advantages[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
+        assert result.advantages[episode, ~steps].eq(0).all()
+        assert result.returns[episode, ~steps].eq(0).all()
 
 
 def test_padding_and_the_order_of_episodes_do_not_change_gae() -> None:
@@ -125,37 +119,35 @@ def test_padding_and_the_order_of_episodes_do_not_change_gae() -> None:
     assert other[:, 6:].eq(0).all()
 
 
-def test_no_gradient_flows_through_an_advantage() -> None:
-    rewards, values, mask, _ = _episodes()
-    found = gae(rewards, values.requires_grad_(), mask, gamma=0.9, lam=0.8)
-    assert not found.advantages.requires_grad
-    assert not found.returns.requires_grad
-
-
 REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtype=DOUBLE)
 
 
 def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
-    found = of_siblings(REWARDS, baseline="mean", std_epsilon=1e-4)
-    for group, rewards in ((0, [1.0, 2.0, 6.0]), (2, [4.0, 2.0])):
-        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-        expected = [(reward - mean) / (std + 1e-4) for reward in rewards]
-        known = ~REWARDS[group].isnan()
-        assert found.advantages_PG[group, known].tolist() == pytest.approx(expected, abs=1e-12)
+    # TRL adds 1e-4 to the deviation; the default is 1e-6, as in verl.
+    by_default = group_advantages(REWARDS.flatten(), torch.arange(9) // 3).advantages_N
+    for epsilon, advantages_PG in (
+        (1e-6, by_default.reshape(3, 3)),
+        (1e-4, of_siblings(REWARDS, baseline="mean", std_epsilon=1e-4).advantages_PG),
+    ):
+        for group, rewards in ((0, [1.0, 2.0, 6.0]), (2, [4.0, 2.0])):
+            mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+            expected = [(reward - mean) / (std + epsilon) for reward in rewards]
+            known = ~REWARDS[group].isnan()
+            assert advantages_PG[group, known].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_leaving_one_out_by_hand() -> None:
-    found = of_siblings(REWARDS, baseline="leave_one_out", std_epsilon=None)
+    result = of_siblings(REWARDS, baseline="leave_one_out", std_epsilon=None)
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    assert found.advantages_PG[0].tolist() == pytest.approx([-3.0, -1.5, 4.5], abs=1e-12)
-    assert found.advantages_PG[2].tolist() == pytest.approx([2.0, 0.0, -2.0], abs=1e-12)
+    assert result.advantages_PG[0].tolist() == pytest.approx([-3.0, -1.5, 4.5], abs=1e-12)
+    assert result.advantages_PG[2].tolist() == pytest.approx([2.0, 0.0, -2.0], abs=1e-12)
 
 
 def test_without_a_baseline_rewards_are_advantages_and_no_group_is_idle() -> None:
-    found = of_siblings(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
-    assert torch.equal(found.advantages_PG, REWARDS.nan_to_num(0.0))
-    assert torch.equal(found.is_used_PG, ~REWARDS.isnan())
-    assert not found.is_zero_variance_P.any()
+    result = of_siblings(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
+    assert torch.equal(result.advantages_PG, REWARDS.nan_to_num(0.0))
+    assert torch.equal(result.is_used_PG, ~REWARDS.isnan())
+    assert not result.is_zero_variance_P.any()
 
 
 BASELINES: list[Baseline] = ["mean", "leave_one_out"]
@@ -181,8 +173,8 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     rewards = torch.full((1, 6), 0.3)
     # In float32 the mean of these differs from each; divided by a deviation as small, it is near 1.
     assert (rewards - rewards.sum() / 6).abs().max() > 0
-    found = of_siblings(rewards, baseline=baseline, std_epsilon=0.0)
-    assert found.advantages_PG.eq(0).all()
+    result = of_siblings(rewards, baseline=baseline, std_epsilon=0.0)
+    assert result.advantages_PG.eq(0).all()
     assert whiten(rewards, torch.ones(1, 6, dtype=torch.bool)).eq(0).all()
 
 
@@ -191,38 +183,22 @@ def test_a_single_sibling_or_verdict_gives_no_advantage(baseline: Baseline) -> N
     alone = of_siblings(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
     assert alone.advantages_PG.tolist() == [[0.0], [0.0]]
     assert alone.is_zero_variance_P.tolist() == [True, True]
-    found = of_siblings(
+    result = of_siblings(
         torch.tensor([[NAN, 3.0, NAN], [NAN, NAN, NAN]]), baseline=baseline, std_epsilon=0.0
     )
-    assert found.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
-    assert found.is_used_PG.tolist() == [[False, True, False], [False] * 3]
+    assert result.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
+    assert result.is_used_PG.tolist() == [[False, True, False], [False] * 3]
     # A group without any verdict is not a group of equal rewards.
-    assert found.is_zero_variance_P.tolist() == [True, False]
-
-
-@pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("std_epsilon", [None, 1e-4])
-def test_order_shift_and_missing_siblings_change_nothing(
-    baseline: Baseline, std_epsilon: float | None
-) -> None:
-    options = {"baseline": baseline, "std_epsilon": std_epsilon}
-    whole = of_siblings(REWARDS, **options).advantages_PG
-    order = torch.tensor([2, 0, 1])
-    mixed = of_siblings(REWARDS[:, order] + 7.0, **options).advantages_PG
-    assert torch.allclose(mixed, whole[:, order], atol=1e-12)
-    absent = torch.full((3, 2), NAN, dtype=DOUBLE)
-    wide = of_siblings(torch.cat([REWARDS, absent], dim=1), **options)
-    assert torch.allclose(wide.advantages_PG[:, :3], whole, atol=1e-12)
-    assert not wide.is_used_PG[:, 3:].any()
+    assert result.is_zero_variance_P.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_of_nothing_there_are_no_advantages(shape: tuple[int, int]) -> None:
     nothing = torch.zeros(shape)
     assert gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8).advantages.shape == shape
-    found = of_siblings(nothing, baseline="mean", std_epsilon=1e-4)
-    assert found.advantages_PG.shape == shape
-    assert not found.is_zero_variance_P.any()
+    result = of_siblings(nothing, baseline="mean", std_epsilon=1e-4)
+    assert result.advantages_PG.shape == shape
+    assert not result.is_zero_variance_P.any()
 
 
 @pytest.mark.parametrize(
@@ -240,16 +216,18 @@ def test_meaningless_values_are_refused(options: dict[str, Any], text: str) -> N
 
 def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask() -> None:
     values = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=DOUBLE)
-    found = whiten(values, ~values.isnan())
+    result = whiten(values, ~values.isnan())
     std = statistics.stdev([1.0, 2.0, 6.0])
-    assert found[~values.isnan()].tolist() == pytest.approx([-2 / std, -1 / std, 3 / std], abs=1e-7)
-    assert found[values.isnan()].eq(0).all()
+    assert result[~values.isnan()].tolist() == pytest.approx(
+        [-2 / std, -1 / std, 3 / std], abs=1e-7
+    )
+    assert result[values.isnan()].eq(0).all()
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [5.0], []])
 def test_values_that_do_not_vary_whiten_to_zero(values: list[float]) -> None:
-    found = whiten(torch.tensor([values]), torch.ones(1, len(values), dtype=torch.bool))
-    assert found.tolist() == [[0.0] * len(values)]
+    result = whiten(torch.tensor([values]), torch.ones(1, len(values), dtype=torch.bool))
+    assert result.tolist() == [[0.0] * len(values)]
 
 
 def test_explained_variance_by_hand() -> None:
@@ -268,41 +246,42 @@ def doubles(*values: float) -> torch.Tensor:
 
 
 def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
-    # Run 0 has rewards 0 and 1, mean 0.5; run 1 has reward 2. mu = 1.25, std = 1.5 / sqrt(2).
-    found = group_advantages(
-        doubles(0, 1, 2), torch.tensor([7, 7, 7]), torch.tensor([0, 0, 1]), std_epsilon=0.0
-    )
+    # Run 0 has rewards 0 and 1, mean 0.5; run 1 has reward 2 and a sample without a verdict.
+    # mu = 1.25, std = 1.5 / sqrt(2).
+    group, run = torch.tensor([7, 7, 7, 7]), torch.tensor([0, 0, 1, 1])
+    result = group_advantages(doubles(0, 1, 2, NAN), group, run, std_epsilon=0.0)
     std = 1.5 / math.sqrt(2)
-    expected = [(r - 1.25) / std for r in (0, 1, 2)]
-    assert found.advantages_N.tolist() == pytest.approx(expected, abs=1e-12)
-    assert found.std_P.tolist() == pytest.approx([std])
+    expected = [*((reward - 1.25) / std for reward in (0, 1, 2)), 0.0]
+    assert result.advantages_N.tolist() == pytest.approx(expected, abs=1e-12)
+    assert result.std_P.tolist() == pytest.approx([std])
+    assert result.is_used_N.tolist() == [True, True, True, False]
 
 
 def test_one_run_number_in_two_groups_is_two_runs() -> None:
-    found = group_advantages(
+    result = group_advantages(
         doubles(0, 1, 5, 6),
         torch.tensor([0, 0, 1, 1]),
         torch.tensor([0, 1, 0, 1]),
         scale="none",
     )
-    assert found.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert result.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_ragged_groups_equal_each_group_alone() -> None:
     values, group = doubles(1, 0, 3, 5, 2, 2.5), torch.tensor([3, 1, 3, 3, 1, 0])
-    found = group_advantages(values, group, std_epsilon=1e-4)
-    for one in (0, 1, 3):
-        alone = values[group == one]
+    result = group_advantages(values, group, std_epsilon=1e-4)
+    for number in (0, 1, 3):
+        alone = values[group == number]
         own = group_advantages(alone, torch.zeros(len(alone)).long(), std_epsilon=1e-4)
-        assert torch.allclose(found.advantages_N[group == one], own.advantages_N, atol=1e-12)
+        assert torch.allclose(result.advantages_N[group == number], own.advantages_N, atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None:
     # nexrl gives a run with a single sample its reward, and a run with two samples NaN.
-    found = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
-    assert found.advantages_N[0] == 0
-    assert found.is_zero_variance_P.tolist() == [True, False]
+    result = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
+    assert result.advantages_N[0] == 0
+    assert result.is_zero_variance_P.tolist() == [True, False]
     twice = group_advantages(
         doubles(0, 4), torch.zeros(2).long(), torch.tensor([5, 5]), scale=scale
     )
@@ -311,7 +290,7 @@ def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None
 
 def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
     # Run 0 of the second group has two samples, which count once.
-    found = group_advantages(
+    result = group_advantages(
         doubles(0, 2, 9, 11, 14),
         torch.tensor([0, 0, 1, 1, 1]),
         torch.tensor([0, 1, 0, 0, 1]),
@@ -320,29 +299,26 @@ def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
     )
     std = math.sqrt(((0 - 6.5) ** 2 + (2 - 6.5) ** 2 + (10 - 6.5) ** 2 + (14 - 6.5) ** 2) / 3)
     expected = [-1 / std, 1 / std, -3 / std, -1 / std, 2 / std]
-    assert found.advantages_N.tolist() == pytest.approx(expected)
+    assert result.advantages_N.tolist() == pytest.approx(expected)
 
 
-def test_samples_without_a_verdict_are_left_out() -> None:
-    found = group_advantages(
-        doubles(0, 1, math.nan, math.nan),
-        torch.tensor([0, 0, 0, 1]),
-        torch.tensor([0, 1, 1, 0]),
-        scale="none",
-    )
-    assert found.advantages_N.tolist() == [-0.5, 0.5, 0, 0]
-    assert found.is_used_N.tolist() == [True, True, False, False]
-    assert found.is_zero_variance_P.tolist() == [False, False]
-
-
-def test_advantages_do_not_depend_on_order_or_on_a_constant() -> None:
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_order_a_constant_and_missing_verdicts_change_nothing(
+    baseline: Baseline, scale: Scale
+) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(30, generator=generator, dtype=DOUBLE)
     group, run = torch.randint(0, 6, (2, 30), generator=generator)
-    order = torch.randperm(30, generator=generator)
-    plain = group_advantages(values, group, run).advantages_N
-    other = group_advantages(values[order] + 5, group[order], run[order]).advantages_N
-    assert torch.allclose(plain[order], other, atol=1e-9)
+    options: dict[str, Any] = {"baseline": baseline, "scale": scale}
+    plain = group_advantages(values, group, run, **options).advantages_N
+    # The first rows appear again without a verdict, in runs of their own.
+    order = torch.cat([torch.randperm(30, generator=generator), torch.arange(6)])
+    others = (values[order] + 5, group[order], run[order])
+    others[0][30:], others[2][30:] = NAN, 99
+    other = group_advantages(*others, **options)
+    assert torch.allclose(plain[order[:30]], other.advantages_N[:30], atol=1e-9)
+    assert not other.is_used_N[30:].any()
     assert plain.abs().max() > 0.5
 
 

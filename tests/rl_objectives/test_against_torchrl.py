@@ -27,7 +27,6 @@ def torchrl() -> SimpleNamespace:
     from tensordict.nn import TensorDictModule
     from torchrl.data.llm.utils import AdaptiveKLController
     from torchrl.objectives import ClipPPOLoss, ReinforceLoss
-    from torchrl.objectives.value.functional import generalized_advantage_estimate
 
     actor = Sequential(
         TensorDictModule(
@@ -49,7 +48,6 @@ def torchrl() -> SimpleNamespace:
         AdaptiveKLController=AdaptiveKLController,
         ClipPPOLoss=ClipPPOLoss,
         ReinforceLoss=ReinforceLoss,
-        generalized_advantage_estimate=generalized_advantage_estimate,
     )
 
 

@@ -41,8 +41,8 @@ def test_the_expected_gradient_is_that_of_the_exact_reverse_kl() -> None:
     teacher_logprobs = teacher.log_softmax(0)[:, None]
     advantages = reverse_kl_advantages(logprobs, teacher_logprobs, mask)
     loss = IMPORTANCE_SAMPLING.of_tokens(logprobs, logprobs.detach(), advantages, mask)
-    found = expected_gradient(loss.squeeze(1), student)
-    assert torch.allclose(found, exact, atol=1e-12)
+    result = expected_gradient(loss.squeeze(1), student)
+    assert torch.allclose(result, exact, atol=1e-12)
     assert exact.abs().max() > 0.05
 
 
@@ -60,23 +60,23 @@ def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences()
         (weight_B * (student_BT - teacher_BT).sum(1)).sum(), student, retain_graph=True
     )[0]
     mask = torch.ones(9, 2, dtype=torch.bool)
-    found = []
+    result = []
     for discount in (1.0, 0.0):
         advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
         loss = IMPORTANCE_SAMPLING.of_tokens(student_BT, student_BT.detach(), advantages, mask)
         total = (weight_B.detach() * loss.sum(1)).sum()
-        found.append(torch.autograd.grad(total, student, retain_graph=True)[0])
-    assert torch.allclose(found[0], exact, atol=1e-12)
-    assert not torch.allclose(found[1], exact, atol=1e-3)
+        result.append(torch.autograd.grad(total, student, retain_graph=True)[0])
+    assert torch.allclose(result[0], exact, atol=1e-12)
+    assert not torch.allclose(result[1], exact, atol=1e-3)
 
 
 def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
     student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
     mask = torch.tensor([[True, False, True, True]])
-    found = reverse_kl_advantages(
+    result = reverse_kl_advantages(
         student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
     )
-    assert found.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+    assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
 
 
 def test_distilling_by_samples_drives_the_divergence_to_zero() -> None:

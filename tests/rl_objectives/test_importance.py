@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.rl_objectives.kl import sequence_kl_estimate
+from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
 from nip_astra.rl_objectives.policy_losses import ImportanceLevel, importance_weights, policy_loss
 
 PI = torch.tensor([[0.5, 0.25], [0.2, math.nan]]).log()
@@ -31,20 +31,20 @@ MASK = torch.tensor([[True, True], [True, False]])
 def test_weights_by_hand(
     level: ImportanceLevel, mode: str, most: float, expected: list[list[float]]
 ) -> None:
-    found = importance_weights(PI, MU, MASK, level=level, mode=mode, max_ratio=most)
-    torch.testing.assert_close(found, torch.tensor(expected))
+    result = importance_weights(PI, MU, MASK, level=level, mode=mode, max_ratio=most)
+    torch.testing.assert_close(result, torch.tensor(expected))
 
 
 def test_a_token_that_was_next_to_impossible_gets_the_largest_weight() -> None:
     behaviour = torch.tensor([[-1e4]])
-    found = importance_weights(
+    result = importance_weights(
         torch.zeros(1, 1),
         behaviour,
         torch.ones(1, 1, dtype=torch.bool),
         level="token",
         max_ratio=3.0,
     )
-    assert found.item() == 3.0
+    assert result.item() == 3.0
 
 
 # Sequences of two tokens of three: the second depends on the first.
@@ -99,15 +99,22 @@ def test_weighted_by_whole_sequences_the_mean_gradient_is_that_of_the_expected_r
     assert 1e-3 < _relative_error(gradient(weights("sequence", 2.0)), exact) < uncorrected
 
 
-def test_the_divergence_weighted_by_whole_sequences_has_the_gradient_of_the_divergence() -> None:
+def test_of_sequences_only_the_square_of_the_sum_has_the_gradient_of_their_divergence() -> None:
     logits, reference = _logits(1), _logprobs(_logits(2).detach())
     now, behaviour = _logprobs(logits), _logprobs(logits.detach(), temperature=0.5)
     total_B = now.sum(dim=1)
-    divergence = (total_B.exp() * (total_B - reference.sum(dim=1))).sum()
-    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    exact = gradient((total_B.exp() * (total_B - reference.sum(dim=1))).sum())
+    values_B = sequence_kl_estimate(now, reference, ALL)
     weights = importance_weights(now, behaviour, ALL, level="sequence", max_ratio=1e9)
-    values_B = sequence_kl_estimate(now, reference, ALL, weights_BT=weights)
-    torch.testing.assert_close(values_B, sequence_kl_estimate(now, reference, ALL))
-    mean = _mean_under(behaviour.sum(dim=1).exp(), values_B)
-    found = torch.autograd.grad(mean, logits)[0]
-    assert _relative_error(found, exact) < 1e-12
+    weighted_B = sequence_kl_estimate(now, reference, ALL, weights_BT=weights)
+    torch.testing.assert_close(weighted_B, values_B)
+    for sampler, of_sampler_B in ((now, values_B), (behaviour, weighted_B)):
+        mean = _mean_under(sampler.sum(dim=1).exp(), of_sampler_B)
+        assert _relative_error(gradient(mean), exact) < 1e-12
+    sum_of_squares_B = kl_estimate(now, reference, "k2").sum(dim=1)
+    mean = _mean_under(total_B.exp(), sum_of_squares_B)
+    assert _relative_error(gradient(mean), exact) > 0.1

@@ -16,9 +16,8 @@ from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
 from torchrl.objectives.multiagent import IPPOLoss
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.advantages import whiten
 from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.rl_objectives.objective import MIN_ADVANTAGE_STD, frames_of, sum_of_losses
+from nip_astra.rl_objectives.objective import frames_of, sum_of_losses, whiten_advantages
 from tests.rl_objectives.always_acting import (
     NAMES,
     AlwaysActing,
@@ -160,38 +159,38 @@ def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_dis
     assert_equal_gradients(ours, theirs)
 
 
-def test_the_clipped_loss_equals_a_hand_computed_value(agents: AlwaysActing) -> None:
-    batch = make_batch(agents, num_frames=2)
-    ratios = torch.tensor([1.5, 0.5], dtype=torch.float64)
-    with torch.no_grad():
-        now_B = agents.evaluate("first", batch).logprobs_B
-    batch["agents", "logprob"][:, 0] = now_B - ratios.log()
-    batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    objective = objective_of(agents, normalize_advantage=False)
-    found = objective.agent_losses("first", frames_of(batch))
-    # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8.
-    assert float(found["loss_policy"].detach()) == pytest.approx(-(2.4 - 0.8) / 2)
-    assert float(found["kl"]) == pytest.approx(-float(ratios.log().mean()))
-    # The clip removes both gradients.
-    assert float(found["clip_fraction"]) == float(found["ratio_outside_clip"]) == 1.0
-    assert float(found["ess"]) == pytest.approx(1.0 / 1.25)
-
-
 @pytest.mark.parametrize(
-    ("loss_type", "clipped", "outside"), [("clip", 0.5, 1.0), ("kl_penalty", 0.0, 1.0)]
+    ("loss_type", "ratios", "loss", "clip_fraction"),
+    [
+        # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8: no gradients.
+        ("clip", (1.5, 0.5), -(2.4 - 0.8) / 2, 1.0),
+        # min(1.5 * -1, 1.2 * -1) = -1.5 has its gradient.
+        ("clip", (1.5, 1.5), -(2.4 - 1.5) / 2, 0.5),
+        ("kl_penalty", (1.5, 1.5), -(3.0 - 1.5) / 2 - math.log(1.5), 0.0),
+    ],
 )
-def test_a_ratio_beyond_its_clip_counts_as_clipped_only_where_that_takes_its_gradient(
-    agents: AlwaysActing, loss_type: str, clipped: float, outside: float
+def test_the_policy_loss_and_its_metrics_equal_hand_computed_values(
+    agents: AlwaysActing,
+    loss_type: str,
+    ratios: tuple[float, float],
+    loss: float,
+    clip_fraction: float,
 ) -> None:
     batch = make_batch(agents, num_frames=2)
+    ratios_B = torch.tensor(ratios, dtype=torch.float64)
     with torch.no_grad():
         now_B = agents.evaluate("first", batch).logprobs_B
-    batch["agents", "logprob"][:, 0] = now_B - math.log(1.5)
+    batch["agents", "logprob"][:, 0] = now_B - ratios_B.log()
     batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
-    found = objective.agent_losses("first", frames_of(batch))
-    assert float(found["clip_fraction"]) == clipped
-    assert float(found["ratio_outside_clip"]) == outside
+    objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type, kl_beta=1.0)
+    result = objective.agent_losses("first", frames_of(batch))
+    assert float(result["loss_policy"].detach()) == pytest.approx(loss)
+    assert float(result["kl"]) == pytest.approx(-float(ratios_B.log().mean()))
+    assert float(result["clip_fraction"]) == clip_fraction
+    assert float(result["ratio_outside_clip"]) == 1.0
+    # A share of the frames: 1 / 1.25 of ratios 1.5 and 0.5.
+    ess = ratios_B.mean().square() / ratios_B.square().mean()
+    assert float(result["ess"]) == pytest.approx(float(ess))
 
 
 @pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
@@ -208,37 +207,10 @@ def test_a_policy_that_went_far_has_a_finite_gradient_in_float32(
     batch["agents", "logprob"][:, 0] = now_B - log_ratio
     batch["agents", "advantage"][:] = advantage
     objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
-    found = objective.agent_losses("first", frames_of(batch))
-    assert found["ess"].isfinite()
-    sum(value for key, value in found.items() if key.startswith("loss")).backward()
+    result = objective.agent_losses("first", frames_of(batch))
+    assert result["ess"].isfinite()
+    sum(value for key, value in result.items() if key.startswith("loss")).backward()
     assert all(bool(weight.grad.isfinite().all()) for weight in agents["first"].parameters())
-
-
-def test_a_better_move_becomes_likelier(agents: AlwaysActing) -> None:
-    batch = make_batch(agents, num_frames=1)
-    batch["agents", "advantage"][:] = 1.0
-    with torch.no_grad():
-        before_B = agents.evaluate("first", batch).logprobs_B
-    batch["agents", "logprob"][:, 0] = before_B
-    objective = objective_of(agents, normalize_advantage=False, entropy_weight=0.0, critic_coef=0.0)
-    objective.compute_gradients(batch, ["first"])
-    with torch.no_grad():
-        for weight in agents["first"].policy.parameters():
-            weight -= 0.1 * weight.grad
-    assert float(agents.evaluate("first", batch).logprobs_B.detach()) > float(before_B)
-
-
-@pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
-def test_an_advantage_of_one_agent_gives_the_other_no_gradient(
-    agents: AlwaysActing, batch: TensorDict, loss_type: str
-) -> None:
-    batch["agents", "advantage"][:, 1] = 0.0
-    objective = objective_of(
-        agents, loss_type=loss_type, kl_beta=0.0, entropy_weight=0.0, critic_coef=0.0
-    )
-    _, found = our_gradients(objective, batch)
-    assert float(found["agents.agents.first.policy.weight"].abs().sum()) > 0.1
-    assert float(found["agents.agents.second.policy.weight"].abs().sum()) == 0.0
 
 
 def test_only_frames_in_which_an_agent_acts_shape_its_policy(
@@ -282,50 +254,35 @@ def test_values_are_learned_from_all_frames(agents: AlwaysActing, batch: TensorD
 
 
 @pytest.mark.parametrize("num_frames", [1, 7])
-def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(
+def test_an_agent_that_never_acts_gets_no_policy_gradient_and_has_no_figures(
     agents: AlwaysActing, num_frames: int
 ) -> None:
     batch = make_batch(agents, num_frames=num_frames)
     batch["is_acting"][:, 0] = False
-    value, found = our_gradients(objective_of(agents), batch)
-    assert math.isfinite(value)
-    assert float(found["agents.agents.first.policy.weight"].abs().sum()) == 0.0
-    assert all(bool(gradient.isfinite().all()) for gradient in found.values())
-
-
-def test_a_minibatch_in_which_an_agent_never_acts_leaves_its_policy_unchanged(
-    agents: AlwaysActing, batch: TensorDict
-) -> None:
-    batch["is_acting"][:, 0] = False
     objective = objective_of(agents)
+    value, gradients = our_gradients(objective, batch)
+    assert math.isfinite(value)
+    assert float(gradients["agents.agents.first.policy.weight"].abs().sum()) == 0.0
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values())
     figures = ("kl", "clip_fraction", "ratio_outside_clip", "ess", "entropy")
-    for name, is_told in (("first", False), ("second", True)):
-        found = objective.agent_losses(name, frames_of(batch))
-        assert {key: bool(found[key].isfinite()) for key in figures} == dict.fromkeys(
-            figures, is_told
-        )
+    for name, has_figures in (("first", False), ("second", True)):
+        losses = objective.agent_losses(name, frames_of(batch))
+        is_finite = {key: bool(losses[key].isfinite()) for key in figures}
+        assert is_finite == dict.fromkeys(figures, has_figures)
 
 
-def normalised(values: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-    return whiten(values, counts, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
-
-
-def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation(
+def test_a_minibatch_of_one_frame_or_of_nearly_equal_advantages_is_not_blown_up(
     agents: AlwaysActing,
 ) -> None:
-    one = torch.tensor([3.0])
-    assert normalised(one).tolist() == [0.0]
-    value, found = our_gradients(
+    assert whiten_advantages(torch.tensor([3.0])).tolist() == [0.0]
+    assert whiten_advantages(torch.full((4,), 2.5)).tolist() == [0.0] * 4
+    tiny = whiten_advantages(torch.tensor([0.0, 1e-8], dtype=torch.float64))
+    assert float(tiny.abs().max()) < 0.01
+    value, gradients = our_gradients(
         objective_of(agents, entropy_weight=0.0), make_batch(agents, num_frames=1)
     )
     assert math.isfinite(value)
-    assert float(found["agents.agents.first.policy.weight"].abs().sum()) == 0.0
-
-
-def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
-    assert normalised(torch.full((4,), 2.5)).tolist() == [0.0] * 4
-    tiny = normalised(torch.tensor([0.0, 1e-8], dtype=torch.float64))
-    assert float(tiny.abs().max()) < 0.01
+    assert float(gradients["agents.agents.first.policy.weight"].abs().sum()) == 0.0
 
 
 def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration(
@@ -342,11 +299,8 @@ def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration(
         objective.finish_iteration()
         assert objective.beta.tolist() == [expected] * 2, shift
     objective.finish_iteration()
-    assert objective.beta.tolist() == [1.0, 1.0], "no minibatch says nothing"
-
-
-def test_the_clipped_loss_has_no_weight_that_changes(agents: AlwaysActing) -> None:
-    objective = objective_of(agents, kl_beta=0.5)
-    objective(make_batch(agents))
-    objective.finish_iteration()
-    assert objective.beta.tolist() == [0.5, 0.5]
+    assert objective.beta.tolist() == [1.0, 1.0], "without a minibatch it stays"
+    clipped = objective_of(agents, kl_beta=0.5)
+    clipped(batch)
+    clipped.finish_iteration()
+    assert clipped.beta.tolist() == [0.5, 0.5]

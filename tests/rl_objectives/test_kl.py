@@ -21,12 +21,17 @@ REFERENCE = torch.tensor([-0.5, 0.4, 0.2, 0.0], dtype=torch.float64).log_softmax
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("k1", -0.5), ("k2", 0.125), ("k3", math.exp(0.5) - 1 - 0.5)],
+    ("kind", "expected", "far"),
+    [
+        *(("k1", -0.5, -4.0), ("k2", 0.125, 8.0)),
+        # verl clamps k3 at 10.
+        ("k3", math.exp(0.5) - 1 - 0.5, math.exp(4.0) - 1 - 4.0),
+    ],
 )
-def test_each_kind_by_hand(kind: KlKind, expected: float) -> None:
-    estimate = kl_estimate(torch.tensor([[-2.0]]).double(), torch.tensor([[-1.5]]).double(), kind)
-    assert estimate.item() == pytest.approx(expected, abs=1e-12)
+def test_each_kind_by_hand(kind: KlKind, expected: float, far: float) -> None:
+    policy, reference = torch.tensor([[-2.0, -5.0], [-1.5, -1.0]]).double()
+    estimate = kl_estimate(policy[None], reference[None], kind)
+    assert estimate[0].tolist() == pytest.approx([expected, far], abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -58,32 +63,6 @@ def test_the_mean_gradients_equal_those_in_the_docstring() -> None:
     assert torch.allclose(_mean_gradient("k1"), torch.zeros(4).double(), atol=1e-12)
     assert torch.allclose(_mean_gradient("k2"), _divergence_gradient(is_reverse=True), atol=1e-12)
     assert torch.allclose(_mean_gradient("k3"), _divergence_gradient(is_reverse=False), atol=1e-12)
-
-
-def test_of_sequences_only_the_square_of_the_sum_has_the_gradient_of_their_divergence() -> None:
-    # Two tokens of three; the second depends on the first.
-    generator = torch.Generator().manual_seed(0)
-    logits, others = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
-    logits.requires_grad_()
-    first, second = (x.flatten() for x in torch.meshgrid(*[torch.arange(3)] * 2, indexing="ij"))
-
-    def logprobs(logits: torch.Tensor) -> torch.Tensor:
-        of_all = logits.log_softmax(dim=-1)
-        return torch.stack([of_all[0, first], of_all[1 + first, second]], dim=1)
-
-    policy, reference = logprobs(logits), logprobs(others)
-    mask = torch.ones_like(policy, dtype=torch.bool)
-    chances_B = policy.sum(dim=1).exp()
-
-    def gradient(value: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(value, logits, retain_graph=True)[0]
-
-    exact = gradient((chances_B * (policy - reference).sum(dim=1)).sum())
-    of_sum = sequence_kl_estimate(policy, reference, mask)
-    sum_of = kl_estimate(policy, reference, "k2").sum(dim=1)
-    found, other = (gradient((chances_B.detach() * values).sum()) for values in (of_sum, sum_of))
-    torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
-    assert (other - exact).norm() > 0.1 * exact.norm()
 
 
 def test_the_square_of_the_sum_by_hand() -> None:
@@ -120,9 +99,7 @@ def test_the_weight_follows_the_divergence_by_hand() -> None:
     assert controller.update(-3.0, num_samples=50) == pytest.approx(0.51 * 1.1 * 0.9, abs=1e-12)
     before = controller.weight
     assert controller.update(2.0, num_samples=50) == before
-
-
-def test_the_weight_stays_positive_whatever_comes() -> None:
+    # A step of more samples than the horizon cannot make it negative.
     controller = AdaptiveKl(weight=1.0, target=1.0, horizon=10)
     assert controller.update(0.0, num_samples=10_000) == pytest.approx(0.8)
 

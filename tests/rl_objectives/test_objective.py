@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -27,8 +29,8 @@ from tests.rl_objectives.always_acting import (
 )
 
 
-def ippo(agents: AlwaysActing) -> IppoObjective:
-    return IppoObjective(agents, CommonPpoParameters(), RlTrainerParameters())
+def ippo(agents: AlwaysActing, **parameters: Any) -> IppoObjective:
+    return IppoObjective(agents, CommonPpoParameters(**parameters), RlTrainerParameters())
 
 
 def test_the_package_offers_the_base_class() -> None:
@@ -45,9 +47,9 @@ def test_weights_are_the_agents_own_and_each_is_there_once(agents: AlwaysActing)
 def test_the_value_estimator_is_made_and_found_as_in_torchrl() -> None:
     objective = ippo(AlwaysActing())
     assert objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8) is objective
-    found = objective.value_estimator
-    assert isinstance(found, EpisodeGae)
-    assert (found.gamma, found.lmbda, found.agent_names) == (0.9, 0.8, NAMES)
+    result = objective.value_estimator
+    assert isinstance(result, EpisodeGae)
+    assert (result.gamma, result.lmbda, result.agent_names) == (0.9, 0.8, NAMES)
     assert isinstance(ippo(AlwaysActing()).value_estimator, EpisodeGae), "also without being made"
 
 
@@ -64,14 +66,14 @@ def test_a_custom_objective_takes_one_method(agents: AlwaysActing) -> None:
             view = self.policy_view(name, batch)
             return {"loss_likely": -view.mean(view.evaluation.logprobs_B), "count": torch.ones(())}
 
-    found = Likely(agents)(make_batch(agents))
-    assert set(found.keys()) == {
+    result = Likely(agents)(make_batch(agents))
+    assert set(result.keys()) == {
         "loss_likely_first",
         "loss_likely_second",
         "first/count",
         "second/count",
     }
-    assert found["loss_likely_first"].requires_grad
+    assert result["loss_likely_first"].requires_grad
 
 
 def test_gradients_by_agent_are_those_of_the_sum_of_all_losses(agents: AlwaysActing) -> None:
@@ -89,15 +91,15 @@ def test_parts_of_the_losses_have_together_the_gradients_of_the_whole(agents: Al
     whole = objective.compute_gradients(batch, NAMES)
     expected = gradients_of(agents)
     agents.zero_grad()
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
+    result: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
     for name in NAMES:
         parts = objective.loss_parts(name)
         assert len(parts) == 2
         for part in range(len(parts)):
-            found[name] |= objective.compute_part(name, part, frames_of(batch))
+            result[name] |= objective.compute_part(name, part, frames_of(batch))
     assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[n][k], v) for n in NAMES for k, v in whole[n].items())
+    assert result.keys() == whole.keys()
+    assert all(torch.equal(result[n][k], v) for n in NAMES for k, v in whole[n].items())
 
 
 def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> None:
@@ -117,31 +119,39 @@ def test_its_own_state_excludes_that_of_the_agents() -> None:
 
 
 def test_reinforce_equals_hand_computed_values(agents: AlwaysActing, batch: TensorDict) -> None:
-    found = ReinforceObjective(agents, entropy_weight=0.5)(batch)
+    result = ReinforceObjective(agents, entropy_weight=0.5)(batch)
     seen = agents.evaluate("first", batch)
     weights_B = batch["agents", "reward_to_go"][:, 0, 0]
     torch.testing.assert_close(
-        found["loss_policy_first"], -(seen.logprobs_B * weights_B).mean(), rtol=1e-12, atol=0
+        result["loss_policy_first"], -(seen.logprobs_B * weights_B).mean(), rtol=1e-12, atol=0
     )
-    torch.testing.assert_close(found["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
-    assert "loss_value_first" not in found.keys()  # noqa: SIM118
+    torch.testing.assert_close(result["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
+    assert "loss_value_first" not in result.keys()  # noqa: SIM118
 
 
 def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: TensorDict) -> None:
     objective = ReinforceObjective(
         agents, RlTrainerParameters(loss_critic_type="l2"), weight="advantage"
     )
-    found = objective(batch)
+    result = objective(batch)
     error_B = agents.values("first", batch) - batch["agents", "value_target"][:, 0, 0]
-    torch.testing.assert_close(found["loss_value_first"], error_B.square().mean())
-    sum_of_losses(found.items()).backward()
+    torch.testing.assert_close(result["loss_value_first"], error_B.square().mean())
+    sum_of_losses(result.items()).backward()
     assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
 
 
-def test_a_reward_of_one_agent_gives_the_other_no_gradient(
-    agents: AlwaysActing, batch: TensorDict
+@pytest.mark.parametrize("loss", ["clip", "kl_penalty", "reinforce"])
+def test_an_advantage_of_one_agent_gives_the_other_no_gradient(
+    agents: AlwaysActing, batch: TensorDict, loss: str
 ) -> None:
-    batch["agents", "reward_to_go"][:, 1] = 0.0
-    sum_of_losses(ReinforceObjective(agents)(batch).items()).backward()
+    for key in ("advantage", "reward_to_go"):
+        batch["agents", key][:, 1] = 0.0
+    ppo = {"kl_beta": 0.0, "entropy_weight": 0.0, "critic_coef": 0.0}
+    objectives = {
+        "reinforce": lambda: ReinforceObjective(agents),
+        "clip": lambda: ippo(agents, **ppo),
+        "kl_penalty": lambda: ippo(agents, loss_type="kl_penalty", **ppo),
+    }
+    sum_of_losses(objectives[loss]()(batch).items()).backward()
     assert float(agents["first"].policy.weight.grad.abs().sum()) > 0.1
     assert float(agents["second"].policy.weight.grad.abs().sum()) == 0.0

@@ -23,7 +23,7 @@ from nip_astra.rl_objectives.preference import (
     simpo_loss,
 )
 from tests.rl_objectives import references
-from tests.rl_objectives.references import model_that_says, trl_trainer
+from tests.rl_objectives.references import model_with_logprobs, trl_trainer
 from tests.rl_objectives.test_against_trl import dpo_of_trl, random_batch
 
 DOUBLE = torch.float64
@@ -71,8 +71,8 @@ def test_losses_of_pairs_equal_dpo_of_trl(
 def test_scores_of_divergences_are_derivatives_worked_out_by_hand(
     kind: Divergence, score: float
 ) -> None:
-    found = divergence_scores(torch.tensor([math.log(2)], dtype=DOUBLE), kind)
-    assert found.item() == pytest.approx(score, abs=1e-12)
+    result = divergence_scores(torch.tensor([math.log(2)], dtype=DOUBLE), kind)
+    assert result.item() == pytest.approx(score, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "js"])
@@ -140,10 +140,10 @@ def test_orpo_of_certain_answers_stays_a_number() -> None:
 def test_kto_is_worked_out_by_hand_and_compares_with_the_divergence() -> None:
     ratios = torch.tensor([1.0, 2.0], dtype=DOUBLE, requires_grad=True)
     good = torch.tensor([True, False])
-    found = kto_loss(ratios, good, beta=0.5, baseline=0.4, undesirable_weight=2.0)
+    result = kto_loss(ratios, good, beta=0.5, baseline=0.4, undesirable_weight=2.0)
     by_hand = (1 - 1 / (1 + math.exp(-0.5 * 0.6))) + 2 * (1 - 1 / (1 + math.exp(-0.5 * -1.6)))
-    assert found.loss.item() == pytest.approx(by_hand / 2, abs=1e-12)
-    slope = torch.autograd.grad(found.loss, ratios)[0]
+    assert result.loss.item() == pytest.approx(by_hand / 2, abs=1e-12)
+    slope = torch.autograd.grad(result.loss, ratios)[0]
     assert slope[0] < 0 < slope[1]
     below = kto_loss(ratios, good, beta=0.5, baseline=-3.0).loss
     assert below.item() == kto_loss(ratios, good, beta=0.5).loss.item()
@@ -178,7 +178,7 @@ def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole() -> None:
         "ref_logps": reference,
         "ref_KL_logps": reference,
     }
-    theirs = KTOTrainer._compute_loss(trainer, model_that_says(masked), inputs, False)
+    theirs = KTOTrainer._compute_loss(trainer, model_with_logprobs(masked), inputs, False)
     ratios = sequence_logprobs(logprobs, mask, length_normalised=False) - reference
     baseline = ratios.detach().mean()
     assert baseline > 0

@@ -58,8 +58,8 @@ def expected_losses(logits: list[torch.Tensor], losses: Losses) -> list[torch.Te
     for actions in itertools.product(*(range(n) for n in NUM_ACTIONS)):
         logprobs = torch.stack([log[a] for log, a in zip(logs, actions, strict=True)])[None]
         advantages = (PAYOFFS[:, actions[0], actions[1], actions[2]] - 0.7)[None]
-        found = losses(logprobs, advantages, torch.ones(1, 3).bool())
-        total = total + logprobs.sum().exp().detach() * found
+        result = losses(logprobs, advantages, torch.ones(1, 3).bool())
+        total = total + logprobs.sum().exp().detach() * result
     return list(total)
 
 
@@ -71,9 +71,9 @@ def hessian(loss: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
 @BOTH
 def test_first_and_all_second_derivatives_of_a_game_of_one_round(losses: Losses) -> None:
     logits = policies()
-    for found, exact in zip(expected_losses(logits, losses), exact_losses(logits), strict=True):
-        torch.testing.assert_close(gradient(found, logits), gradient(exact, logits))
-        torch.testing.assert_close(hessian(found, logits), hessian(exact, logits))
+    for result, exact in zip(expected_losses(logits, losses), exact_losses(logits), strict=True):
+        torch.testing.assert_close(gradient(result, logits), gradient(exact, logits))
+        torch.testing.assert_close(hessian(result, logits), hessian(exact, logits))
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_directions_of_agents_equal_those_of_the_expected_return(
     logits = policies()
     # Logits have a direction that leaves the policy unchanged, where a Hessian is 0: damped.
     bowl = [0.3 * x.square().sum() for x in logits]
-    found, exact = (
+    result, exact = (
         updates_of(
             [loss + more for loss, more in zip(parts, bowl, strict=True)], logits, name, groups
         )
         for parts in (expected_losses(logits, losses), exact_losses(logits))
     )
-    for one, other in zip(found, exact, strict=True):
-        torch.testing.assert_close(one.update[0], other.update[0])
+    for first, second in zip(result, exact, strict=True):
+        torch.testing.assert_close(first.update[0], second.update[0])
     assert max(update.shaping_P.norm().item() for update in exact) > 1e-4
 
 
@@ -116,10 +116,10 @@ def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) ->
         logprobs = torch.stack([first[a], nothing, nothing, second[a, b]]).view(2, 2)
         advantages = torch.stack([REWARDS[:, a, b] - 0.4, REWARDS[:, a, b] - baselines[:, a]])
         episode = {"episode_B": torch.tensor([5, 5]), "round_B": torch.tensor([0, 1])}
-        found = losses(
+        result = losses(
             logprobs, advantages, torch.eye(2).bool(), **(episode if with_episodes else {})
         )
-        total = total + logprobs.sum().exp().detach() * 2 * found
+        total = total + logprobs.sum().exp().detach() * 2 * result
     return total
 
 
@@ -128,15 +128,15 @@ def test_first_and_all_second_derivatives_of_a_game_in_turns(losses: Losses) -> 
     logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
     p, q = logits[0].softmax(dim=0), logits[1].softmax(dim=1)
     exact = -torch.einsum("iab,a,ab->i", REWARDS, p, q)
-    for i, found in enumerate(turns(logits, losses, with_episodes=True)):
-        torch.testing.assert_close(gradient(found, logits), gradient(exact[i], logits))
-        torch.testing.assert_close(hessian(found, logits), hessian(exact[i], logits))
+    for i, result in enumerate(turns(logits, losses, with_episodes=True)):
+        torch.testing.assert_close(gradient(result, logits), gradient(exact[i], logits))
+        torch.testing.assert_close(hessian(result, logits), hessian(exact[i], logits))
 
 
 def test_without_episodes_agents_that_move_in_turn_have_no_mixed_derivative() -> None:
     logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
-    for found in turns(logits, shaping_losses, with_episodes=False):
-        assert hessian(found, logits)[:3, 3:].abs().max() == 0
+    for result in turns(logits, shaping_losses, with_episodes=False):
+        assert hessian(result, logits)[:3, 3:].abs().max() == 0
 
 
 def batch(num_frames: int = 12, num_agents: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:

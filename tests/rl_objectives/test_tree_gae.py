@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nip_astra.rl_objectives.advantages import gae, tree_gae
+from nip_astra.rl_objectives.advantages import tree_gae
 
 DOUBLE = torch.float64
 
@@ -38,7 +38,7 @@ def _random_tree(seed: int = 0) -> dict[str, torch.Tensor]:
 def _by_recursion(tree: dict[str, torch.Tensor], gamma: float, lam: float) -> torch.Tensor:
     reward, value, mask = tree["rewards_NT"], tree["values_NT"], tree["mask_NT"]
     parents = tree["parent_N"].tolist()
-    found = torch.zeros_like(reward)
+    result = torch.zeros_like(reward)
 
     def first(node: int) -> tuple[float, float]:
         """Value and advantage of a node's first token."""
@@ -48,40 +48,23 @@ def _by_recursion(tree: dict[str, torch.Tensor], gamma: float, lam: float) -> to
         next_advantage = gamma * lam * sum(a for _, a in after) / max(len(after), 1)
         for t in reversed(range(int(mask[node].sum()))):
             delta = float(reward[node, t]) + next_value - float(value[node, t])
-            found[node, t] = delta + next_advantage
-            next_value, next_advantage = float(value[node, t]), lam * float(found[node, t])
-        return float(value[node, 0]), float(found[node, 0])
+            result[node, t] = delta + next_advantage
+            next_value, next_advantage = float(value[node, t]), lam * float(result[node, t])
+        return float(value[node, 0]), float(result[node, 0])
 
     for node, parent in enumerate(parents):
         if parent < 0:
             first(node)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)])
 def test_it_equals_the_recursion_over_the_tree(gamma: float, lam: float) -> None:
     tree = _random_tree()
-    found = tree_gae(**tree, gamma=gamma, lam=lam)
-    assert torch.allclose(found.advantages, _by_recursion(tree, gamma, lam), atol=1e-12)
-    expected = found.advantages + tree["values_NT"] * tree["mask_NT"]
-    assert torch.allclose(found.returns, expected, atol=1e-12)
-
-
-def test_a_chain_is_one_sequence_of_tokens() -> None:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool)
-    rewards, values = torch.randn(2, 3, 3, generator=generator, dtype=DOUBLE)
-    found = tree_gae(
-        rewards,
-        values,
-        mask,
-        torch.tensor([-1, 0, 1]),
-        torch.tensor([0, 1, 2]),
-        gamma=1.0,
-        lam=0.9,
-    )
-    flat = gae(rewards[mask][None], values[mask][None], torch.ones(1, 6) > 0, gamma=1.0, lam=0.9)
-    assert torch.allclose(found.advantages[mask], flat.advantages[0], atol=1e-12)
+    result = tree_gae(**tree, gamma=gamma, lam=lam)
+    assert torch.allclose(result.advantages, _by_recursion(tree, gamma, lam), atol=1e-12)
+    expected = result.advantages + tree["values_NT"] * tree["mask_NT"]
+    assert torch.allclose(result.returns, expected, atol=1e-12)
 
 
 def test_padding_and_the_order_of_nodes_change_nothing() -> None:
@@ -97,8 +80,8 @@ def test_padding_and_the_order_of_nodes_change_nothing() -> None:
     mixed = {name: values[order] for name, values in tree.items()}
     parents = mixed["parent_N"]
     mixed["parent_N"] = torch.where(parents >= 0, place[parents.clamp(min=0)], -1)
-    found = tree_gae(**mixed, gamma=0.9, lam=0.8).advantages
-    assert torch.allclose(found[place], expected)
+    result = tree_gae(**mixed, gamma=0.9, lam=0.8).advantages
+    assert torch.allclose(result[place], expected)
 
 
 def test_a_turn_without_a_verdict_is_left_out() -> None:
@@ -106,9 +89,11 @@ def test_a_turn_without_a_verdict_is_left_out() -> None:
     leaf = int((tree["depth_N"] == 2).nonzero()[0])
     parent = int(tree["parent_N"][leaf])
     tree["rewards_NT"][leaf, 0] = math.nan
-    found = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
-    assert found[leaf][tree["mask_NT"][leaf]].isnan().all()
-    assert not found[parent].isnan().any()
-    kept = torch.arange(len(found)) != leaf
+    result = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
+    assert result[leaf][tree["mask_NT"][leaf]].isnan().all()
+    assert not result[parent].isnan().any()
+    kept = torch.arange(len(result)) != leaf
     alone = {name: values[kept] for name, values in tree.items()}
-    assert torch.allclose(tree_gae(**alone, gamma=0.9, lam=0.8).advantages, found[kept], atol=1e-12)
+    assert torch.allclose(
+        tree_gae(**alone, gamma=0.9, lam=0.8).advantages, result[kept], atol=1e-12
+    )

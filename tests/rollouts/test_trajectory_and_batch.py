@@ -19,7 +19,7 @@ from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.trainers.service.metrics import log_grpo_metrics
 
 
-def some(**more: Any) -> list[Trajectory]:
+def make_trajectories(**more: Any) -> list[Trajectory]:
     return [
         Trajectory([5, 6, 2], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0, group_id="a", **more),
         Trajectory([7, 2], [0, 1], logprobs=[0, -3], reward=0.0, group_id="a", **more),
@@ -28,21 +28,21 @@ def some(**more: Any) -> list[Trajectory]:
 
 
 def test_attribute_item_and_get_agree_for_fields_and_extras() -> None:
-    one = some()[0]
-    one.advantage = 2.0
-    one["note"] = "well"
-    one.other = 3
-    assert one.advantage == one["advantage"] == one.get("advantage") == 2.0
-    assert one.note == one["note"] == one.get("note") == "well"
-    assert one["other"] == 3
-    assert one.get("run_id", "default") == "default"
-    assert one.get("nothing", 7) == 7
-    assert "other" in one
-    assert "nothing" not in one
+    trajectory = make_trajectories()[0]
+    trajectory.advantage = 2.0
+    trajectory["note"] = "well"
+    trajectory.other = 3
+    assert trajectory.advantage == trajectory["advantage"] == trajectory.get("advantage") == 2.0
+    assert trajectory.note == trajectory["note"] == trajectory.get("note") == "well"
+    assert trajectory["other"] == 3
+    assert trajectory.get("run_id", "default") == "default"
+    assert trajectory.get("nothing", 7) == 7
+    assert "other" in trajectory
+    assert "nothing" not in trajectory
     with pytest.raises(KeyError, match="a trajectory has no field 'nothing'"):
-        one["nothing"]
+        trajectory["nothing"]
     with pytest.raises(AttributeError, match="'nothing'"):
-        _ = one.nothing
+        _ = trajectory.nothing
 
 
 def test_masks_of_another_length_are_refused_by_name() -> None:
@@ -52,33 +52,36 @@ def test_masks_of_another_length_are_refused_by_name() -> None:
 
 def test_texts_of_tools_and_environments_are_masked() -> None:
     spans = [TokenSpan([1, 2]), TokenSpan([3], [-0.5]), TokenSpan([4, 5]), TokenSpan([6], [-1.5])]
-    one = Trajectory.from_spans(spans, reward=1.0)
-    assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert one.loss_mask.tolist() == [False, False, True, False, False, True]
-    assert one.logprobs is not None
-    assert one.logprobs.tolist() == [0, 0, -0.5, 0, 0, -1.5]
-    assert (one.num_prompt_tokens, one.num_response_tokens) == (2, 2)
+    trajectory = Trajectory.from_spans(spans, reward=1.0)
+    assert trajectory.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert trajectory.loss_mask.tolist() == [False, False, True, False, False, True]
+    assert trajectory.logprobs is not None
+    assert trajectory.logprobs.tolist() == [0, 0, -0.5, 0, 0, -1.5]
+    assert (trajectory.num_prompt_tokens, trajectory.num_response_tokens) == (2, 2)
 
 
 def test_trajectories_made_together_are_pickled_alone() -> None:
     spans = [[TokenSpan(range(30)), TokenSpan([1, 2], [-0.1, -0.2])] for _ in range(50)]
     together = Trajectory.all_from_spans(spans, [{} for _ in spans])
-    sizes = [len(pickle.dumps(one)) for one in (together[7], Trajectory.from_spans(spans[7]))]
+    sizes = [
+        len(pickle.dumps(trajectory))
+        for trajectory in (together[7], Trajectory.from_spans(spans[7]))
+    ]
     assert sizes[0] <= 1.1 * sizes[1]
 
 
 @pytest.mark.parametrize("array", [torch.tensor, np.array])
 def test_truncation_cuts_everything_of_tokens_alike(array: Callable[..., Any]) -> None:
     advantage = array([0.0, 1.0, 2.0])
-    one = Trajectory([1, 2, 3], [0, 1, 1], logprobs=[0, -1, -2], advantage=advantage, name=4)
-    cut = one.truncated(2)
+    trajectory = Trajectory([1, 2, 3], [0, 1, 1], logprobs=[0, -1, -2], advantage=advantage, name=4)
+    cut = trajectory.truncated(2)
     assert len(cut) == len(cut.loss_mask) == 2
     assert torch.as_tensor(cut.advantage).tolist() == [0, 1]
     assert cut.name == 4
 
 
 def test_a_batch_of_trajectories_is_padded_on_the_right() -> None:
-    batch = Batch.from_trajectories(some(length=4, text="x"), step=7)
+    batch = Batch.from_trajectories(make_trajectories(length=4, text="x"), step=7)
     assert batch.values["input_ids"].tolist() == [[5, 6, 2, 0], [7, 2, 0, 0], [8, 9, 9, 2]]
     assert batch.values["loss_mask"].tolist()[2] == [False, True, False, True]
     assert batch.values["position_ids"].tolist()[1] == [0, 1, 1, 1]
@@ -90,7 +93,7 @@ def test_a_batch_of_trajectories_is_padded_on_the_right() -> None:
 
 
 def test_values_and_metadata_resolve_each_other() -> None:
-    batch = Batch.from_trajectories(some())
+    batch = Batch.from_trajectories(make_trajectories())
     assert batch.metadata["rewards"].tolist() == [1.0, 0.0, 0.5]
     assert batch.values["reward"] is batch.values["rewards"]
     batch.metadata["advantages"] = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)]
@@ -130,7 +133,7 @@ def test_padding_is_removed_by_mask_and_never_by_id() -> None:
 
 
 def test_rows_that_pad_a_batch_have_no_weight() -> None:
-    batch = Batch.from_trajectories(some()).pad_to_multiple(4)
+    batch = Batch.from_trajectories(make_trajectories()).pad_to_multiple(4)
     assert len(batch) == 4
     assert batch.values["row_weights"].tolist() == [1, 1, 1, 0]
     assert not batch.values["loss_mask"][3].any()
@@ -140,7 +143,7 @@ def test_rows_that_pad_a_batch_have_no_weight() -> None:
 
 
 def test_padding_data_strips_fills_and_counts_places() -> None:
-    batch = padding_data(Batch.from_trajectories(some()), pad_token_id=3, multiple=2)
+    batch = padding_data(Batch.from_trajectories(make_trajectories()), pad_token_id=3, multiple=2)
     assert batch.values["input_ids"].tolist()[1] == [7, 2, 3, 3]
     assert len(batch) == 4
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -148,7 +151,7 @@ def test_padding_data_strips_fills_and_counts_places() -> None:
 
 
 def test_split_and_concatenated_is_the_same_batch() -> None:
-    batch = Batch.from_trajectories(some(text="x"))
+    batch = Batch.from_trajectories(make_trajectories(text="x"))
     again = Batch.concatenate([part.strip() for part in batch.split(2)])
     assert again.width == 4
     for name, value in batch.data.items():
@@ -156,13 +159,13 @@ def test_split_and_concatenated_is_the_same_batch() -> None:
             assert torch.equal(again.data[name], value), name
     assert again.rows == batch.rows
     with pytest.raises(DataError, match="text are not in all of them"):
-        Batch.concatenate([batch, Batch.from_trajectories(some())])
+        Batch.concatenate([batch, Batch.from_trajectories(make_trajectories())])
     with pytest.raises(DataError, match="no batches"):
         Batch.concatenate([])
 
 
 def test_rows_are_selected_and_shuffled_with_all_that_belongs_to_them() -> None:
-    batch = Batch.from_trajectories(some())
+    batch = Batch.from_trajectories(make_trajectories())
     chosen = batch.select(torch.tensor([False, True, True]))
     assert chosen.metadata["group_ids"] == ["a", "own-2"]
     assert chosen.values["rewards"].tolist() == [0.0, 0.5]
@@ -172,7 +175,7 @@ def test_rows_are_selected_and_shuffled_with_all_that_belongs_to_them() -> None:
 
 
 def test_a_batch_comes_back_from_trajectories_and_from_files(tmp_path: Path) -> None:
-    batch = Batch.from_trajectories(some(text="x"), step=3)
+    batch = Batch.from_trajectories(make_trajectories(text="x"), step=3)
     batch.values["advantages"] = torch.tensor([1.0, 2.0, 3.0])
     again = Batch.from_trajectories(batch.to_trajectories(), step=3)
     batch.save(tmp_path / "batch")
@@ -200,7 +203,7 @@ def test_an_empty_batch_is_a_batch() -> None:
     ],
 )
 def test_numbers_of_numpy_become_tensors_too(given: Any) -> None:
-    batch = Batch.from_trajectories(some())
+    batch = Batch.from_trajectories(make_trajectories())
     batch.metadata["advantages"] = given
     stored = batch.values["advantages"]
     assert stored.dtype == torch.get_default_dtype()
@@ -211,9 +214,9 @@ def test_numbers_of_numpy_become_tensors_too(given: Any) -> None:
 
 def test_advantages_summed_from_the_end_are_read() -> None:
     """Rewards to go are a reversed NumPy view, which torch cannot read."""
-    rows = some()
-    for one in rows:
-        one["advantage"] = np.cumsum(np.ones(len(one))[::-1])[::-1]
+    rows = make_trajectories()
+    for trajectory in rows:
+        trajectory["advantage"] = np.cumsum(np.ones(len(trajectory))[::-1])[::-1]
     made = Batch.from_trajectories(rows)
     assert made.values["advantages"][1].tolist() == [2.0, 1.0, 0.0, 0.0]
     given: Any = np.array([1.0, 2.0])[::-1]
@@ -226,33 +229,38 @@ def test_advantages_summed_from_the_end_are_read() -> None:
 
 
 def test_extra_fields_of_nexrl_are_the_fields_themselves() -> None:
-    one = Trajectory(
+    trajectory = Trajectory(
         [5, 6, 7],
         [0, 1, 1],
         reward=1.0,
         is_val=False,
         extra_fields={"group_id": "a", "run_id": 1, "logprobs": [0.0, -1.0, -2.0], "task_id": 3},
     )
-    assert (one.group_id, one.run_id, one["task_id"], one.is_val) == ("a", 1, 3, False)
-    assert one.logprobs is not None
-    assert one.logprobs.tolist() == [0.0, -1.0, -2.0]
-    assert "extra_fields" not in one.keys()  # noqa: SIM118 - no mapping
-    one.extra_fields["group_id"] = "b"
-    one.extra_fields = {"score": {"accuracy": 1.0}}
-    assert one.group_id == "b"
-    assert one.extra_fields.get("score") == {"accuracy": 1.0}
-    assert {"group_id", "run_id", "task_id", "score"} <= set(one.extra_fields)
-    assert not {"tokens", "reward", "advantage"} & set(one.extra_fields)
-    del one.extra_fields["task_id"]
-    assert one.get("task_id") is None
+    assert (trajectory.group_id, trajectory.run_id, trajectory["task_id"], trajectory.is_val) == (
+        "a",
+        1,
+        3,
+        False,
+    )
+    assert trajectory.logprobs is not None
+    assert trajectory.logprobs.tolist() == [0.0, -1.0, -2.0]
+    assert "extra_fields" not in trajectory.keys()  # noqa: SIM118 - no mapping
+    trajectory.extra_fields["group_id"] = "b"
+    trajectory.extra_fields = {"score": {"accuracy": 1.0}}
+    assert trajectory.group_id == "b"
+    assert trajectory.extra_fields.get("score") == {"accuracy": 1.0}
+    assert {"group_id", "run_id", "task_id", "score"} <= set(trajectory.extra_fields)
+    assert not {"tokens", "reward", "advantage"} & set(trajectory.extra_fields)
+    del trajectory.extra_fields["task_id"]
+    assert trajectory.get("task_id") is None
 
 
 def test_token_advantages_of_nexrl_stand_at_the_tokens_of_the_policy() -> None:
-    one = Trajectory([5, 6, 7], [0, 1, 1], extra_fields={"token_advantages": [0.5, -1.0]})
-    assert isinstance(one.advantage, torch.Tensor)
-    assert one.advantage.tolist() == [0.0, 0.5, -1.0]
+    trajectory = Trajectory([5, 6, 7], [0, 1, 1], extra_fields={"token_advantages": [0.5, -1.0]})
+    assert isinstance(trajectory.advantage, torch.Tensor)
+    assert trajectory.advantage.tolist() == [0.0, 0.5, -1.0]
     with pytest.raises(DataError, match=r"\[3\].* 2 "):
-        one.extra_fields["token_advantages"] = [1.0, 2.0, 3.0]
+        trajectory.extra_fields["token_advantages"] = [1.0, 2.0, 3.0]
 
 
 def batch_of_nexrl() -> Batch:
@@ -290,13 +298,6 @@ def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
     assert cut.values["responses"].tolist() == [[8]]
 
 
-def test_batches_of_nexrl_and_of_trajectories_have_the_same_fields() -> None:
-    made = Batch.from_trajectories(batch_of_nexrl().to_trajectories())
-    for name in ("prompts", "responses", "group_id", "run_id", "reward", "batch_size"):
-        mine, other = made.values[name], batch_of_nexrl().values[name]
-        assert mine.tolist() == other.tolist() if isinstance(mine, torch.Tensor) else mine == other
-
-
 def test_a_batch_without_a_number_of_rows_is_refused() -> None:
     assert len(Batch({"reward": [1.0, 2.0]}, {})) == 2
     with pytest.raises(DataError, match="batch_size"):
@@ -331,7 +332,7 @@ def samples() -> list[Sample]:
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [3, 1], [1, 1, 0]])
 def test_a_batch_is_that_of_plain_dicts(samples: list[Sample], rows: list[int]) -> None:
     plain = [dict(sample) for sample in samples]
-    assert all(type(one) is dict for one in plain)
+    assert all(type(sample) is dict for sample in plain)
     whole, one_by_one = collate([samples[i] for i in rows]), collate([plain[i] for i in rows])
     assert list(whole.keys()) == list(one_by_one.keys())
     for name, value in whole.items():

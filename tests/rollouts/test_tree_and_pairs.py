@@ -86,8 +86,8 @@ def test_width_one_gives_no_pairs() -> None:
     tree = make_tree([0.9, 0.1], [0.9, 0.1], [[1], [2]])
     tree.tree_width = 1
     tree.contexts = [[9, 0], [9, 1]]
-    found = select_pairs(tree, min_reward_difference=0.0)
-    assert (found.chosen, found.num_ties) == ([], 2)
+    result = select_pairs(tree, min_reward_difference=0.0)
+    assert (result.chosen, result.num_ties) == ([], 2)
 
 
 def test_siblings_share_a_context() -> None:

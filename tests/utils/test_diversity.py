@@ -56,29 +56,15 @@ def test_bleu_by_hand() -> None:
     assert found.tolist() == pytest.approx([expected], abs=1e-12)
 
 
-def test_matches_are_clipped_by_the_reference_that_has_most() -> None:
-    # "a" matches two of four times, "a a" one of three times.
-    found = bleu_against(["a a a a"], ["a b c d", "a a c d"], orders=[1, 2])
-    expected = (2 / 4 + math.sqrt(2 / 4 * 1 / 3)) / 2
-    assert found.tolist() == pytest.approx([expected], abs=1e-12)
-
-
-def test_an_order_without_a_match_counts_as_a_tenth_of_one() -> None:
-    found = bleu_against(["a b"], ["b a"], orders=[2])
-    assert found.tolist() == pytest.approx([math.sqrt(1.0 * 0.1)], abs=1e-12)
-
-
-def test_no_common_word_scores_0_and_the_same_text_scores_1_however_short() -> None:
+def test_degenerate_texts_and_references() -> None:
     references = ["hello you", "yes", "one two three four five six seven"]
     assert bleu_against(["quite other words"], references, orders=[1, 4]).tolist() == [0.0]
     assert bleu_against(references, references, orders=[3, 4, 5]).tolist() == [1.0, 1.0, 1.0]
-
-
-def test_of_two_reference_lengths_as_near_the_shorter_sets_the_penalty() -> None:
-    references = ["a b", "a b c d e f"]
-    assert bleu_against(["a b c d"], references, orders=[1]).item() == 1.0
-    only_longer = bleu_against(["a b c d"], references[1:], orders=[1]).item()
-    assert only_longer == pytest.approx(math.exp(1 - 6 / 4))
+    assert bleu_against(["", " \n"], ["a", ""]).tolist() == [1.0, 1.0]
+    assert bleu_against(["", "a"], ["b"]).tolist() == [0.0, 0.0]
+    assert bleu_against(["a"], [""]).tolist() == [0.0]
+    assert bleu_against(["a b", ""], []).tolist() == [0.0, 0.0]
+    assert bleu_against([], ["a"]).shape == (0,)
 
 
 @pytest.mark.parametrize("order", [1, 2, 4, 5])
@@ -114,17 +100,6 @@ def test_several_orders_give_their_mean() -> None:
     assert together.tolist() == pytest.approx(torch.stack(parts).mean(dim=0).tolist(), abs=1e-12)
 
 
-def test_texts_without_tokens_match_references_without_tokens_only() -> None:
-    assert bleu_against(["", " \n"], ["a", ""]).tolist() == [1.0, 1.0]
-    assert bleu_against(["", "a"], ["b"]).tolist() == [0.0, 0.0]
-    assert bleu_against(["a"], [""]).tolist() == [0.0]
-
-
-def test_without_references_or_texts_there_is_nothing_in_common() -> None:
-    assert bleu_against(["a b", ""], []).tolist() == [0.0, 0.0]
-    assert bleu_against([], ["a"]).shape == (0,)
-
-
 def test_references_come_and_go_without_a_trace() -> None:
     first, second, texts = made_up(30, seed=8), made_up(20, seed=9), made_up(15, seed=10)
     moved, fresh = BleuReferences(max_order=5), BleuReferences(max_order=5)
@@ -136,18 +111,6 @@ def test_references_come_and_go_without_a_trace() -> None:
     assert torch.equal(moved.bleu(texts, orders=[3, 5]), fresh.bleu(texts, orders=[3, 5]))
 
 
-def test_adding_references_never_lowers_bleu_once_lengths_are_the_same() -> None:
-    texts = made_up(20, seed=11)
-    held = BleuReferences(max_order=4)
-    held.add([" ".join(["x"] * len(text.split())) for text in texts])
-    before = held.bleu(texts, orders=[4])
-    for seed in range(12, 20):
-        held.add(made_up(10, seed=seed))
-        after = held.bleu(texts, orders=[4])
-        assert (after >= before).all()
-        before = after
-
-
 def test_self_bleu_compares_each_text_with_all_others() -> None:
     texts = [*made_up(25, seed=20, shortest=1), "w1 w2", "w1 w2", "w3"]
     expected = [
@@ -155,19 +118,10 @@ def test_self_bleu_compares_each_text_with_all_others() -> None:
         for number, text in enumerate(texts)
     ]
     assert self_bleu(texts) == pytest.approx(sum(expected) / len(expected), abs=1e-12)
-
-
-def test_self_bleu_is_1_for_copies_and_0_without_a_common_word() -> None:
-    assert self_bleu(["you are silly"] * 7) == 1.0
-    assert self_bleu(["", ""]) == 1.0
-    assert self_bleu(["a b c d", "e f g h"]) == 0.0
-
-
-def test_many_texts_are_sampled_by_the_seed() -> None:
-    texts = made_up(60, seed=21)
     drawn = [self_bleu(texts, num_sampled=10, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert self_bleu(texts, num_sampled=60) == self_bleu(texts, num_sampled=None)
+    assert self_bleu(texts, num_sampled=len(texts)) == self_bleu(texts, num_sampled=None)
+    assert self_bleu(["you are silly"] * 7) == self_bleu(["", ""]) == 1.0
 
 
 def test_one_text_has_no_self_bleu_and_no_cosine_distance() -> None:
@@ -197,7 +151,6 @@ def test_the_mean_cosine_distance_is_that_over_pairs() -> None:
 
 
 def test_the_vendi_score_counts_distinct_texts() -> None:
-    assert vendi_score(torch.eye(4)) == pytest.approx(4.0)
     assert vendi_score(torch.eye(4).repeat(3, 1)) == pytest.approx(4.0)
     assert vendi_score(torch.ones(6, 3)) == pytest.approx(1.0)
     assert vendi_score(torch.zeros(0, 3)) == 0.0

@@ -72,11 +72,10 @@ def test_texts_are_selected_with_the_numbers_beside_them() -> None:
     assert row["agents", "message"].tolist() == ["a", None, "ü\u2028"]
     assert row["agents"]["reward", "mean"].shape == (3,)
     assert [one["done"].tolist() for one in example()] == [[False, False, True], [True] * 3]
-
-
-def test_an_index_beyond_the_batch_is_refused() -> None:
     with pytest.raises(IndexError):
         example()[0, 0, 0]
+    with pytest.raises(KeyError, match="message"):
+        example()["agents", "mesage"]
 
 
 def test_keys_follow_the_order_of_setting_and_nested_keys_are_tuples() -> None:
@@ -122,12 +121,9 @@ def test_concatenation_is_undone_by_slicing(dim: int) -> None:
     joined = concatenate_nested_array_dicts([example(), example()], dim)
     half = slice(example().batch_size[dim], None)
     assert joined[half if dim == 0 else (slice(None), half)] == example()
-
-
-def test_concatenation_takes_different_lengths() -> None:
-    joined = concatenate_nested_array_dicts([example(), example()[:1]])
-    assert joined.batch_size == (3, 3)
-    assert joined["agents", "message"].tolist() == [*TEXTS.tolist(), TEXTS.tolist()[0]]
+    longer = concatenate_nested_array_dicts([example(), example()[:1]])
+    assert longer.batch_size == (3, 3)
+    assert longer["agents", "message"].tolist() == [*TEXTS.tolist(), TEXTS.tolist()[0]]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +135,16 @@ def test_mismatched_shapes_are_refused(items: list[NestedArrayDict]) -> None:
         stack_nested_array_dicts(items)
     with pytest.raises(DataError):
         concatenate_nested_array_dicts(items)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((3, 2)), [[1, 2], [3]], [[object()] * 3] * 2, np.zeros((2, 3), dtype=np.complex64)],
+    ids=["shape", "ragged", "objects", "complex"],
+)
+def test_values_of_other_shapes_and_types_are_refused(value: Any) -> None:
+    with pytest.raises(DataError):
+        NestedArrayDict({"x": value}, (2, 3))
 
 
 def test_update_merges_nested_dictionaries() -> None:
@@ -172,21 +178,6 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=r"rollouts\.json"):
         NestedArrayDict.load(path)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.zeros((3, 2)), [[1, 2], [3]], [[object()] * 3] * 2, np.zeros((2, 3), dtype=np.complex64)],
-    ids=["shape", "ragged", "objects", "complex"],
-)
-def test_values_of_other_shapes_and_types_are_refused(value: Any) -> None:
-    with pytest.raises(DataError):
-        NestedArrayDict({"x": value}, (2, 3))
-
-
-def test_a_missing_key_is_reported_with_the_valid_keys() -> None:
-    with pytest.raises(KeyError, match="message"):
-        example()["agents", "mesage"]
 
 
 def test_specs_make_and_check_dictionaries() -> None:

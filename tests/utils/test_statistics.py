@@ -21,31 +21,18 @@ from nip_astra.utils.statistics import (
 
 def test_survival_is_the_product_worked_out_by_hand() -> None:
     # Five episodes: failures at turns 1 and 3, one censored after turn 1, two watched to the end.
-    found = kaplan_meier(FollowUp([1, 3, 1, 3, 3], [True, True, False, False, False], 3))
-    assert found.num_at_risk == [5, 3, 3]
-    assert found.survival == pytest.approx([4 / 5, 4 / 5, 4 / 5 * 2 / 3])
-    assert found.median is None
-
-
-def test_the_median_turn_is_the_first_at_which_half_have_failed() -> None:
+    curve = kaplan_meier(FollowUp([1, 3, 1, 3, 3], [True, True, False, False, False], 3))
+    assert curve.num_at_risk == [5, 3, 3]
+    assert curve.survival == pytest.approx([4 / 5, 4 / 5, 4 / 5 * 2 / 3])
+    assert curve.median is None
+    # The median turn is the first at which half have failed.
     assert kaplan_meier(FollowUp([1, 2, 2, 3], [True, True, False, False], 3)).median == 2
     assert kaplan_meier(FollowUp([], [], 2)).num_at_risk == [0, 0]
-
-
-def test_after_the_last_episode_left_survival_is_unknown() -> None:
-    found = kaplan_meier(FollowUp([0, 1], [False, False], 2))
-    assert found.survival[0] == 1.0
-    assert math.isnan(found.survival[1])
+    # After the last episode left, survival is unknown.
+    left = kaplan_meier(FollowUp([0, 1], [False, False], 2))
+    assert left.survival[0] == 1.0
+    assert math.isnan(left.survival[1])
     assert kaplan_meier(FollowUp([1, 1], [True, True], 3)).survival == [0.0, 0.0, 0.0]
-
-
-def test_censoring_keeps_the_estimate_right_where_leaving_out_would_not() -> None:
-    rng = np.random.default_rng(3)
-    event = rng.geometric(0.3, size=20_000)
-    leave = rng.integers(0, 4, size=20_000)
-    turns, is_event = np.minimum(event, leave), event <= leave
-    found = kaplan_meier(FollowUp(turns.tolist(), is_event.tolist(), 3))
-    assert found.survival == pytest.approx([0.7, 0.49, 0.343], abs=0.02)
 
 
 def test_pseudo_values_average_to_the_survival_estimate_and_spread_as_it_does() -> None:

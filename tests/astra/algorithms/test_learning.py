@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.astra.toys import (
     hf_problem,
     says,
 )
-from tests.kit.tiny import write_scenario
+from tests.kit.tiny import learn, write_scenario
 
 LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
 
@@ -55,14 +54,6 @@ def test_an_attacker_of_hugging_face_learns_rewarded_words(
     assert after > 0.8, (before, after)
 
 
-@pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
-def test_a_custom_attacker_learns_rewarded_words(algorithm: Any) -> None:
-    problem = ValuedWordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
-    Trainer(config, ASTSampler(problem, PROMPTS), algorithm(problem)).train()
-    assert says(problem, "silly") > 0.6
-
-
 @pytest.mark.parametrize(
     ("name", "algorithm"), [("ast_dpo", DPO), ("ast_ipo", IPO), ("ast_ppo", PPO)]
 )
@@ -70,50 +61,29 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     tmp_path: Path, name: str, algorithm: Any
 ) -> None:
     # A single batch per iteration, since the two order samples differently.
-    shared = {
-        "num_iterations": 3,
-        "minibatch_size": 64,
-        "num_episodes_per_experience": 3,
-        "lr": 3e-3,
-    }
+    shared = {"num_iterations": 3, "minibatch_size": 64, "num_episodes_per_experience": 3}
+    shared |= {"lr": 3e-3}
     scenario = write_scenario(tmp_path)
-    registered = prepare_experiment(
-        resolve_experiment(
-            trainer=name,
-            scenario=str(scenario),
-            overrides=[f"training.{key}={value}" for key, value in shared.items()],
-            seed=5,
-        ),
-        progress=False,
-    ).trainer
-    with ExitStack() as stack:
-        registered._build_train_context(stack)
-        registered._run_train_loop()
+    overrides = [f"training.{key}={value}" for key, value in shared.items()]
+    resolved = resolve_experiment(trainer=name, scenario=str(scenario), overrides=overrides, seed=5)
+    registered = prepare_experiment(resolved, progress=False).trainer
+    learn(registered)
 
-    instance = registered.scenario_instance
     section = registered.scenario
-    problem = hf_problem(
-        _Dirs(scenario / "attacker", scenario / "target"),
-        build_scorer(section.scorer, device=torch.device("cpu"), scenario_dir=scenario),
-        likelihood_model="reference",
-    )
-    env = ASTSampler(problem, instance.datasets["train"], section.tree_width, section.tree_depth)
-    trainer = Trainer(
-        TrainingConfiguration(**{**registered.training.to_dict(), **shared}, seed=5),
-        env,
-        algorithm(problem, **registered.parameters.to_dict() if name != "ast_ppo" else {}),
-    )
+    scorer = build_scorer(section.scorer, device=torch.device("cpu"), scenario_dir=scenario)
+    folders = Models(scenario / "attacker", scenario / "target")
+    problem = hf_problem(folders, scorer, likelihood_model="reference")
+    prompts = registered.scenario_instance.datasets["train"]
+    env = ASTSampler(problem, prompts, section.tree_width, section.tree_depth)
+    config = TrainingConfiguration(**{**registered.training.to_dict(), **shared}, seed=5)
+    options = registered.parameters.to_dict() if name != "ast_ppo" else {}
+    trainer = Trainer(config, env, algorithm(problem, **options))
     trainer.train()
     assert trainer._loop.state.num_optimizer_steps == registered.state.num_optimizer_steps > 0
     for own, theirs in zip(
         trainer._loop.policy.parameters(), registered.policy.parameters(), strict=True
     ):
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
-
-
-class _Dirs:
-    def __init__(self, attacker: Path, target: Path) -> None:
-        self.attacker, self.target = attacker, target
 
 
 def node(probe: str, reward: float, *children: Node, context: str = "hello", **more: Any) -> Node:
@@ -123,18 +93,18 @@ def node(probe: str, reward: float, *children: Node, context: str = "hello", **m
 def test_the_best_and_the_worst_of_every_group_make_a_pair_whatever_its_size() -> None:
     deep = node(" cat mat", 1.0, node(" you", 0.2, context="x"), node(" sat", 0.9, context="x"))
     graph = Graph("hello", [deep, node(" silly", 0.5), node(" mat", 0.0)])
-    pairs = DPO(WordProblem()).flatten(graph)
-    found = {(pair.prefix, pair.suffix_pos, pair.suffix_neg) for pair in pairs}
-    assert found == {("hello", " cat mat", " mat"), ("x", " sat", " you")}
-
-
-def test_ties_equal_probes_and_missing_verdicts_make_no_pair() -> None:
     solver = DPO(WordProblem())
-    assert solver.flatten(Graph("a", [node(" cat", 1.0), node(" mat", 1.0)])) == []
-    assert solver.flatten(Graph("a", [node(" cat", 1.0), node(" cat", 0.0)])) == []
-    assert solver.flatten(Graph("a", [node(" cat", float("nan")), node(" mat", 0.0)])) == []
-    assert solver.flatten(Graph("a", [node(" cat", 1.0)])) == []
-    assert solver.flatten(Graph("a", [])) == []
+    pairs = {(pair.prefix, pair.suffix_pos, pair.suffix_neg) for pair in solver.flatten(graph)}
+    assert pairs == {("hello", " cat mat", " mat"), ("x", " sat", " you")}
+    # Ties, equal probes, missing verdicts and groups of fewer than two make none.
+    for children in (
+        [node(" cat", 1.0), node(" mat", 1.0)],
+        [node(" cat", 1.0), node(" cat", 0.0)],
+        [node(" cat", float("nan")), node(" mat", 0.0)],
+        [node(" cat", 1.0)],
+        [],
+    ):
+        assert solver.flatten(Graph("a", children)) == []
 
 
 def test_a_subclass_may_override_step_alone_and_read_the_batch_as_lists() -> None:
@@ -157,17 +127,14 @@ def test_options_are_those_of_the_registered_trainers_and_others_are_refused() -
     problem = ValuedWordProblem()
     assert DPO(problem, loss="hinge").parameters.loss == "hinge"
     assert PPO(problem, 0.3, 0.7, gamma=0.5).parameters.gamma == 0.5
-    with pytest.raises(ConfigurationError, match=r"loss: unknown parameter"):
-        IPO(problem, loss="hinge")
-    with pytest.raises(ConfigurationError, match="'value_clip_range'"):
-        PPO(problem, value_clip_rang=0.1)
-    with pytest.raises(ConfigurationError, match="weak_supervision"):
-        DPO(problem, weak_supervision={"probes": "x.txt"})
-
-
-def test_ppo_refuses_a_problem_without_values_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="WordProblem has no value function"):
-        PPO(WordProblem())
+    for build, fact in (
+        (lambda: IPO(problem, loss="hinge"), "loss"),
+        (lambda: PPO(problem, value_clip_rang=0.1), "'value_clip_range'"),
+        (lambda: DPO(problem, weak_supervision={"probes": "x.txt"}), "weak_supervision"),
+        (lambda: PPO(WordProblem()), "WordProblem"),
+    ):
+        with pytest.raises(ConfigurationError, match=fact):
+            build()
 
 
 def test_values_of_either_shape_train_and_teach_the_same() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from nip_astra.astra import (
     Trainer,
     TrainingConfiguration,
 )
-from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
+from nip_astra.errors import ConfigurationError, ModelLoadError
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+from tests.kit.tiny import make_language_model, make_tokenizer
 
 
 def nodes_of(graph: Any) -> list[Any]:
@@ -36,13 +36,17 @@ def test_log_probabilities_of_a_graph_are_those_of_the_tokens_that_were_sampled(
 ) -> None:
     problem = hf_problem(models)
     nodes = nodes_of(ASTSampler(problem, PROMPTS).rollout(0))
-    scored = problem.get_attacker_logprobs([n.context for n in nodes], [n.probe for n in nodes])
+    contexts, probes = [n.context for n in nodes], [n.probe for n in nodes]
+    scored = problem.get_attacker_logprobs(contexts, probes)
     for row, node in zip(scored, nodes, strict=True):
         length = len(node.probe.ids)
         torch.testing.assert_close(row[:length], node.logprobs, rtol=1e-4, atol=1e-5)
         assert not row[length:].any()
-    reference = problem.get_baseline_logprobs([n.context for n in nodes], [n.probe for n in nodes])
+    reference = problem.get_baseline_logprobs(contexts, probes)
     torch.testing.assert_close(reference, scored.detach(), rtol=1e-4, atol=1e-5)
+    (row,) = problem.get_attacker_logprobs(["hello"], ["good day"])
+    assert len(row) == 3, "two words and the decision to stop"
+    assert row.requires_grad
 
 
 def test_a_conversation_made_by_adding_texts_is_read_as_the_sampler_reads_it(
@@ -61,22 +65,6 @@ def test_a_conversation_made_by_adding_texts_is_read_as_the_sampler_reads_it(
     shown = problem.tokenizer.decode(ids)
     assert shown.count("<user>") == 2
     assert shown.count("<assistant>") == 2
-
-
-def test_texts_remember_their_tokens_through_copies() -> None:
-    said = Spoken("good day", [4, 5, 3])
-    grown = "hello" + said
-    for again in (copy.deepcopy(grown), pickle.loads(pickle.dumps(grown))):
-        assert again == grown == "hello\ngood day"
-        assert again.turns[1].ids == (4, 5, 3)
-    assert type(said + "!") is str
-
-
-def test_a_plain_text_is_scored_with_its_end(models: Models) -> None:
-    problem = hf_problem(models)
-    (row,) = problem.get_attacker_logprobs(["hello"], ["good day"])
-    assert len(row) == 3, "two words and the decision to stop"
-    assert row.requires_grad
 
 
 def test_the_target_and_the_reference_never_learn(models: Models) -> None:
@@ -112,21 +100,6 @@ def test_ppo_gives_the_problem_a_value_head_that_is_trained(models: Models) -> N
     assert trainer._loop.state.num_optimizer_steps > 0, "it learns at tree_width 1"
 
 
-def test_a_subclass_may_reward_otherwise_and_trees_are_still_played_together(
-    models: Models,
-) -> None:
-    class Short(HFASTProblem):
-        def reward(
-            self, context: Sequence[str], probe: Sequence[str], response: Sequence[str]
-        ) -> list[float]:
-            return [-float(len(p.ids)) for p in probe]
-
-    options = {"attacker_options": SHORT, "target_options": SHORT}
-    problem = Short(str(models.attacker), str(models.target), scorer=Finds(), **options)
-    for node in nodes_of(ASTSampler(problem, PROMPTS).rollout(0)):
-        assert node.reward == -len(node.probe.ids)
-
-
 def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
     models: Models,
 ) -> None:
@@ -146,17 +119,11 @@ def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
     Trainer(TrainingConfiguration(training_steps=1), env, DPO(problem)).train()
 
 
-def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: Any) -> None:
-    from transformers import AutoTokenizer
-
-    from tests.kit.tiny import make_language_model
-
-    folder = make_language_model(tmp_path / "base", seed=3)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    problem = hf_problem(type(models)(folder, models.target))
+    folder = make_language_model(tmp_path / "base", seed=3, tokenizer=tokenizer)
+    problem = hf_problem(Models(folder, models.target))
     shown = problem.tokenizer.decode(
         problem._reader.context_ids("attacker", Conversation(["hello", "you", "fine"]))
     )
@@ -176,31 +143,31 @@ def test_the_baseline_is_the_attacker_before_training_unless_another_is_named(
 
 
 def test_wrong_input_is_reported_with_a_valid_alternative(models: Models) -> None:
-    with pytest.raises(ConfigurationError, match="attacker_model_id"):
-        HFASTProblem(target_model_id=str(models.target), scorer=Finds())
-    with pytest.raises(ConfigurationError, match="max_new_token: unknown parameter"):
-        hf_problem(models, attacker_options={"max_new_token": 3})
-    problem = HFASTProblem(str(models.attacker), str(models.target))
-    with pytest.raises(ConfigurationError, match="scorer"):
-        ASTSampler(problem, PROMPTS).rollout(0)
+    attacker, target = str(models.attacker), str(models.target)
+    for build, fact in (
+        (lambda: HFASTProblem(target_model_id=target, scorer=Finds()), "attacker_model_id"),
+        (lambda: hf_problem(models, attacker_options={"max_new_token": 3}), "max_new_token"),
+        (lambda: ASTSampler(HFASTProblem(attacker, target), PROMPTS).rollout(0), "scorer"),
+        # A model is named once.
+        (lambda: HFASTProblem(attacker, target, auditor_model_id="x"), "auditor_model_id"),
+        (lambda: HFEvaluationProblem("x", None, "y", tester_checkpoint="z"), "tester_checkpoint"),
+    ):
+        with pytest.raises(ConfigurationError, match=fact):
+            build()
 
 
 def test_an_evaluation_of_a_checkpoint_that_cannot_be_read_does_not_go_on(
-    models: Models, tmp_path: Any
+    models: Models, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelLoadError, match=r"nothing does not exist"):
-        HFEvaluationProblem(
-            str(tmp_path / "nothing"), str(models.attacker), str(models.target), scorer=Finds()
-        )
-    problem = HFEvaluationProblem(
-        str(models.attacker), None, str(models.target), "cpu", Finds(), attacker_options=SHORT
-    )
+    attacker, target = str(models.attacker), str(models.target)
+    with pytest.raises(ModelLoadError, match="nothing"):
+        HFEvaluationProblem(str(tmp_path / "nothing"), attacker, target, scorer=Finds())
+    problem = HFEvaluationProblem(attacker, None, target, "cpu", Finds(), attacker_options=SHORT)
     assert problem.tester is problem.attacker
-    assert issubclass(ModelLoadError, NipAstraError)
 
 
 def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
-    models: Models, tmp_path: Any
+    models: Models, tmp_path: Path
 ) -> None:
     lora = {**SHORT, "language_model": {"lora": {"rank": 2}}}
     problem = hf_problem(models, attacker_options=lora)
@@ -227,7 +194,7 @@ def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
 
 @pytest.mark.parametrize("version", ["attacker", "tester", "auditor"])
 def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
-    models: Models, tmp_path: Any, version: str
+    models: Models, tmp_path: Path, version: str
 ) -> None:
     problem = hf_problem(models)
     problem.attacker.save_pretrained(str(tmp_path / "weights"))
@@ -239,13 +206,6 @@ def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
     assert getattr(found, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
     assert getattr(found, version) is found.attacker
     ASTSampler(found, PROMPTS).eval_rollout("hello")
-
-
-def test_a_model_is_named_once(models: Models) -> None:
-    with pytest.raises(ConfigurationError, match="attacker_model_id and auditor_model_id"):
-        HFASTProblem(str(models.attacker), str(models.target), auditor_model_id="x")
-    with pytest.raises(ConfigurationError, match="given as attacker_checkpoint and tester"):
-        HFEvaluationProblem("x", None, "y", tester_checkpoint="z")
 
 
 @pytest.mark.parametrize(

@@ -39,35 +39,25 @@ def test_the_configuration_takes_arguments_and_is_that_of_fine_tuning() -> None:
     assert (other.lr, other.seed, other.batch_size) == (1e-3, 4, 4)
 
 
-def test_it_evaluates_once_every_so_many_iterations_and_keeps_the_best(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, config={"batch_size": 1})
-    assert trainer.best_score == -math.inf
-    trainer.train()
-    found = evaluations(tmp_path)
-    assert [line["step"] for line in found] == [2, 4]
-    assert all(line["metric"] == "dev/mean_reward" for line in found)
-    assert trainer.best_score == max(line["dev/mean_reward"] for line in found)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "best",
-        "last",
-        "state",
-        "evaluations.jsonl",
-    }
-
-
 def test_the_best_is_replaced_only_by_a_better_model(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, config={"training_steps": 12}, eval_every=1)
+    assert trainer.best_score == -math.inf
     saved: list[tuple[int, str]] = []
     save = trainer.save
     trainer.save = lambda step, tag="step": saved.append((step, tag)) or save(step, tag)
     trainer.train()
-    found = evaluations(tmp_path)
-    values = [line["dev/mean_reward"] for line in found]
-    better = [s["step"] for i, s in enumerate(found) if values[i] > max([-9.0, *values[:i]])]
+    lines = evaluations(tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert all(line["metric"] == "dev/mean_reward" for line in lines)
+    values = [line["dev/mean_reward"] for line in lines]
+    assert trainer.best_score == max(values)
+    better = [s["step"] for i, s in enumerate(lines) if values[i] > max([-9.0, *values[:i]])]
     assert [step for step, tag in saved if tag == "best"] == better
-    assert [line["step"] for line in found if line["is_best"]] == better
-    assert len(better) < len(found)
+    assert [line["step"] for line in lines if line["is_best"]] == better
+    assert len(better) < len(lines)
     assert [step for step, tag in saved if tag == "last"] == list(range(1, 13))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"best", "last", "state", "evaluations.jsonl"}
 
 
 def test_an_evaluation_gives_its_figure_and_nan_without_prompts(tmp_path: Path) -> None:
@@ -112,21 +102,17 @@ def test_ppo_weighs_tokens_alike_however_a_step_is_split(models: Models, tmp_pat
         torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_training_ends_early_by_the_dev_figure(tmp_path: Path) -> None:
-    config = {"training_steps": 60, "early_stopping_patience": 2, "eval_period": 1, "lr": 0.5}
-    trainer = trainer_of(tmp_path, config=config, eval_every=None)
-    trainer.train()
-    found = evaluations(tmp_path)
-    assert len(found) < 60
-    assert [line["is_best"] for line in found[-2:]] == [False, False]
-
-
-def test_the_period_of_evaluations_is_the_trainers_where_the_configuration_has_none(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("period", "eval_every"), [({"eval_period": 1}, None), ({}, 1)], ids=["config", "trainer"]
+)
+def test_training_ends_early_by_the_dev_figure(
+    tmp_path: Path, period: dict[str, int], eval_every: int | None
 ) -> None:
-    config = {"training_steps": 60, "early_stopping_patience": 1, "lr": 0.5}
-    trainer_of(tmp_path, config=config, eval_every=1).train()
-    assert len(evaluations(tmp_path)) < 60
+    config = {"training_steps": 60, "early_stopping_patience": 2, "lr": 0.5, **period}
+    trainer_of(tmp_path, config=config, eval_every=eval_every).train()
+    lines = evaluations(tmp_path)
+    assert len(lines) < 60
+    assert [line["is_best"] for line in lines[-2:]] == [False, False]
 
 
 @pytest.mark.parametrize("asked", [{"early_stopping_patience": 1}, {"eval_period": 1}])

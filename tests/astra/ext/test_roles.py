@@ -77,7 +77,7 @@ def test_an_advance_that_adds_the_same_turns_otherwise_plays_the_same_conversati
 )
 def test_an_advance_that_loses_the_speakers_is_refused(models: Models, way: Any) -> None:
     problem = problem_that_advances(models, way)
-    with pytest.raises(ConfigurationError, match=r"cannot be recovered|must be the"):
+    with pytest.raises(ConfigurationError):
         ASTSampler(problem, PROMPTS, 2, 3).rollout(0)
 
 
@@ -110,27 +110,26 @@ class OwnLoop(Sampler[str, str]):
         return Graph("hello", found)
 
 
-def test_a_custom_sampler_may_put_spaces_between_turns(models: Models) -> None:
-    found = OwnLoop(hf_problem(models), WAYS["spaces"]).rollout()
-    assert [len(node.context.split("\n")) for node in found.children] == [1, 3, 5]
+def test_a_custom_sampler_may_put_spaces_between_turns_and_no_labels(models: Models) -> None:
+    played = OwnLoop(hf_problem(models), WAYS["spaces"]).rollout()
+    assert [len(node.context.split("\n")) for node in played.children] == [1, 3, 5]
+    with pytest.raises(ConfigurationError):
+        OwnLoop(hf_problem(models), lambda s, a, r: s + " " + a + "\nBot: " + r).rollout()
 
 
-def test_a_custom_sampler_that_puts_labels_between_turns_is_refused(models: Models) -> None:
-    way = lambda s, a, r: s + " " + a + "\nBot: " + r  # noqa: E731 - a way, as those above
-    with pytest.raises(ConfigurationError, match=r"said by the|ends with"):
-        OwnLoop(hf_problem(models), way).rollout()
-
-
-def test_turns_know_their_speaker_through_copies_and_trees(models: Models) -> None:
-    said = Spoken("good day", [4, 5, 3], "attacker")
-    for again in (copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
+def test_turns_know_their_tokens_and_speaker_through_copies_and_trees(models: Models) -> None:
+    turn = Spoken("good day", [4, 5, 3], "attacker")
+    for again in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn))):
         assert (again, again.ids, again.speaker) == ("good day", (4, 5, 3), "attacker")
-    graph = ASTSampler(hf_problem(models), PROMPTS).rollout(0)
-    assert [turn.speaker for turn in (graph.children[0].probe, graph.children[0].response)] == [
-        *("attacker", "target")
-    ]
-    assert " " + said is said
-    assert "hello" + said + "" + said == Conversation(["hello", said, said])
+    grown = "hello" + turn
+    for conversation in (copy.deepcopy(grown), pickle.loads(pickle.dumps(grown))):
+        assert conversation == grown == "hello\ngood day"
+        assert conversation.turns[1].ids == (4, 5, 3)
+    assert type(turn + "!") is str
+    assert " " + turn is turn
+    assert "hello" + turn + "" + turn == Conversation(["hello", turn, turn])
+    first = ASTSampler(hf_problem(models), PROMPTS).rollout(0).children[0]
+    assert (first.probe.speaker, first.response.speaker) == ("attacker", "target")
 
 
 def test_a_single_text_is_the_prompt_for_either_model(models: Models) -> None:

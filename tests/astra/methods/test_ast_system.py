@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,42 +28,29 @@ from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of
 
 
-def env_of(kind: str, models: Models, **options: Any) -> ASTSampler:
-    problem = hf_problem(models) if kind == "hugging face" else WordProblem()
-    return ASTSampler(problem, PROMPTS, **options)
-
-
 @pytest.mark.parametrize("kind", ["hugging face", "own"])
 def test_equal_seeds_give_equal_graphs_and_zero_is_a_seed(kind: str, models: Models) -> None:
-    env = env_of(kind, models)
+    env, again = (
+        ASTSampler(hf_problem(models) if kind == "hugging face" else WordProblem(), PROMPTS)
+        for _ in range(2)
+    )
     first = {}
     for seed in (0, 1):
         torch.manual_seed(seed + 7)  # the global state must not matter
+        before = torch.get_rng_state(), random.getstate()
         first[seed] = texts_of(env.rollout(seed))
+        # Nor is it changed.
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
     random.seed(99)
     for seed in (0, 1):
         assert texts_of(env.rollout(seed)) == first[seed]
         assert texts_of(env.eval_rollout(seed)) == texts_of(env.eval_rollout(seed))
     assert first[0] != first[1]
-
-
-@pytest.mark.parametrize("kind", ["hugging face", "own"])
-def test_without_a_seed_episodes_differ_and_a_program_repeats_them(
-    kind: str, models: Models
-) -> None:
-    env, again = env_of(kind, models), env_of(kind, models)
+    # Without a seed episodes differ, and a program repeats them.
     episodes = [texts_of(env.rollout()) for _ in range(3)]
     assert episodes[0] != episodes[1] != episodes[2]
     assert [texts_of(again.rollout()) for _ in range(3)] == episodes
-
-
-def test_the_global_generators_are_as_before_after_a_rollout() -> None:
-    torch.manual_seed(1)
-    random.seed(1)
-    before = torch.get_rng_state(), random.getstate()
-    ASTSampler(WordProblem(), PROMPTS).rollout(0)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
 
 
 def test_all_branches_of_a_level_are_requested_in_one_call() -> None:
@@ -80,17 +67,12 @@ def test_an_evaluation_from_a_number_plays_a_chain_and_rates_each_text_once() ->
     scorer = Finds()
     problem = WordProblem(scorer)
     graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=3).eval_rollout(0)
-    assert len(list(graph.chain())) == 3
+    first, second, _ = graph.chain()
+    assert second.context == first.context + first.probe + first.response
+    assert first.probe == first.attack == first.audit == first.challenge
     assert all(len(node.children) <= 1 for node in graph.chain())
     assert [count for _, count in problem.asked] == [1] * 6
     assert sum(scorer.calls) <= 6
-
-
-def test_the_state_grows_by_advance_and_the_target_reads_context_and_probe() -> None:
-    graph = ASTSampler(WordProblem(), ["hello"], 1, 2).rollout(0)
-    first, second = graph.chain()
-    assert first.context == "hello"
-    assert second.context == first.context + first.probe + first.response
 
 
 def test_the_reward_is_that_of_the_paper_and_likelihood_counts_per_token() -> None:
@@ -115,11 +97,6 @@ def test_an_empty_probe_earns_no_more_than_a_likely_probe() -> None:
     assert empty < said
 
 
-def test_an_invalid_weight_is_reported_when_the_problem_is_made() -> None:
-    with pytest.raises(ConfigurationError, match="w_likelihood"):
-        WordProblem(ppl_weight=-1.0)
-
-
 @pytest.mark.parametrize("who", ["attacker", "tester", "auditor"])
 def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
     def said(self: Any, x: Sequence[str]) -> list[str]:
@@ -139,15 +116,6 @@ def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
     assert says(problem, "silly") > 0.5
 
 
-def test_a_problem_that_leaves_a_method_out_cannot_be_made() -> None:
-    class Unfinished(ASTProblem):
-        def parameters(self) -> Iterator[torch.nn.Parameter]:
-            yield torch.nn.Parameter(torch.zeros(1))
-
-    with pytest.raises(TypeError, match="get_attacker_logprobs"):
-        Unfinished(Finds())
-
-
 def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> None:
     class Polite(Moderator):
         def moderate(self, x: Sequence[str]) -> list[float]:
@@ -158,14 +126,12 @@ def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> Non
     assert problem.scorer.score(["a"]) == [0.25]
     graph = ASTSampler(problem, PROMPTS).rollout(0)
     assert graph.children[0].response_score == 0.25
-
-
-def test_a_scorer_is_given_under_one_of_its_names() -> None:
-    problem = WordProblem()
     problem.moderator = scorer = Finds()
     assert problem.scorer is scorer
     with pytest.raises(ConfigurationError, match="scorer and moderator"):
         ASTProblem.__init__(problem, Finds(), moderator=Finds())
+    with pytest.raises(ConfigurationError, match="w_likelihood"):
+        WordProblem(ppl_weight=-1.0)
 
 
 def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:
@@ -237,10 +203,17 @@ def test_an_attacker_without_gradient_and_a_missing_text_are_reported() -> None:
         ASTSampler(Frozen(), PROMPTS).rollout(0)
 
 
-@pytest.mark.parametrize("prompts", [[], "hello", None])
-def test_a_sampler_wants_a_list_of_prompts(prompts: Any) -> None:
-    with pytest.raises(ConfigurationError, match="list of at least one text"):
-        ASTSampler(WordProblem(), prompts)
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        *(({"prompts": prompts}, "list") for prompts in ([], "hello", None)),
+        ({"tree_width": 0}, "tree_width=0"),
+        ({"tree_depth": -1}, "tree_depth=-1"),
+    ],
+)
+def test_a_sampler_without_prompts_or_probes_is_refused(options: Any, fact: str) -> None:
+    with pytest.raises(ConfigurationError, match=fact):
+        ASTSampler(WordProblem(), **{"prompts": PROMPTS, **options})
 
 
 class Lines(Sampler[str, str]):
@@ -258,12 +231,6 @@ class Lines(Sampler[str, str]):
         )
 
 
-@pytest.mark.parametrize(("name", "size"), [("tree_width", 0), ("tree_depth", -1)])
-def test_a_tree_without_a_probe_is_refused(name: str, size: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"{name}={size} .*at least 1"):
-        ASTSampler(WordProblem(), PROMPTS, **{name: size})
-
-
 def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     problem = WordProblem()
     env = Lines(problem)
@@ -275,8 +242,3 @@ def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     assert says(problem, "silly") > 0.5
     with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")
-
-
-def test_a_node_goes_by_the_names_of_all_versions() -> None:
-    node = Node("state", "said", "answer", 1.0, [])
-    assert node.probe == node.attack == node.audit == node.challenge == "said"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,38 +29,11 @@ def harness_of(**options: Any) -> Harness:
     return Harness(ASTSampler(problem, PROMPTS), DPO(problem), 6, config=config, **options)
 
 
-def sizes(harness: Harness, **options: Any) -> list[int]:
-    return [len(batch.prefixes) for batch in harness.experience(**options)]
-
-
-def test_batches_have_the_requested_size() -> None:
-    found = sizes(harness_of(), seed=0)
-    assert found[:-1] == [4] * (len(found) - 1)
-    assert len(found) > 2
-    assert sizes(harness_of(dataloader_kwargs={"batch_size": 7}), seed=0)[0] == 7
-
-
-def test_the_trainer_takes_one_step_a_batch_of_the_configured_size() -> None:
-    problem = WordProblem()
-    trainer = Trainer(
-        TrainingConfiguration(batch_size=1000, training_steps=3),
-        ASTSampler(problem, PROMPTS),
-        DPO(problem),
-    )
-    trainer.train()
-    assert trainer._loop.state.num_optimizer_steps == 3
-
-
-def test_one_experience_has_several_prompts_also_with_a_seed() -> None:
-    for options in ({"seed": 0}, {"seed": 3}, {}):
-        batches = list(harness_of().experience(**options))
-        openings = {
-            prefix.split(" cat")[0].split(" you")[0] for b in batches for prefix in b.prefixes
-        }
-        prompts = {
-            p for p in PROMPTS for b in batches for prefix in b.prefixes if prefix.startswith(p)
-        }
-        assert len(prompts) > 2, (options, openings)
+def trainer_of(problem: Any = None, **options: Any) -> Trainer:
+    """A trainer by DPO, by default of few small batches."""
+    problem = problem or WordProblem(ppl_weight=0.0)
+    values = {"training_steps": 2, "num_episodes_per_experience": 2, "batch_size": 4, **options}
+    return Trainer(TrainingConfiguration(**values), ASTSampler(problem, PROMPTS), DPO(problem))
 
 
 def test_equal_seeds_give_equal_experience_in_equal_order_and_calls_go_on() -> None:
@@ -86,22 +60,15 @@ def test_experience_can_be_gone_through_several_times_and_has_a_length(
     passes = [[pair for batch in buffer for pair in batch.suffix_pos] for _ in range(3)]
     assert len(harness.sampler.system.asked) == num_played, "it was played again"
     assert len(buffer) == len(list(buffer)) == -(-len(passes[0]) // 4) > 2
+    assert {len(batch.prefixes) for batch in list(buffer)[:-1]} == {4}
     assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
     assert (passes[0] == passes[1]) == bool(options), "a pass has an order of its own"
     assert buffer.num_samples == len(passes[0])
+    prefixes = [prefix for batch in buffer for prefix in batch.prefixes]
+    assert sum(any(p.startswith(prompt) for p in prefixes) for prompt in PROMPTS) > 2
 
 
-def test_a_problem_that_is_played_and_another_that_is_trained_are_refused() -> None:
-    played, trained = WordProblem(), WordProblem()
-    for build in (
-        lambda: Trainer(TrainingConfiguration(), ASTSampler(played, PROMPTS), DPO(trained)),
-        lambda: Harness(ASTSampler(played, PROMPTS), DPO(trained)),
-    ):
-        with pytest.raises(ConfigurationError, match=r"plays one problem.*trains another"):
-            build()
-
-
-def test_an_algorithm_or_a_sampler_without_its_problem_is_reported() -> None:
+def test_an_algorithm_or_a_sampler_of_no_or_another_problem_is_reported() -> None:
     class Forgets(DPO):
         def __init__(self, problem: Any) -> None:
             self.own = problem
@@ -111,74 +78,45 @@ def test_an_algorithm_or_a_sampler_without_its_problem_is_reported() -> None:
             self.prompts = PROMPTS
 
     problem = WordProblem()
-    for sampler, algorithm in (
-        (ASTSampler(problem, PROMPTS), Forgets(problem)),
-        (Forgotten(problem), DPO(problem)),
+    for sampler, algorithm, fact in (
+        (ASTSampler(problem, PROMPTS), Forgets(problem), "Forgets"),
+        (Forgotten(problem), DPO(problem), "Forgotten"),
+        (ASTSampler(problem, PROMPTS), DPO(WordProblem()), "one problem"),
     ):
-        with pytest.raises(ConfigurationError, match=r"Forg.* super\(\)\.__init__\(problem\)"):
-            Trainer(TrainingConfiguration(), sampler, algorithm)
-
-
-def test_samples_are_shuffled_unless_disabled() -> None:
-    plain = harness_of(dataloader_kwargs={"shuffle": False})
-    ordered = [
-        pair
-        for batch in plain.experience(seed=0)
-        for pair in zip(batch.prefixes, batch.suffix_pos, strict=True)
-    ]
-    mixed = [
-        pair
-        for batch in harness_of().experience(seed=0)
-        for pair in zip(batch.prefixes, batch.suffix_pos, strict=True)
-    ]
-    assert ordered != mixed
-    assert sorted(ordered) == sorted(mixed)
+        for build in (
+            lambda s=sampler, a=algorithm: Trainer(TrainingConfiguration(), s, a),
+            lambda s=sampler, a=algorithm: Harness(s, a),
+        ):
+            with pytest.raises(ConfigurationError, match=fact):
+                build()
 
 
 def test_options_that_would_not_be_used_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'num_workers'"):
-        harness_of(dataloader_kwargs={"num_workers": 2})
     problem = WordProblem()
-    env = ASTSampler(problem, PROMPTS)
-    with pytest.raises(ConfigurationError, match="two"):
-        Trainer(TrainingConfiguration(), env, DPO(problem), sampler=env)
-    with pytest.raises(ConfigurationError, match="none"):
-        Trainer(TrainingConfiguration(), algorithm=DPO(problem))
-    with pytest.raises(ConfigurationError, match="algorithm"):
-        Trainer(TrainingConfiguration(), env)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("num_episodes_per_experience", {"num_episodes_per_experience": 0}),
-        ("batch_size", {"dataloader_kwargs": {"batch_size": 0}}),
-        ("batch_size", {"dataloader_kwargs": {"batch_size": "many"}}),
-    ],
-)
-def test_a_number_of_nothing_is_refused(name: str, options: dict[str, Any]) -> None:
-    problem = WordProblem()
-    with pytest.raises(ConfigurationError, match=rf"{name}=.* at least 1"):
-        Harness(ASTSampler(problem, PROMPTS), DPO(problem), **options)
+    env, solver, config = ASTSampler(problem, PROMPTS), DPO(problem), TrainingConfiguration()
+    for build, fact in (
+        (lambda: harness_of(dataloader_kwargs={"num_workers": 2}), "'num_workers'"),
+        (lambda: Trainer(config, env, solver, sampler=env), "two"),
+        (lambda: Trainer(config, algorithm=solver), "none"),
+        (lambda: Trainer(config, env), "algorithm"),
+        (lambda: Trainer({"lr": 1.0}, env, solver), "dict"),
+        (lambda: Harness(env, solver, 0), "num_episodes_per_experience=0"),
+        (lambda: harness_of(dataloader_kwargs={"batch_size": 0}), "batch_size=0"),
+        (lambda: harness_of(dataloader_kwargs={"batch_size": "many"}), "batch_size="),
+    ):
+        with pytest.raises(ConfigurationError, match=fact):
+            build()
 
 
 @pytest.mark.parametrize("asked", [{"eval_period": 1}, {"early_stopping_patience": 2}])
 def test_a_trainer_that_evaluates_nothing_warns_before_it_trains(asked: dict[str, int]) -> None:
-    problem = WordProblem()
-    config = TrainingConfiguration(training_steps=1, **asked)
-    with pytest.raises(
-        ConfigurationError, match=r"no prompts to evaluate on.*dev_prompts="
-    ) as told:
-        Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
-    assert "=".join(map(str, *asked.items())) in str(told.value)
-
-
-def test_a_period_of_evaluations_that_is_set_later_is_reported_too() -> None:
-    problem = WordProblem()
-    config = TrainingConfiguration(training_steps=1)
-    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
-    trainer.config.eval_period = 1
-    with pytest.raises(ConfigurationError, match="no prompts to evaluate on"):
+    (fact,) = (f"{name}={value}" for name, value in asked.items())
+    with pytest.raises(ConfigurationError, match=fact):
+        trainer_of(**asked)
+    trainer = trainer_of()
+    for name, value in asked.items():
+        setattr(trainer.config, name, value)
+    with pytest.raises(ConfigurationError, match="dev_prompts="):
         trainer.train()
 
 
@@ -196,23 +134,25 @@ def test_losses_carry_gradients_and_logs_are_plain_numbers(
 
 
 def test_w_and_b_takes_its_arguments_without_a_key_and_leaves_them_as_they_are(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[dict[str, Any]] = []
-
-    class Run:
-        def log(self, values: dict[str, Any]) -> None:
-            started.append(values)
-
     import wandb
 
+    sent: list[dict[str, Any]] = []
+    run = SimpleNamespace(log=sent.append)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr(wandb, "init", lambda **options: started.append(options) or Run())
+    monkeypatch.setattr(wandb, "init", lambda **options: sent.append(options) or run)
     options = {"project": "mine", "mode": "offline", "config": {"lr": 1}}
     harness = harness_of(use_wandb=True, wandb_kwargs=options)
     harness.log_current_step({"loss": 1.0})
-    assert started == [{"project": "mine", "mode": "offline", "config": {"lr": 1}}, {"loss": 1.0}]
+    assert sent == [{"project": "mine", "mode": "offline", "config": {"lr": 1}}, {"loss": 1.0}]
     assert options["project"] == "mine"
+    # A trainer sends its configuration.
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    problem = WordProblem()
+    config = TrainingConfiguration(lr=0.25, num_episodes_per_experience=2)
+    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem), use_wandb=True)
+    assert sent[2]["config"].items() >= {"lr": 0.25, "num_episodes_per_experience": 2}.items()
 
 
 def test_w_and_b_online_without_a_key_is_reported_without_a_prompt(
@@ -245,7 +185,7 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
 # ---- configuration and trainer
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop"])
 def test_every_optimizer_is_real_and_learns(name: str) -> None:
     problem = WordProblem(ppl_weight=0.0)
     config = TrainingConfiguration(optimizer=name, lr=0.3, training_steps=15, batch_size=16)
@@ -283,20 +223,17 @@ def test_fields_stay_checked_when_they_are_changed_and_others_may_be_set() -> No
 def test_seed_zero_is_a_seed_of_training_and_another_gives_other_weights() -> None:
     def weights(seed: int) -> list[float]:
         torch.manual_seed(torch.seed())
-        problem = WordProblem()
-        config = TrainingConfiguration(training_steps=2, lr=0.1, seed=seed)
-        Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
-        found: list[float] = problem.attacker.logits.tolist()
-        return found
+        trainer = trainer_of(lr=0.1, seed=seed)
+        trainer.train()
+        logits: list[float] = trainer.harness.sampler.system.attacker.logits.tolist()
+        return logits
 
     assert weights(0) == weights(0) != weights(1)
 
 
 def test_a_custom_optimizer_is_used_at_its_own_rate() -> None:
     problem = WordProblem()
-    trainer = Trainer(
-        TrainingConfiguration(training_steps=1, lr=1e-5), ASTSampler(problem, PROMPTS), DPO(problem)
-    )
+    trainer = trainer_of(problem, lr=1e-5)
     trainer.optimizer = torch.optim.SGD(problem.parameters(), lr=0.5)
     trainer.train()
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
@@ -306,38 +243,16 @@ def test_a_custom_optimizer_is_used_at_its_own_rate() -> None:
 def test_training_goes_on_where_it_was_when_there_are_more_steps(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    problem = WordProblem()
-    config = TrainingConfiguration(training_steps=1)
-    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    trainer = trainer_of(training_steps=1)
     trainer.train()
-    config.training_steps = 3
+    trainer.config.training_steps = 3
     trainer.train()
     assert trainer._loop.state.iteration == 3
     trainer.train()
-    assert "nothing left to train: 3 of 3" in caplog.text
-
-
-def test_a_configuration_of_another_kind_is_refused() -> None:
-    problem = WordProblem()
-    with pytest.raises(ConfigurationError, match="is a dict"):
-        Trainer({"lr": 1.0}, ASTSampler(problem, PROMPTS), DPO(problem))
-
-
-def small(**changes: Any) -> TrainingConfiguration:
-    values = {"training_steps": 2, "num_episodes_per_experience": 2, "batch_size": 4}
-    return TrainingConfiguration(**{**values, **changes})
+    assert "3 of 3" in caplog.text
 
 
 def test_a_replaced_or_wrapped_harness_is_used_in_training() -> None:
-    def trained(change: Any) -> tuple[Trainer, WordProblem]:
-        problem = WordProblem(ppl_weight=0.0)
-        trainer = Trainer(
-            small(lr=0.3, training_steps=4), ASTSampler(problem, PROMPTS), DPO(problem)
-        )
-        change(trainer)
-        trainer.train()
-        return trainer, problem
-
     class Counting(Harness):
         num_experiences = num_steps = 0
 
@@ -350,51 +265,36 @@ def test_a_replaced_or_wrapped_harness_is_used_in_training() -> None:
             loss, logs = super().step(batch)
             return 0.0 * loss, logs
 
-    def replace(trainer: Trainer) -> None:
-        trainer.harness = Counting(
-            trainer.harness.sampler, trainer.harness.algorithm, 2, config=trainer.config
-        )
+    def logits(trainer: Trainer) -> torch.Tensor:
+        return trainer.harness.sampler.system.attacker.logits.detach()
 
-    weights = [p.detach().clone() for p in WordProblem(ppl_weight=0.0).parameters()]
-    trainer, problem = trained(replace)
+    options = {"lr": 0.3, "training_steps": 4}
+    trainer = trainer_of(**options)
+    initial, plain = logits(trainer).clone(), trainer.harness
+    trainer.harness = Counting(plain.sampler, plain.algorithm, 2, config=trainer.config)
+    trainer.train()
     assert trainer.harness.num_experiences == 4
     assert trainer.harness.num_steps == trainer._global_step_counter > 4
     # The replacement's loss has no gradient, so nothing was learnt.
-    assert all(torch.equal(a, b) for a, b in zip(weights, problem.parameters(), strict=True))
+    assert torch.equal(logits(trainer), initial)
 
     seen: list[int] = []
-
-    def wrap(trainer: Trainer) -> None:
-        step = trainer.harness.step
-        trainer.harness.step = lambda batch: (  # type: ignore[method-assign]
-            seen.append(trainer._global_step_counter) or step(batch)
-        )
-
-    trainer, problem = trained(wrap)
-    assert seen == list(range(1, trainer._global_step_counter + 1))
-    _, same = trained(lambda trainer: None)
-    assert all(
-        torch.equal(a, b) for a, b in zip(problem.parameters(), same.parameters(), strict=True)
+    trainer, same = trainer_of(**options), trainer_of(**options)
+    step = trainer.harness.step
+    trainer.harness.step = lambda batch: (  # type: ignore[method-assign]
+        seen.append(trainer._global_step_counter) or step(batch)
     )
+    trainer.train()
+    same.train()
+    assert seen == list(range(1, trainer._global_step_counter + 1))
+    assert torch.equal(logits(trainer), logits(same))
+    assert not torch.equal(logits(trainer), initial)
 
 
 def test_batches_are_counted_before_their_step_also_where_several_make_one() -> None:
-    problem = WordProblem()
-    config = TrainingConfiguration(batch_size=1, training_steps=2, gradient_accumulation_steps=3)
-    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    options = {"batch_size": 1, "num_episodes_per_experience": 8}
+    trainer = trainer_of(gradient_accumulation_steps=3, **options)
     trainer.train()
     steps = trainer._loop.state.num_optimizer_steps
     assert 3 * steps - 4 <= trainer._global_step_counter <= 3 * steps
     assert trainer._global_step_counter > steps
-
-
-def test_a_trainer_sends_w_and_b_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    started: list[dict[str, Any]] = []
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(wandb, "init", lambda **options: started.append(options))
-    problem = WordProblem()
-    Trainer(small(lr=0.25), ASTSampler(problem, PROMPTS), DPO(problem), use_wandb=True)
-    assert started[0]["config"]["lr"] == 0.25
-    assert started[0]["config"]["num_episodes_per_experience"] == 2

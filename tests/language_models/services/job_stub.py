@@ -44,19 +44,21 @@ class JobStub:
         return job
 
     def _upload(self, body: bytes) -> dict[str, Any]:
-        found = re.search(rb'name="file"; filename="([^"]+)"\r\n.*?\r\n\r\n(.*?)\r\n--', body, re.S)
-        assert found is not None
+        result = re.search(
+            rb'name="file"; filename="([^"]+)"\r\n.*?\r\n\r\n(.*?)\r\n--', body, re.S
+        )
+        assert result is not None
         file = {
             "id": f"file-{len(self.files)}",
             "object": "file",
-            "bytes": len(found[2]),
-            "filename": found[1].decode(),
+            "bytes": len(result[2]),
+            "filename": result[1].decode(),
             "purpose": "fine-tune",
             "created_at": 0,
             "status": "processed",
         }
         self.files.append(file)
-        self.contents[str(file["id"])] = found[2]
+        self.contents[str(file["id"])] = result[2]
         return file
 
     def _create(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -89,18 +91,18 @@ def job_stub() -> Iterator[JobStub]:
 
     def answer(request: BaseHTTPRequestHandler, body: bytes) -> None:
         fault = stub.faults.pop(0) if stub.faults else None
-        status, found = 200, None
+        status, result = 200, None
         if isinstance(fault, int):
-            status, found = fault, {"error": {"message": "so it is", "code": None}}
+            status, result = fault, {"error": {"message": "so it is", "code": None}}
         else:
             parts = urlsplit(request.path)
-            found = stub.answer(request.command, parts.path, parse_qs(parts.query), body)
-            if found is None:
-                status, found = 404, {"error": {"message": "no such job", "code": None}}
+            result = stub.answer(request.command, parts.path, parse_qs(parts.query), body)
+            if result is None:
+                status, result = 404, {"error": {"message": "no such job", "code": None}}
         if fault == "lost":
             request.close_connection = True
             return
-        payload = json.dumps(found).encode()
+        payload = json.dumps(result).encode()
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(payload)))

@@ -29,15 +29,15 @@ def model(tiny_model: HuggingFaceLanguageModel) -> LocalChatModel:
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Requests and threads of each batch."""
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     complete = HuggingFaceLanguageModel.complete
 
     def counted(self: HuggingFaceLanguageModel, requests: Any, **options: Any) -> Any:
-        found.append((len(requests), torch.get_num_threads()))
+        result.append((len(requests), torch.get_num_threads()))
         return complete(self, requests, **options)
 
     monkeypatch.setattr(HuggingFaceLanguageModel, "complete", counted)
-    return found
+    return result
 
 
 def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
@@ -52,10 +52,10 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
     for request, outcome in zip(requests, together, strict=True):
         (alone,) = ask(model, request)
         assert texts(alone) == texts(outcome)
-        for one, other in zip(alone.samples, outcome.samples, strict=True):
-            assert isinstance(one, ChatAnswer)
-            assert isinstance(other, ChatAnswer)
-            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+        for first, second in zip(alone.samples, outcome.samples, strict=True):
+            assert isinstance(first, ChatAnswer)
+            assert isinstance(second, ChatAnswer)
+            assert first.token_logprobs == pytest.approx(second.token_logprobs, abs=1e-4)
     model.num_threads = 3
     monkeypatch.setattr(model.language_model, "num_parameters", lambda: 100_000_000)
     ask(model, saying("hello", max_tokens=2))
@@ -92,7 +92,7 @@ def test_logprobs_are_those_of_the_model_for_the_tokens_of_the_text(model: Local
     outcomes = ask(
         model, *(saying("hello", seed=n, max_tokens=6, needs_logprobs=True) for n in range(20))
     )
-    outcome = next(one for one in outcomes if one.usage.completion_tokens == 6)
+    outcome = next(outcome for outcome in outcomes if outcome.usage.completion_tokens == 6)
     (answer,) = outcome.samples
     assert isinstance(answer, ChatAnswer)
     assert answer.finish_reason is FinishReason.LENGTH
@@ -220,7 +220,7 @@ def test_answers_keep_to_a_response_format_beside_free_answers(
         saying("hi", seed=1, num_samples=4, max_tokens=20, response_format={"type": "text"}),
     ]
     formed, free, cut, text = ask(model, *requests)
-    assert {tuple(sorted(json.loads(one))) for one in texts(formed)} == {("is_sure", "rating")}
+    assert {tuple(sorted(json.loads(text))) for text in texts(formed)} == {("is_sure", "rating")}
     assert len(set(texts(formed))) > 1
     assert texts(text) == texts(free)
     assert texts(cut)[0].startswith("{")
@@ -228,8 +228,8 @@ def test_answers_keep_to_a_response_format_beside_free_answers(
     assert cut.samples[0].finish_reason is FinishReason.LENGTH
     with using_actors(ActorOptions(2)):
         model = LocalChatModel(byte_model, name="bytes", num_batches=2)
-        assert [texts(one) for one in ask(model, *requests)] == [
-            texts(one) for one in (formed, free, cut, text)
+        assert [texts(item) for item in ask(model, *requests)] == [
+            texts(item) for item in (formed, free, cut, text)
         ]
 
 
@@ -246,7 +246,7 @@ def test_a_form_that_cannot_be_enforced_is_an_unknown_form(
     outcomes = ask(LocalChatModel(byte_model, name="bytes"), *requests)
     # The vocabulary of the other model cannot express JSON.
     outcomes += ask(model, saying("hi", response_format=FORM))
-    assert [failure(one).reason for one in outcomes] == [FailureReason.UNKNOWN_FORM] * 4
+    assert [failure(outcome).reason for outcome in outcomes] == [FailureReason.UNKNOWN_FORM] * 4
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     vars(byte_model).pop("grammars", None)

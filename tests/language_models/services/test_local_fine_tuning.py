@@ -25,15 +25,18 @@ from nip_astra.language_models.services.fine_tuning import (
     SupervisedExample,
 )
 
-SAID = SupervisedExample(
+SUPERVISED = SupervisedExample(
     ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"})
 )
-LIKED = PreferenceExample(({"role": "user", "content": "hello"},), "yes", "no")
+PREFERENCE = PreferenceExample(({"role": "user", "content": "hello"},), "yes", "no")
 OPTIONS = {
     "supervised": FineTuningOptions(num_epochs=3, batch_size=1, seed=0),
     "dpo": FineTuningOptions("dpo", num_epochs=3, batch_size=1, seed=0),
 }
-EXAMPLES: dict[str, list[Any]] = {"supervised": [SAID, SAID], "dpo": [LIKED, LIKED]}
+EXAMPLES: dict[str, list[Any]] = {
+    "supervised": [SUPERVISED, SUPERVISED],
+    "dpo": [PREFERENCE, PREFERENCE],
+}
 
 
 Open: TypeAlias = Callable[..., LocalFineTuningService]
@@ -110,10 +113,10 @@ def test_an_example_that_the_window_does_not_hold_fails_the_job(
     method: str, open_service: Open, tiny_model: HuggingFaceLanguageModel
 ) -> None:
     long = "a " * tiny_model.context_window
-    examples: list[Any] = [LIKED, LIKED._replace(rejected=long)]
+    examples: list[Any] = [PREFERENCE, PREFERENCE._replace(rejected=long)]
     if method == "supervised":
         answer = {"role": "assistant", "content": "yes"}
-        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, answer))]  # type: ignore[typeddict-item]
+        examples = [SUPERVISED, SupervisedExample(({"role": "user", "content": long}, answer))]  # type: ignore[typeddict-item]
     service = open_service()
     ended = _train(service, _submit(service, method, examples=examples))
     assert ended.status is JobStatus.FAILED
@@ -220,6 +223,6 @@ def test_a_killed_job_continues_after_its_last_step(
     ended = _train(again, job_id)
     assert steps == [0, 1, -1, 2, 3, 4, 5]
     assert ended.model == expected.model
-    files = [Path(one.place_of(str(ended.model))) / "model.safetensors" for one in (whole, again)]
+    files = [Path(item.place_of(str(ended.model))) / "model.safetensors" for item in (whole, again)]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert not (again.directory / job_id / STATE).exists()

@@ -12,11 +12,10 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
-from nip_astra.language_models.base import Generation, LanguageModel
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
-    OptimizerFigures,
     TrainingService,
 )
 from nip_astra.rl_objectives.reductions import LossOutput
@@ -25,14 +24,15 @@ from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from tests.kit.experiments import ast_trainer
 from tests.kit.tiny import load_backend
 
+Rows = tuple[Tensor, ...]
 
-class DistantService(TrainingService):
+
+class DistantService(LocalTrainingService):
     """A stand-in for a remote service: returns log-probabilities, receives their gradients."""
 
     def __init__(self, model: LanguageModel, lr: float) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        self.leaves: list[tuple[Tensor]] = []
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0))
+        self.leaves: list[tuple[Rows, Tensor]] = []
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
         num_samples, mean = sum(map(len, batches)), 0.0
@@ -45,32 +45,11 @@ class DistantService(TrainingService):
             self.leaves = []
         return {"loss": mean}
 
-    def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
+    def logprobs(self, *rows: Tensor) -> Tensor:
         with torch.no_grad():
-            rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
             leaf = self.model.logprobs(*rows)
         self.leaves.append((rows, leaf.requires_grad_()))
         return leaf
-
-    def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
-        self.optimizer.param_groups[0]["lr"] = lr
-        weights = list(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(weights, max_grad_norm or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return OptimizerFigures(float(norm), was_taken=True)
-
-    def sample(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
-        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
-
-    def save_state(self, directory: Path) -> None:
-        self.model.save(directory / "policy")
-
-    def load_state(self, directory: Path) -> None:
-        self.model.restore(directory / "policy")
-
-    def save_weights_for_sampler(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
 
 
 def weights_of(model: LanguageModel) -> list[Tensor]:
@@ -80,7 +59,7 @@ def weights_of(model: LanguageModel) -> list[Tensor]:
 def batch_of(*counts: int) -> TensorDict:
     """Equal contexts, as many as each count says, with tokens that increase from 6."""
     tokens = [torch.tensor([6 + i, 3]) for count in counts for i in range(count)]
-    return collate([{"context": torch.tensor([2, 4]), "tokens": one} for one in tokens])
+    return collate([{"context": torch.tensor([2, 4]), "tokens": item} for item in tokens])
 
 
 def nll(service: TrainingService) -> Loss:
@@ -105,12 +84,12 @@ def local(model: LanguageModel) -> LocalTrainingService:
 
 def test_gradients_of_calls_add_up_and_those_of_batches_are_means(model: LanguageModel) -> None:
     service = local(model)
-    found = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
+    result = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
     split = [p.grad.clone() for p in model.parameters()]
     assert service.optim_step(lr=0.0).was_taken
     assert all(p.grad is None for p in model.parameters())
     whole = batch_of(3, 1)
-    assert service.forward_backward([whole], nll(service)) == pytest.approx(found, rel=1e-6)
+    assert service.forward_backward([whole], nll(service)) == pytest.approx(result, rel=1e-6)
     service.forward_backward([whole], nll(service))
     for parameter, gradient in zip(model.parameters(), split, strict=True):
         torch.testing.assert_close(parameter.grad, 2 * gradient, atol=1e-6, rtol=1e-5)
@@ -133,7 +112,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_dropped(model: Lan
     ("numbers", "named"),
     [
         *(({"lr": lr}, "lr") for lr in (math.nan, math.inf, -1.0, 1e30)),
-        *(({"lr": 0.1, "max_grad_norm": one}, "max_grad_norm") for one in (math.nan, 0.0, -1.0)),
+        *(({"lr": 0.1, "max_grad_norm": item}, "max_grad_norm") for item in (math.nan, 0.0, -1.0)),
     ],
 )
 def test_a_step_by_invalid_numbers_is_refused(

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
+from nip_astra.language_models.base import SamplingOptions, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.tree_engine import decode_graphs, sessions
@@ -26,10 +26,10 @@ from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
+from tests.kit.tiny import CPU, load_backend
+from tests.language_models.tree_engine.growing import assert_same, grow
 
-CPU = torch.device("cpu")
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
-OPTIONS = SamplingOptions(max_new_tokens=7, min_new_tokens=1)
 
 
 class Recorder:
@@ -55,37 +55,6 @@ def fix(model: HuggingFaceLanguageModel, capture: Callable | None, **how: bool) 
     model._snapshot = model._new_snapshot()
 
 
-def grow(model: HuggingFaceLanguageModel, *, seed: int = 0) -> list[Generation]:
-    """Play three levels: two turns of each context, two after two of each of these, one after
-    each, which the caches do not fit."""
-    generator = torch.Generator().manual_seed(seed)
-    session = model.open_session()
-    rows = CONTEXTS
-    found = []
-    for level, width in enumerate((2, 2, 1)):
-        uniforms = torch.rand(len(rows) * width, 7, generator=generator)
-        branching = 1 if level == 0 else 2
-        drawn = session.generate(rows, width, uniforms, OPTIONS, branching=branching).generation
-        found.append(drawn)
-        spoken = [ids[mask].tolist() for ids, mask in zip(drawn.ids_BT, drawn.mask_BT, strict=True)]
-        turns = [
-            [*rows[i // width], *turn, *([] if turn[-1] == 3 else [3]), 4, 6 + i % 3, 3, 5]
-            for i, turn in enumerate(spoken)
-        ]
-        rows = turns if level else [turn for turn in turns for _ in range(2)]
-    return found
-
-
-def same(ours: list[Generation], others: list[Generation]) -> bool:
-    pairs = zip(ours, others, strict=True)
-    return all(
-        torch.equal(a.ids_BT, b.ids_BT)
-        and torch.equal(a.mask_BT, b.mask_BT)
-        and torch.allclose(a.logprobs_BT, b.logprobs_BT, atol=1e-4)
-        for a, b in pairs
-    )
-
-
 @pytest.mark.parametrize(
     ("fold_tokens", "is_captured", "check_period"), [(0, True, 2), (400, True, 8), (400, False, 1)]
 )
@@ -103,8 +72,7 @@ def test_a_tree_is_the_same_with_fixed_shapes(
     recorder = Recorder() if is_captured else None
     fix(tiny_model, recorder)
     with tiny_model.counting() as spent:
-        fixed = grow(tiny_model)
-    assert same(fixed, plain)
+        assert_same(grow(tiny_model), plain)
     assert recorder is None or recorder.count > 0
     assert spent.forwarded > 0
 
@@ -116,16 +84,16 @@ def test_a_step_is_captured_once_and_uses_updated_weights(
     fix(tiny_model, recorder)
     before = grow(tiny_model)
     count = recorder.count
-    assert count == 2, "six rows, and twenty-four twice"
+    assert count == 3, "eight, 32 and 128 rows"
     with torch.no_grad():
         for parameter in tiny_model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.2)
     after = grow(tiny_model)
     assert recorder.count == count
-    assert not same(after, before)
+    assert [level.turns for level in after] != [level.turns for level in before]
     tiny_model._steps = None
     tiny_model._snapshot = tiny_model._new_snapshot()
-    assert same(grow(tiny_model), after)
+    assert_same(grow(tiny_model), after)
 
 
 def test_a_step_that_cannot_be_captured_is_computed_with_a_warning(
@@ -137,12 +105,12 @@ def test_a_step_that_cannot_be_captured_is_computed_with_a_warning(
     plain = grow(tiny_model)
     fix(tiny_model, fail)
     with caplog.at_level(logging.WARNING):
-        assert same(grow(tiny_model), plain)
+        assert_same(grow(tiny_model), plain)
     assert [r.message for r in caplog.records] == [
         "decoding steps are not captured: operation not permitted when stream is capturing"
     ]
     fix(tiny_model, fail, is_required=True)
-    with pytest.raises(ConfigurationError, match="decode_graphs is always, but a step of 6"):
+    with pytest.raises(ConfigurationError, match="decode_graphs is always, but a step of 8"):
         grow(tiny_model)
 
 
@@ -156,7 +124,7 @@ def test_a_level_too_large_for_fixed_shapes_is_decoded_without(
     recorder = Recorder()
     fix(tiny_model, recorder)
     with caplog.at_level(logging.INFO):
-        assert same(grow(tiny_model), plain)
+        assert_same(grow(tiny_model), plain)
     assert recorder.count == 0
     assert caplog.text.count("are decoded without fixed shapes") == 1
 
@@ -164,14 +132,14 @@ def test_a_level_too_large_for_fixed_shapes_is_decoded_without(
 def test_sizes_used_longest_ago_are_forgotten(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Numbers of a token's keys and values, tokens of the larger size, bytes of a number.
-    one_size = 2 * 2 * 2 * 8 * (24 * 128) * 4
+    # Numbers of a token's keys and values, tokens of the largest size, bytes of a number.
+    one_size = 2 * 2 * 2 * 8 * (128 * 128) * 4
     monkeypatch.setattr(decode_graphs, "max_bytes", lambda device: one_size)
     recorder = Recorder(is_counter=True)
     fix(tiny_model, recorder)
     grow(tiny_model)
     grow(tiny_model)
-    assert recorder.count == 4
+    assert recorder.count == 6
     assert tiny_model._steps is not None
     assert len(tiny_model._steps._steps) == 1
 
@@ -184,13 +152,8 @@ def test_padding_is_less_than_half() -> None:
 
 
 def test_graphs_demanded_without_a_gpu_are_refused(tiny_model_dir: Path) -> None:
-    parameters = HuggingFaceLanguageModel.Parameters(
-        model=str(tiny_model_dir), decode_graphs="always"
-    )
-    with pytest.raises(
-        ConfigurationError, match="decode_graphs is always, but the model runs on the"
-    ):
-        HuggingFaceLanguageModel.load(parameters, device=CPU, scenario_dir=None, trainable=True)
+    with pytest.raises(ConfigurationError, match="decode_graphs is always, but"):
+        load_backend(tiny_model_dir, decode_graphs="always")
     with pytest.raises(ConfigurationError, match="Llama-like"):
         build_fixed_steps(None, torch.device("cuda"), "always")
     assert build_fixed_steps(None, torch.device("cuda"), "auto") is None

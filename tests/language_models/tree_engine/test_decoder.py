@@ -42,7 +42,7 @@ from nip_astra.language_models.tree_engine.decoder import (
 )
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
-from tests.kit.tiny import CPU, load_backend, make_language_model, make_tokenizer, uniforms_of
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model, uniforms_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -109,8 +109,8 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
         logits = weights.head(hidden)
         for row, sequence in enumerate(sequences):
             expected = module(torch.tensor([sequence])).logits[0]
-            found = logits[trie.nodes_SD[row, : len(sequence)]]
-            assert torch.allclose(found, expected, atol=2e-4)
+            result = logits[trie.nodes_SD[row, : len(sequence)]]
+            assert torch.allclose(result, expected, atol=2e-4)
     last = trie.nodes_SD[2, : len(sequences[2])]
     weights = live_weights(module, torch.float32, use_adapter=True)
     attend = TrieAttention(trie, torch.float32)
@@ -140,23 +140,11 @@ def test_other_models_use_their_own_forward_pass(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.fixture
-def gpt2() -> HuggingFaceLanguageModel:
+def gpt2(tmp_path: Path) -> HuggingFaceLanguageModel:
     """A backend over an architecture with learned positions, which goes through `generate`."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=23,
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        initializer_range=0.4,
-        eos_token_id=3,
-        bos_token_id=2,
-    )
-    module = GPT2LMHeadModel(config)
+    model = load_backend(make_gpt2(tmp_path / "gpt2"))
     # A checkpoint's own generation settings must not change the distribution.
-    module.generation_config.repetition_penalty = 5.0
-    model = HuggingFaceLanguageModel(module, make_tokenizer(), device=CPU, trainable=True)
+    model.module.generation_config.repetition_penalty = 5.0
     assert model._decoder is None
     return model
 
@@ -225,23 +213,23 @@ def test_entropies_and_hidden_states_come_from_the_same_pass(
     mask = ids > 0
     rows = (*pad_left([[2, 4, 6, 7], [2, 4]], CPU), ids, mask)
     with model.counting() as spent, torch.no_grad():
-        found = model.token_scores(*rows, needs_entropy=True, needs_hidden=True)
+        result = model.token_scores(*rows, needs_entropy=True, needs_hidden=True)
     assert spent.head_rows == 5
-    assert found.entropy_BT is not None
-    assert found.hidden_BTX is not None
-    assert found.hidden_BTX.shape == (2, 3, model.hidden_size)
-    assert torch.equal(found.logprobs_BT, model.logprobs(*rows))
+    assert result.entropy_BT is not None
+    assert result.hidden_BTX is not None
+    assert result.hidden_BTX.shape == (2, 3, model.hidden_size)
+    assert torch.equal(result.logprobs_BT, model.logprobs(*rows))
     for row, context in enumerate([[2, 4, 6, 7], [2, 4]]):
         length = int(mask[row].sum())
         whole = torch.tensor([context + ids[row, :length].tolist()])
         output = model.module(whole, output_hidden_states=True)
         before = slice(len(context) - 1, -1)
         expected = torch.distributions.Categorical(logits=output.logits[0, before]).entropy()
-        assert torch.allclose(found.entropy_BT[row, :length], expected, atol=1e-5)
+        assert torch.allclose(result.entropy_BT[row, :length], expected, atol=1e-5)
         hidden = output.hidden_states[-1][0, before]
-        assert torch.allclose(found.hidden_BTX[row, :length], hidden, atol=1e-5)
-    assert (found.entropy_BT[~mask] == 0).all()
-    assert (found.hidden_BTX[~mask] == 0).all()
+        assert torch.allclose(result.hidden_BTX[row, :length], hidden, atol=1e-5)
+    assert (result.entropy_BT[~mask] == 0).all()
+    assert (result.hidden_BTX[~mask] == 0).all()
 
 
 def test_buffers_are_rounded_with_the_weights_but_not_those_of_rotary_positions() -> None:
@@ -273,9 +261,9 @@ def test_adapters_that_are_more_than_two_matrices_go_through_the_module(
 ) -> None:
     config = LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **more})
     module = get_peft_model(MODULES["llama"](), config).get_base_model()
-    found = why_unsupported(module) or ""
-    assert reason in found
-    assert bool(reason) == bool(found)
+    result = why_unsupported(module) or ""
+    assert reason in result
+    assert bool(reason) == bool(result)
 
 
 def test_a_target_on_the_attackers_weights_keeps_its_own_options(tiny_model_dir: Path) -> None:
@@ -300,11 +288,11 @@ def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _agree(one: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> None:
     leaves = [x.requires_grad_() for x in inputs]
-    found, expected = one(*leaves), other(*leaves)
-    torch.testing.assert_close(found, expected)
+    result, expected = one(*leaves), other(*leaves)
+    torch.testing.assert_close(result, expected)
     upstream = torch.randn_like(expected)
     for mine, theirs in zip(
-        torch.autograd.grad(found, leaves, upstream),
+        torch.autograd.grad(result, leaves, upstream),
         torch.autograd.grad(expected, leaves, upstream),
         strict=True,
     ):

@@ -34,15 +34,15 @@ def test_the_kept_prompt_with_the_longest_common_beginning_is_found() -> None:
         start = draw.choice(known)[: draw.randrange(80)] if known else ()
         ids = (*start, *(draw.randrange(2) for _ in range(draw.randrange(5, 60))))
         newest = known[-20:]
-        most = max((min(num_shared(one, ids), len(ids) - 1) for one in newest), default=0)
-        found, length = kept.nearest(ids, None)
+        most = max((min(num_shared(item, ids), len(ids) - 1) for item in newest), default=0)
+        result, length = kept.nearest(ids, None)
         if ids in newest:
             assert length == len(ids) - 1
         elif most < BLOCK_TOKENS:
-            assert (found, length) == (None, 0)
+            assert (result, length) == (None, 0)
         else:
-            assert found is not None
-            assert (length, found.ids[:length]) == (most, ids[:most])
+            assert result is not None
+            assert (length, result.ids[:length]) == (most, ids[:most])
         if ids not in known:
             kept.add(prompt_of(*ids), None)
             known.append(ids)
@@ -85,16 +85,16 @@ def test_rows_attend_to_their_own_tokens_however_they_are_grouped(
         cache.add(prompt, start)
     attention = cache.advance(counts)
     queries, keys, values = (torch.randn(sum(counts), HEADS, DIM) for _ in range(3))
-    found = torch.split(attention(0, queries, keys, values), counts)
+    result = torch.split(attention(0, queries, keys, values), counts)
     assert cache.lengths == [start + count for start, count in zip(starts, counts, strict=True)]
     new = zip(*(torch.split(x, counts) for x in (queries, keys, values)), strict=True)
     for row, (query, key, value) in enumerate(new):
         all_keys, all_values = (
-            torch.cat([old, one]).transpose(0, 1)
-            for old, one in zip(contexts[row], (key, value), strict=True)
+            torch.cat([old, item]).transpose(0, 1)
+            for old, item in zip(contexts[row], (key, value), strict=True)
         )
         seen = torch.ones(len(query), all_keys.shape[1], dtype=torch.bool).tril(starts[row])
         expected = F.scaled_dot_product_attention(
             query.transpose(0, 1), all_keys, all_values, attn_mask=seen, scale=1.0
         )
-        torch.testing.assert_close(found[row], expected.transpose(0, 1).flatten(1))
+        torch.testing.assert_close(result[row], expected.transpose(0, 1).flatten(1))

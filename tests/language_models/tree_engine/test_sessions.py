@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from itertools import compress
-
 import pytest
 import torch
 
-from nip_astra.language_models.base import SamplingOptions, _UncachedSession
+from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import kv_cache, sessions
 from tests.kit.tiny import uniforms_of
-
-OPTIONS = SamplingOptions(max_new_tokens=5)
+from tests.language_models.tree_engine.growing import OPTIONS, assert_same, grow
 
 
 @pytest.fixture(params=[0, 400], ids=["segments", "folded"])
@@ -23,101 +19,46 @@ def fold_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return int(request.param)
 
 
-def _grow(
-    model: HuggingFaceLanguageModel,
-    *,
-    cached: bool,
-    width: int,
-    branching: int,
-    seed: int,
-    dropping: bool = False,
-) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
-    """Play three levels of a ragged tree; return tokens, and scores of tokens and spans."""
-    chance = random.Random(seed)
-    session = model.open_session() if cached else _UncachedSession(model)
-    openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
-    contexts = [
-        [*opening, *(chance.randint(6, 20) for _ in range(chance.randint(1, 4)))]
-        for opening in openings
-        for _ in range(branching)
-    ]
-    found = []
-    for level in range(3):
-        spans = [(len(context) - 1, len(context)) for context in contexts]
-        uniforms = uniforms_of(len(contexts) * width, 5, seed=level)
-        turns = session.generate(
-            contexts, width, uniforms, OPTIONS, branching=branching, spans=spans
-        )
-        drawn = turns.generation
-        ids = [row[mask].tolist() for row, mask in zip(drawn.ids_BT, drawn.mask_BT, strict=True)]
-        assert turns.span_logprobs_CT is not None
-        found.append((ids, drawn.logprobs_BT, turns.span_logprobs_CT))
-        shared = [[4, *(chance.randint(6, 20) for _ in range(chance.randint(0, 3)))] for _ in ids]
-        contexts = [
-            [*contexts[row // width], *words, *shared[row], chance.randint(6, 20), 5]
-            for row, words in enumerate(ids)
-            for _ in range(branching)
-        ]
-        if dropping:
-            are_kept = [row % 2 == 0 for row in range(len(ids))]
-            session.keep(are_kept)
-            kept = [is_kept for is_kept in are_kept for _ in range(branching)]
-            contexts = list(compress(contexts, kept))
-    return found
-
-
 @pytest.mark.parametrize(("width", "branching"), [(1, 1), (3, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize(("seed", "dropping"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("seed", "is_dropping"), [(0, False), (1, False), (2, True), (3, True)])
 def test_a_tree_is_the_same_with_and_without_caches(
     tiny_model: HuggingFaceLanguageModel,
     fold_tokens: int,
     width: int,
     branching: int,
     seed: int,
-    dropping: bool,
+    is_dropping: bool,
 ) -> None:
-    shape = {"width": width, "branching": branching, "seed": seed, "dropping": dropping}
-    with_caches = _grow(tiny_model, cached=True, **shape)
-    without = _grow(tiny_model, cached=False, **shape)
-    for ours, plain in zip(with_caches, without, strict=True):
-        assert ours[0] == plain[0]
-        assert torch.allclose(ours[1], plain[1], atol=1e-4)
-        assert torch.allclose(ours[2], plain[2], atol=1e-4)
+    shape = {"width": width, "branching": branching, "seed": seed, "is_dropping": is_dropping}
+    assert_same(grow(tiny_model, **shape), grow(tiny_model, is_cached=False, **shape))
 
 
 @pytest.mark.parametrize("limit", [1, 7, 20])
 def test_small_passes_and_few_scores_at_once_change_nothing(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    whole = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
+    whole = grow(tiny_model)
     monkeypatch.setattr(tiny_model, "max_batch_tokens", limit)
     monkeypatch.setattr(sessions, "MAX_SCORES", 50)
     monkeypatch.setattr(sessions, "MAX_LOGITS", 40)
-    parts = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
-    for one, other in zip(whole, parts, strict=True):
-        assert one[0] == other[0]
-        assert torch.allclose(one[1], other[1], atol=1e-5)
+    assert_same(grow(tiny_model), whole, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("period", [2, 3, 100])
-@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("is_dropping", [False, True])
 def test_rows_may_leave_some_steps_after_they_have_ended(
     tiny_model: HuggingFaceLanguageModel,
     monkeypatch: pytest.MonkeyPatch,
     fold_tokens: int,
-    dropping: bool,
+    is_dropping: bool,
     period: int,
 ) -> None:
     """As on a GPU, where a check synchronises with the device."""
-    shape = {"width": 2, "branching": 2, "seed": 2, "dropping": dropping}
-    at_once = _grow(tiny_model, cached=True, **shape)
+    at_once = grow(tiny_model, seed=2, is_dropping=is_dropping)
     monkeypatch.setattr(sessions.CachedSession, "check_period", period)
-    later = _grow(tiny_model, cached=True, **shape)
-    assert len({len(ids) for ids in at_once[0][0]}) > 1
-    for one, other in zip(at_once, later, strict=True):
-        assert one[0] == other[0]
-        assert torch.allclose(one[1], other[1], atol=1e-5)
-        assert torch.allclose(one[2], other[2], atol=1e-5)
+    later = grow(tiny_model, seed=2, is_dropping=is_dropping)
+    assert len({len(ids) for ids in at_once[0].turns}) > 1
+    assert_same(later, at_once, tolerance=1e-5)
 
 
 def test_caches_of_long_conversations_are_seldom_copied(

@@ -67,7 +67,9 @@ def test_long_rows_are_cut_only_where_almost_nothing_is_shared() -> None:
     assert trie.num_tokens == trie.num_unique == 80 + 8 * 200
     alike = [[1, *answer] for answer in answers]
     assert len(build_trie(alike, pair_cost=0.01, max_dense_tokens=300).row_lengths) == 8
-    begun = build_trie([[*prompt[:12], *one] for one in answers], pair_cost=1, max_dense_tokens=200)
+    begun = build_trie(
+        [[*prompt[:12], *item] for item in answers], pair_cost=1, max_dense_tokens=200
+    )
     assert 12 + 8 * 200 < begun.num_tokens <= 1.05 * (12 + 8 * 200)
 
 
