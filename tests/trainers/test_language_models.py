@@ -23,6 +23,10 @@ def prepared(name: str, folder: Path, *overrides: str) -> tuple[Any, list[Sample
         samples = trainer.collect(0).samples
         for weight in trainer.learned:
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
+    for number, sample in enumerate(samples):
+        # Farther away, so that the divergence of pairs is above 0 and differs between batches.
+        for name in sample.keys() & {"reference_chosen"}:
+            sample[name] = sample[name] - 1.0 * number
     return trainer, samples
 
 
