@@ -1,7 +1,7 @@
 """Run an experiment: `python run.py --trainer ast_dpo`; see `python run.py --help`."""
 
 try:
-    from nip_astra.cli.app import main
+    from nip_astra.__main__ import main
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"error: the package {error.name!r} is missing. Activate the virtual environment, or "

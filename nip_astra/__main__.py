@@ -1,6 +1,9 @@
-"""Runs the command line for `python -m nip_astra`."""
+"""Runs the command line, for `nip-astra` and `python -m nip_astra`."""
 
-from nip_astra.cli.app import main
+try:
+    from nip_astra.cli.app import main
+except KeyboardInterrupt:  # Ctrl-C in the half second of imports
+    raise SystemExit(130) from None
 
 if __name__ == "__main__":
     main()

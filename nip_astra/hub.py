@@ -78,7 +78,7 @@ def push_to_hub(
         When the hub refuses it or cannot be reached.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # lazy export
 
     try:
@@ -103,7 +103,7 @@ def push_to_hub(
                 folder_path=target,
                 commit_message=f"Trained with nip_astra: run {path.resolve().name}",
             )
-        except (HfHubHTTPError, OSError) as error:
+        except Exception as error:  # the errors of its HTTP library have no common base class
             raise ServiceRequestError(
                 f"{repo_id} could not be published: {reason_of(error)}. Log in with `hf auth "
                 "login`, or check the name and the network."

@@ -115,7 +115,14 @@ def _load_module(name: str) -> LoadedPlugin:
         )
     if (source := active_source()) is not None:
         source.check(f"the module {name}", "imported")
-    return _import(LoadedPlugin(name, None, name, None), lambda: importlib.import_module(name))
+    return _import(LoadedPlugin(name, None, name, None), lambda: _import_module(name))
+
+
+def _import_module(name: str) -> None:
+    module = importlib.import_module(name)
+    if module.__spec__ is not None and module.__spec__.origin is None:
+        folder = next(iter(module.__path__))
+        raise PluginError(f"{folder!r} is a folder without __init__.py. Give one of its files.")
 
 
 def _module_name(path: Path) -> str:

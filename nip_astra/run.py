@@ -202,7 +202,9 @@ def _begin(
     """Create a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
-    run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
+    run_id = settings.run_id
+    if run_id is None:
+        run_id = new_run_id(hyper_params.trainer, hyper_params.scenario)
 
     def write(new: RunDirectory) -> None:
         written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())

@@ -19,10 +19,9 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
+from tests.report.runs import failing
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
 SHOW = ("show", "--trainer", "ast_dpo")
 DEEP = {"lists": "a: " + "[" * 100_000, "groups": "{a: " * 50_000}
 """YAML that is nested without end."""
@@ -64,8 +63,7 @@ def test_input_without_end_or_of_impossible_size_is_refused(
 )
 def test_sizes_that_no_memory_holds(cli: CommandLine, overrides: tuple[str, ...]) -> None:
     started = time.monotonic()
-    message = refused(cli.run(overrides=overrides))
-    assert "ower" in message
+    refused(cli.run(overrides=overrides))
     assert time.monotonic() - started < 30
     assert not (cli.folder / "runs" / "one").exists()
 
@@ -85,27 +83,14 @@ def test_half_a_surrogate_pair_is_written_and_read_back(tmp_path: Path) -> None:
     assert directory.read_json("one.json") == rows
 
 
-@pytest.mark.parametrize("form", ["csv", "jsonl", "hitlog"])
-def test_an_export_of_half_a_surrogate_pair(cli: CommandLine, tmp_path: Path, form: str) -> None:
+def test_an_export_of_half_a_surrogate_pair(cli: CommandLine, tmp_path: Path) -> None:
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(cli.scenario))
     run = RunDirectory.create(tmp_path / "runs", "one")
     run.write_yaml("hyper_parameters.yaml", resolved.hyper_params.to_dict())
-    row = {
-        "node": 0,
-        "parent": -1,
-        "depth": 0,
-        "episode": 0,
-        "prompt": "a",
-        "probe": "b \ud800",
-        "response": "c",
-        "response_score": 1.0,
-        "combined_score": 1.0,
-        "is_error": False,
-        "reward": 0.0,
-        "probe_nll": 1.0,
-    }
-    (run.path / "rollouts" / "evaluation.jsonl").write_text(json.dumps({"step": 1} | row) + "\n")
-    cli.ok("export", str(run.path), "--format", form)
+    table = json.dumps(failing("b \ud800", node=0, parent=-1))
+    (run.path / "rollouts" / "evaluation.jsonl").write_text(f"{table}\n")
+    for form in ("csv", "jsonl", "hitlog"):
+        cli.ok("export", str(run.path), "--format", form)
 
 
 def test_a_closed_standard_output_is_no_traceback(tmp_path: Path) -> None:
@@ -143,9 +128,7 @@ def test_a_scorer_that_hangs_has_a_time_limit(on_failure: str) -> None:
     assert Hanging.calls == 1
 
 
-def test_an_iteration_without_samples_shows_no_nan(
-    cli: CommandLine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_iteration_without_samples_shows_no_nan(cli: CommandLine) -> None:
     result = cli.run(overrides=("ast_dpo.min_reward_difference=1000000",))
     assert result.code == 0, result.err
     assert "nan" not in result.err

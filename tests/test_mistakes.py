@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 
 MOST_LINES, MOST_CHARACTERS = 2, 300
@@ -51,6 +53,8 @@ MISTAKES = {
     "dataset create x.safetensors --set num_trian=3": "'num_train'",
     # parameters and settings
     f"{SHOW} training.learning_rate=1e-4": "lr",
+    "--trainer ast_dpo --settings num_checkpoints_kept=0": "num_checkpoints_kept",
+    "--trainer ast_dpo --settings checkpoint_period": "--settings",
     f"{SHOW} learning_rate=1e-4": "training.lr",
     f"{SHOW} training.max_steps=10": "training.num_iterations",
     f"{SHOW} training.per_device_train_batch_size=10": "training.minibatch_size",
@@ -123,16 +127,16 @@ def test_no_mistake_ends_in_a_traceback_or_in_a_long_message(cli: CommandLine) -
         (cli.folder / name).parent.mkdir(parents=True, exist_ok=True)
         cli.write(name, text)
     wrong = []
-    for typed, fact in MISTAKES.items():
+    for command, fact in MISTAKES.items():
         with plugins_forgotten_after():
-            result = cli(*shlex.split(typed))
+            result = cli(*shlex.split(command))
         lines = result.err.splitlines()
         # The list of all names, after an unknown name, may take the lines that it needs.
         own = re.sub(r"Known [\w ]+: [^.]*\.|Known here: [^.]*\.", "", result.err)
         is_short = 0 < len(lines) <= MOST_LINES and len(own) <= MOST_CHARACTERS
-        is_said = fact in result.err and "error: " in lines[0].lower()
-        if result.code != 2 or not is_short or not is_said or "Traceback" in result.err:
-            wrong.append((typed, fact, result.code, result.err))
+        is_reported = fact in result.err and "error: " in lines[0].lower()
+        if result.code != 2 or not is_short or not is_reported or "Traceback" in result.err:
+            wrong.append((command, fact, result.code, result.err))
     assert wrong == []
 
 
@@ -144,3 +148,20 @@ def test_without_its_packages_the_program_names_the_packages_to_install() -> Non
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert re.search(r"'\w+' is missing.*pip install", done.stderr)
+
+
+@pytest.mark.parametrize("start", ["run.py", "nip_astra/__main__.py"])
+def test_ctrl_c_while_the_program_loads_ends_it_without_a_traceback(start: str) -> None:
+    code = f"""
+import runpy, sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+runpy.run_path({start!r}, run_name="__main__")
+"""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert (done.returncode, done.stderr) == (130, "")

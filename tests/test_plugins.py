@@ -99,11 +99,13 @@ def test_a_module_is_loaded_by_its_name(gadgets: Registry[Any], tmp_path: Path) 
         *((spec, ["neither", ".py"]) for spec in ("", "folder/mine", "my-module", "a..b")),
         ("nope.py", ["/nope.py", "No such file"]),
         ("no_such_module_here", ["ModuleNotFoundError", "no_such_module_here"]),
+        ("kit_folder", ["__init__.py", "/site/kit_folder'"]),
     ],
 )
 def test_a_plugin_that_does_not_exist_is_refused(
-    gadgets: Registry[Any], spec: str, facts: list[str]
+    gadgets: Registry[Any], tmp_path: Path, spec: str, facts: list[str]
 ) -> None:
+    write(tmp_path / "site" / "kit_folder" / "mine.py", REGISTER.format(name="mine"))
     assert says(failure_of(spec), spec, *facts)
 
 

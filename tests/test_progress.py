@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from nip_astra.progress import (
     total_num_iterations,
     waiting_for,
 )
+from tests.kit.bars import Bars
 
 
 @pytest.fixture(autouse=True)
@@ -53,42 +54,9 @@ def stderr_of(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> 
 @dataclass
 class Settings:
     test_run: bool = False
-    progress: bool = True
+    progress: bool = False
     tqdm_func: Any = None
     global_tqdm_step_fn: Any = None
-
-
-class RecordedBar:
-    """A tqdm stand-in."""
-
-    def __init__(self, total: int, **kwargs: Any) -> None:
-        self.total = total
-        self.n = 0
-        self.initial = 0
-        self.postfixes: list[dict[str, str]] = []
-        self.description = ""
-        self.is_closed = False
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def set_description(self, description: str) -> None:
-        self.description = description
-
-    def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
-        self.postfixes.append(dict(values))
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@dataclass
-class Bars:
-    made: list[RecordedBar] = field(default_factory=list)
-
-    def __call__(self, **kwargs: Any) -> RecordedBar:
-        self.made.append(RecordedBar(**kwargs))
-        return self.made[-1]
 
 
 class Loops:
@@ -115,24 +83,31 @@ class Loops:
             iteration_context.step()
 
 
+def with_shared_bar(loops: Loops, bars: Bars | None) -> ProgressBar:
+    loops.progress = open_progress(total_num_iterations(loops), True, bars)  # type: ignore[attr-defined]
+    bar: ProgressBar = loops.progress  # type: ignore[attr-defined]
+    return bar
+
+
 def test_a_loop_is_called_without_its_context_and_keeps_its_result_and_arguments() -> None:
-    loops = Loops(Settings(progress=False))
+    loops = Loops(Settings())
     assert loops.train(scale=2) == "trained"
     assert loops.seen == [0, 2, 4, 6]
     assert Loops.train.__doc__ == "Train."
 
 
 @pytest.mark.parametrize(
-    ("num_train", "test_run", "num_run", "total"),
-    [(7, False, 7, 10), (7, True, 1, 2), (0, True, 0, 1)],
+    ("num_train", "test_run", "cut", "num_run", "total"),
+    [(7, False, None, 7, 10), (7, True, None, 1, 2), (0, True, None, 0, 1), (7, False, 2, 2, 4)],
 )
 def test_the_count_is_known_before_the_loop_and_capped_in_a_test_run(
-    num_train: int, test_run: bool, num_run: int, total: int
+    num_train: int, test_run: bool, cut: int | None, num_run: int, total: int
 ) -> None:
-    loops = Loops(Settings(test_run=test_run, progress=False), num_train=num_train)
+    loops = Loops(Settings(test_run=test_run), num_train=num_train)
     assert Loops.train.num_iterations_func(loops) == num_train
-    assert total_num_iterations(loops) == total
-    loops.train()
+    with loops_cut_to(cut):
+        assert total_num_iterations(loops) == total
+        assert loops.train() == "trained", "a loop that keeps to its number runs to its end"
     assert loops.seen == list(range(num_run))
 
 
@@ -148,20 +123,10 @@ def test_a_test_run_cuts_a_loop_that_counts_by_step(reads: bool, num_run: int) -
                 self.seen.append(index)
                 iteration_context.step()
 
-    loops = Counting(Settings(test_run=True, progress=False))
-    loops.count()
-    assert loops.seen == list(range(num_run))
-    whole = Counting(Settings(progress=False))
-    whole.count()
-    assert whole.seen == list(range(7))
-
-
-def test_a_loop_that_keeps_to_its_cut_number_runs_to_its_end() -> None:
-    loops = Loops(Settings(progress=False), num_train=7)
-    with loops_cut_to(2):
-        assert loops.train() == "trained"
-        assert total_num_iterations(loops) == 4
-    assert loops.seen == [0, 1]
+    for settings, expected in ((Settings(test_run=True), num_run), (Settings(), 7)):
+        loops = Counting(settings)
+        loops.count()
+        assert loops.seen == list(range(expected))
 
 
 def test_a_loop_overridden_without_the_decorator_is_not_counted() -> None:
@@ -180,58 +145,50 @@ def test_a_bar_grows_by_a_loop_that_is_called_from_an_undecorated_override(test_
             super().train()
 
     bars = Bars()
-    loops = Twice(Settings(tqdm_func=bars, test_run=test_run))
-    loops.progress = open_progress(total_num_iterations(loops), True, bars)
-    (bar,) = bars.made
-    seen = []
+    loops = Twice(Settings(progress=True, tqdm_func=bars, test_run=test_run))
+    shared = with_shared_bar(loops, bars)
+    (bar,) = bars.opened
+    states = []
     update = bar.update
-    bar.update = lambda n: (update(n), seen.append((bar.n, bar.total)))  # type: ignore[method-assign, assignment, func-returns-value]  # recorded
+    bar.update = lambda n: (update(n), states.append((bar.n, bar.total)))  # type: ignore[method-assign, assignment, func-returns-value]  # recorded
     loops.train()
     loops.test()
-    assert all(num_done <= total for num_done, total in seen)
-    assert bar.n == bar.total == loops.progress.total == (3 if test_run else 11)
+    assert all(num_done <= total for num_done, total in states)
+    assert bar.n == bar.total == shared.total == (3 if test_run else 11)
 
 
-def test_loops_share_the_bar_of_their_owner_and_show_the_part_before_the_whole() -> None:
-    bars = Bars()
-    loops = Loops(Settings(tqdm_func=bars))
-    loops.progress = open_progress(total_num_iterations(loops), True, bars)
+def test_loops_share_the_bar_of_their_owner_and_show_the_part_before_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stderr, bars = stderr_of(monkeypatch), Bars()
+    loops = Loops(Settings(progress=True, tqdm_func=bars), start=1)
+    with_shared_bar(loops, bars)
     loops.train()
-    (bar,) = bars.made
+    (bar,) = bars.opened
     assert (bar.total, bar.n, bar.description) == (7, 4, "train 4/4, in all")
     loops.test()
     assert (bar.total, bar.n, bar.is_closed) == (7, 7, False)
     assert bar.postfixes[-1] == {"loss": "0.123", "state": "fine"}
+    with_shared_bar(loops, None)
+    loops.train()
+    loops.test()
+    heads = [line.split(" loss")[0] for line in stderr.getvalue().splitlines()]
+    assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
+    # The second loop does not describe itself.
+    assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
 
 
 def test_values_are_short_and_those_of_another_task_go() -> None:
     bars = Bars()
     bar = open_progress(3, True, bars)
+    (drawn,) = bars.opened
     bar.set_description("train")
     bar.set_postfix({"rate": 12345.6, "loss": 1e-5, "huge": 1e12, "lost": float("nan")})
-    assert bars.made[0].postfixes[-1] == {
-        "rate": "12,346",
-        "loss": "1e-05",
-        "huge": "1e+12",
-    }
+    assert drawn.postfixes[-1] == {"rate": "12,346", "loss": "1e-05", "huge": "1e+12"}
     bar.set_description("train")
-    assert bars.made[0].postfixes[-1] != {}
+    assert drawn.postfixes[-1] != {}
     bar.set_description("test")
-    assert bars.made[0].postfixes[-1] == {}
-
-
-def test_a_part_of_a_run_shows_its_progress_beside_the_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stderr = stderr_of(monkeypatch)
-    loops = Loops(Settings(), start=1)
-    loops.progress = open_progress(total_num_iterations(loops))
-    loops.train()
-    loops.test()
-    heads = [line.split(" loss")[0] for line in stderr.getvalue().splitlines()]
-    # The second loop does not describe itself.
-    assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
-    assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
+    assert drawn.postfixes[-1] == {}
 
 
 @pytest.mark.parametrize(("start", "seen"), [(0, [0, 1, 2, 3]), (3, [3]), (9, [])])
@@ -239,10 +196,11 @@ def test_a_loop_without_a_shared_bar_opens_and_closes_its_own_advanced_to_its_st
     start: int, seen: list[int]
 ) -> None:
     bars, steps = Bars(), []
-    settings = Settings(tqdm_func=bars, global_tqdm_step_fn=lambda: steps.append(1))
+    count = lambda: steps.append(1)  # noqa: E731
+    settings = Settings(progress=True, tqdm_func=bars, global_tqdm_step_fn=count)
     loops = Loops(settings, start=start)
     loops.train()
-    (bar,) = bars.made
+    (bar,) = bars.opened
     assert loops.seen == seen
     assert (bar.total, bar.n, bar.initial, bar.is_closed) == (4, 4, min(start, 4), True)
     assert len(steps) == 4
@@ -265,51 +223,32 @@ def test_the_bar_is_closed_when_a_loop_fails() -> None:
             raise ArithmeticError("lost")
 
     with pytest.raises(ArithmeticError, match="lost"):
-        Failing(Settings(tqdm_func=bars)).train()
-    assert bars.made[0].is_closed
+        Failing(Settings(progress=True, tqdm_func=bars)).train()
+    assert bars.opened[0].is_closed
 
 
-def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("total", "resumed", "heads"),
+    [
+        (300, 0, [f"train {30 * n}/300 loss=0.5" for n in range(1, 11)]),
+        # A resumed run does not repeat lines.
+        (10, 6, [f"train {n}/10 loss=0.5" for n in (7, 8, 9, 10)]),
+    ],
+)
+def test_without_a_terminal_a_run_prints_at_most_ten_whole_lines(
+    monkeypatch: pytest.MonkeyPatch, total: int, resumed: int, heads: list[str]
+) -> None:
     stderr = stderr_of(monkeypatch)
-    bar = open_progress(300)
+    bar = open_progress(total)
     bar.set_description("train")
     bar.set_postfix({"loss": 0.5})
-    for _ in range(300):
+    bar.skip(resumed)
+    for _ in range(total - resumed):
         bar.step()
     bar.close()
     text = stderr.getvalue()
-    assert text.count("\n") == 10
+    assert [line.split(" [")[0] for line in text.splitlines()] == heads
     assert "\r" not in text
-    assert text.splitlines()[0].startswith("train 30/300 loss=0.5 [")
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_run_goes_on_when_nobody_reads_its_progress_any_more(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    class Unread(io.StringIO):
-        def isatty(self) -> bool:
-            return is_terminal
-
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(sys, "stderr", Unread())
-    bar = open_progress(2)
-    bar.step()
-    bar.step()
-    bar.close()
-    assert bar.num_done == 2
-
-
-def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stderr = stderr_of(monkeypatch)
-    bar = open_progress(10)
-    bar.skip(6)
-    bar.step()
-    assert [line.split(" [")[0] for line in stderr.getvalue().splitlines()] == ["7/10"]
 
 
 @pytest.mark.parametrize(
@@ -472,6 +411,7 @@ def test_requests_and_units_without_requests_are_counted_and_repetitions_never()
         with counting(3):
             for _ in range(6):
                 count_requests()
+            assert bar.num_done == 8, "repetitions do not count"
         assert bar.num_done == 8
         with pytest.raises(ValueError, match="broken"), counting(1):
             raise ValueError("broken")
@@ -480,16 +420,6 @@ def test_requests_and_units_without_requests_are_counted_and_repetitions_never()
     with showing("Loading") as bar, counting(3):
         pass
     assert bar.num_done == 0
-
-
-def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = stderr_of(monkeypatch)
-    bar = open_progress(3, enabled=False)
-    bar.set_description("train")
-    bar.set_postfix({"loss": 1.0})
-    bar.step(3)
-    bar.close()
-    assert (stderr.getvalue(), bar.num_done) == ("", 3)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -517,7 +447,7 @@ def test_a_wait_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch, is_term
 def test_a_file_holds_the_progress_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "run.progress"
+    file, stderr = tmp_path / "run.progress", stderr_of(monkeypatch)
     assert read_progress(file) is None
     clock = [0.0]
     monkeypatch.setattr("nip_astra.progress.time.monotonic", lambda: clock[0])
@@ -529,8 +459,11 @@ def test_a_file_holds_the_progress_of_a_run(
     bar.skip(1)
     bar.lengthen(4)
     assert read_progress(file) == (3, 5)
+    bar.set_description("train")
+    bar.set_postfix({"loss": 1.0})
     bar.close()
     assert read_progress(file) == (3, 9)
+    assert stderr.getvalue() == "", "it is switched off"
     file.write_text("")
     assert read_progress(file) is None
 

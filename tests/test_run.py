@@ -113,6 +113,12 @@ def test_the_recorded_parameters_are_enough_to_run_again(
         assert (again / name).read_bytes() == (path / name).read_bytes()
 
 
+def test_an_empty_run_id_as_of_an_unset_variable_is_refused(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="run id ''"):
+        run("")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_wrong_settings_are_reported_all_at_once_before_a_directory_is_made(
     run: Any, tmp_path: Path
 ) -> None:

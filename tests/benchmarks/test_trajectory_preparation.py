@@ -16,17 +16,8 @@ def test_both_preparations_are_compared_and_written(
     threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
     try:
-        arguments = [
-            "--trajectories",
-            "32",
-            "--mean-length",
-            "300",
-            "--rounds",
-            "2",
-            "--out",
-            str(out),
-        ]
-        benchmark.main(arguments)
+        sizes = ["--trajectories", "32", "--mean-length", "300", "--rounds", "2"]
+        benchmark.main([*sizes, "--out", str(out)])
     finally:
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())

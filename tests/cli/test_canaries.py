@@ -62,11 +62,11 @@ def parameter_groups() -> Iterator[type[SubParameters]]:
     for module in pkgutil.walk_packages(nip_astra.__path__, "nip_astra."):
         if ".astra." not in module.name and ".vllm" not in module.name:
             importlib.import_module(module.name)
-    found = [SubParameters]
-    while found:
-        group = found.pop()
+    groups = [SubParameters]
+    while groups:
+        group = groups.pop()
         yield group
-        found += [one for one in group.__subclasses__() if one.__module__.startswith("nip_astra")]
+        groups += [one for one in group.__subclasses__() if one.__module__.startswith("nip_astra")]
 
 
 def holds_group(annotation: Any) -> bool:
@@ -76,7 +76,7 @@ def holds_group(annotation: Any) -> bool:
 
 
 def test_each_parameter_that_may_reach_outside_of_a_run_needs_approval() -> None:
-    found = {
+    names = {
         f"{group.__qualname__}.{name}"
         for group in parameter_groups()
         for name, field in group.model_fields.items()
@@ -85,7 +85,7 @@ def test_each_parameter_that_may_reach_outside_of_a_run_needs_approval() -> None
         and not is_inside(field.annotation, field.metadata)
         and not holds_group(field.annotation)
     }
-    assert found == set(OUTSIDE.split())
+    assert names == set(OUTSIDE.split())
 
 
 SETTINGS = {
@@ -164,9 +164,9 @@ def seen_in_a_fork(work: Callable[[], object], marks: Sequence[str]) -> str:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        found = pipe.read().decode()
+        uses = pipe.read().decode()
     os.waitpid(process, 0)
-    return found
+    return uses
 
 
 @pytest.fixture

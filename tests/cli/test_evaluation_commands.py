@@ -318,16 +318,6 @@ def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
     assert figures["failure_threshold"] == 0.4
 
 
-def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, run: Path) -> None:
-    cli.ok("evaluate", "runs/one", "--set", "ast_chat.attacker.temperature=0.7")
-    estimates = figures_of(run)["probability_of_failure"]
-    assert estimates["monte_carlo"]["num_episodes"] == 6
-    assert "temperature 0.7" in estimates["importance_sampling"]["reason"]
-    cli.ok("score", "runs/one", "--name", "again")
-    again = figures_of(run, "again")["probability_of_failure"]
-    assert again["importance_sampling"]["reason"] == estimates["importance_sampling"]["reason"]
-
-
 def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) -> None:
     options = ("--scorer", "own", *picky_scorer(cli))
     result = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
@@ -356,46 +346,32 @@ def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, evaluated: 
     assert json.loads(cli("compare", *pair, "--json").out) == comparison
 
 
-def test_evaluations_by_other_conditions_are_compared_with_a_warning(
-    cli: CommandLine, run: Path
+def test_the_newest_evaluation_of_a_run_is_compared_with_a_warning_about_its_scorer(
+    cli: CommandLine, evaluated: Path
 ) -> None:
-    shutil.copytree(run, cli.folder / "runs" / "two")
-    cli.ok("evaluate", "runs/one", "--probability-episodes", "0")
-    strict = ("--threshold", "0.9", "--name", "strict", "--probability-episodes", "0")
-    cli.ok("evaluate", "runs/one", *strict)
-    cli.ok("evaluate", "runs/one", *picky_scorer(cli), "--num-turns", "1")
-    names = [f"runs/one/evaluations/{name}" for name in ("test", "strict", "test-skip")]
-    result = cli.ok("compare", *names, "runs/two", "--fail-if", "comparison.failure_rate.high < -2")
-    text = " ".join(result.out.split())
-    for change in (
-        "failure_threshold: 0.5 in one/test, 0.9 in one/strict",
-        "tree_depth: 2 in one/test, 1 in one/test-skip",
-        'scorer._type: "classifier" in one/test, "picky" in one/test-skip',
-        "warning: one/test: fluency",
-    ):
-        assert change in text
-    assert "in two" not in text
-    comparison = json.loads(cli("compare", "runs/one", "runs/two", "--json").out)
-    assert comparison["baseline"] == "one/test-skip", "a run's newest evaluation is named"
-    assert any('scorer: "skip" in' in text for text in comparison["warnings"])
-
-
-def test_a_comparison_may_be_a_gate(cli: CommandLine, evaluated: Path) -> None:
     shutil.copytree(evaluated, cli.folder / "runs" / "two")
+    cli.ok("evaluate", "runs/one", *picky_scorer(cli))
+    comparison = json.loads(cli("compare", "runs/one", "runs/two", "--json").out)
+    assert comparison["baseline"] == "one/test-skip"
+    assert any('scorer._type: "picky" in one/test-skip' in one for one in comparison["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("runs", "open_gate"),
+    [
+        ("evaluated", "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"),
+        # A run that was not evaluated is compared by its own table.
+        ("run", "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"),
+    ],
+)
+def test_a_comparison_may_be_a_gate(
+    cli: CommandLine, request: pytest.FixtureRequest, runs: str, open_gate: str
+) -> None:
+    shutil.copytree(request.getfixturevalue(runs), cli.folder / "runs" / "two")
     pair = ("compare", "runs/one", "runs/two", "--fail-if")
-    cli.ok(*pair, "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2")
+    assert "failure rate" in cli.ok(*pair, open_gate).out
     assert cli(*pair, "failure_rate.high > 0.0").code == 1
     assert "'failure_rate'?" in refused(cli(*pair, "failure_rte.high > 0"))
-
-
-def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
-    cli: CommandLine, run: Path
-) -> None:
-    shutil.copytree(run, cli.folder / "runs" / "two")
-    pair = ("compare", "runs/one", "runs/two", "--fail-if")
-    gate = "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"
-    assert "failure rate" in cli.ok(*pair, gate).out
-    assert cli(*pair, "failure_rate.high > 0").code == 1
 
 
 def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenario: Path) -> None:

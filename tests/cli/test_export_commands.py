@@ -34,7 +34,7 @@ def table(path: Path) -> list[dict[str, str]]:
 def path_of(request: pytest.FixtureRequest, runs: str) -> Path:
     """The run of a fixture, or the first of its runs."""
     given: Any = request.getfixturevalue(runs)
-    return Path(given if runs == "trained" else given[0])
+    return Path(given[0] if isinstance(given, tuple) else given)
 
 
 @pytest.fixture
@@ -125,15 +125,15 @@ def test_without_its_package_an_export_names_the_package_to_install(
 
 
 @pytest.mark.parametrize(
-    ("runs", "curve"),
+    ("runs", "curve", "figures"),
     [
-        ("trained", "loss"),
-        ("task_runs", "rollout/reward_mean"),
-        ("text_runs", "mean_accuracy"),
+        ("evaluated", "loss", {"evaluation/test/failure_rate"}),
+        ("task_runs", "rollout/reward_mean", set()),
+        ("text_runs", "mean_accuracy", {"evaluation/kind/accuracy"}),
     ],
 )
-def test_tensorboard_reads_the_curves(
-    cli: CommandLine, request: pytest.FixtureRequest, runs: str, curve: str
+def test_tensorboard_reads_the_curves_and_figures(
+    cli: CommandLine, request: pytest.FixtureRequest, runs: str, curve: str, figures: set[str]
 ) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -147,7 +147,7 @@ def test_tensorboard_reads_the_curves(
     metrics = [row for row in read_rows(run / "metrics.jsonl") if curve in row]
     values = [(event.step, event.value) for event in events.Scalars(curve)]
     assert values == [(row["step"], pytest.approx(row[curve])) for row in metrics]
-    assert any(tag.startswith("evaluation/") for tag in events.Tags()["scalars"])
+    assert figures <= set(events.Tags()["scalars"])
 
 
 def test_inspect_reads_the_conversations(cli: CommandLine, evaluated: Path) -> None:

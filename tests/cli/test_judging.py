@@ -59,14 +59,6 @@ def test_a_threshold_that_no_score_can_be_held_against_is_refused(
     assert f"(--threshold) {threshold} " in message
 
 
-def test_uninformative_labels_refuse_the_correction(cli: CommandLine, run: Path) -> None:
-    rows = [{"response": "well .", "is_failure": bool(i % 2)} for i in range(40)]
-    path = cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    result = cli.ok("evaluate", "runs/one", *FEW, "--labelled", path)
-    assert figures_of(run)["detectors"]["classifier"]["corrected"]["is_refused"] is True
-    assert "refused" in result.out
-
-
 def test_the_scenarios_own_labels_are_the_default(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:

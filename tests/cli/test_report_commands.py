@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kit.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine
 from tests.report.runs import write_run
 
 
@@ -24,8 +24,3 @@ def test_several_runs_go_to_the_requested_file(cli: CommandLine, tmp_path: Path)
     text = (tmp_path / "both.html").read_text()
     assert "Comparison of 2 runs" in text
     assert 'class="veiled"' in text
-
-
-def test_a_folder_that_is_no_run_is_refused(cli: CommandLine) -> None:
-    message = refused(cli("report", "nowhere"))
-    assert message.startswith("nowhere ")

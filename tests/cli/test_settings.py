@@ -7,8 +7,7 @@ import yaml
 
 from nip_astra.errors import ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.kit.command_line import CommandLine, refused
-from tests.kit.messages import says
+from tests.kit.command_line import CommandLine
 
 EXPERIMENT = """
     trainer: ast_dpo
@@ -57,19 +56,6 @@ def test_wrong_settings_of_a_file_are_reported_with_its_other_faults(cli: Comman
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(parameter_file=cli.write("wrong.yaml", text))
     assert {f.path for f in caught.value.faults} == {"settings.wandb", "settings.a", "sede"}
-
-
-@pytest.mark.parametrize(
-    ("assignment", "facts"),
-    [
-        ("checkpoint_perod=5", ["'checkpoint_period'"]),
-        ("checkpoint_period", ["--settings"]),
-        ("num_checkpoints_kept=0", ["num_checkpoints_kept", "1"]),
-        ("checkpoint_period=often", ["checkpoint_period", '"often"']),
-    ],
-)
-def test_a_wrong_assignment_is_refused(cli: CommandLine, assignment: str, facts: list[str]) -> None:
-    assert says(refused(cli.run("--settings", assignment)), *facts)
 
 
 def test_the_end_of_an_offline_run_names_the_command_that_uploads_it(

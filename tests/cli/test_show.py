@@ -10,9 +10,7 @@ import pytest
 
 from nip_astra.cli.app import described_commands
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.overview import every_parameter, find_described, meanings_of
-from nip_astra.parameters.files import flatten
-from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.overview import every_parameter, find_described
 from tests.kit.command_line import CommandLine, refused
 
 
@@ -97,13 +95,6 @@ def test_settings_are_listed_with_their_defaults(cli: CommandLine) -> None:
     fields = {name for name, one in ExperimentSettings.model_fields.items() if not one.exclude}
     assert fields <= set(names)
     assert " 10 " in names["checkpoint_period"]
-
-
-@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
-def test_every_parameter_has_a_meaning(trainer: str) -> None:
-    hyper_params = resolve_experiment(trainer=trainer).hyper_params
-    meanings = dict(meanings_of(hyper_params))
-    assert [path for path, _ in flatten(hyper_params.to_dict()) if not meanings.get(path)] == []
 
 
 def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine) -> None:

@@ -39,16 +39,16 @@ PACKAGES = {
     "tensorboard": Package(
         ("tensorboard",), ("tests/tracking/test_mirrors.py", "-k", "tensorboard")
     ),
-    "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_gymnasium.py",)),
+    "gymnasium": Package(("gymnasium",), ("tests/scenario_base/tasks/test_environments.py",)),
     "textarena": Package(
-        ("textarena",), ("tests/scenario_base/tasks/test_gymnasium.py", "-k", "textarena")
+        ("textarena",), ("tests/scenario_base/tasks/test_environments.py", "-k", "textarena")
     ),
-    "openenv": Package(("openenv",), ("tests/scenario_base/tasks/test_openenv.py",)),
+    "openenv": Package(("openenv",), ("tests/scenario_base/tasks/test_environments.py",)),
     "verifiers": Package(
         ("verifiers", "openenv", "serve", "structured"),
         (
             "tests/scenario_base/tasks/test_verifiers.py",
-            "tests/scenario_base/tasks/test_openenv.py",
+            "tests/scenario_base/tasks/test_environments.py",
             "tests/serve/test_token_routes.py",
             "tests/serve/test_clients.py",
         ),

@@ -33,7 +33,6 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
 
 def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]:
     scores = model.token_scores(*ROWS, needs_entropy=True)
-    assert scores.entropy_BT is not None
     (scores.logprobs_BT.exp().sum() + scores.entropy_BT.sum()).backward()
     return scores.logprobs_BT.detach(), [weight.grad for weight in model.parameters()]  # type: ignore[misc]
 
@@ -83,7 +82,6 @@ def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., An
         scored_BT = rounded.logprobs(*pad_left([[2, 6, 7]] * 2, CPU), drawn.ids_BT, drawn.mask_BT)
     assert torch.allclose(scored_BT, drawn.logprobs_BT, atol=0.05)
     hidden = rounded.token_scores(*ROWS, needs_hidden=True).hidden_BTX
-    assert hidden is not None
     assert rounded.logits_of(hidden[0]).dtype == torch.float32
 
 

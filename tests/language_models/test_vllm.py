@@ -89,7 +89,6 @@ def test_a_turn_depends_on_its_own_random_numbers_only(model_dir: Path) -> None:
 def test_greedy_turns_are_those_of_the_huggingface_backend(model_dir: Path) -> None:
     model = load(model_dir)
     options = SamplingOptions(max_new_tokens=6, min_new_tokens=2, temperature=0.0)
-    assert model.scorer is not None
     ours = model.generate(CONTEXTS, 2, uniforms(6), options)
     theirs = model.scorer.generate(CONTEXTS, 2, uniforms(6), options)
     assert torch.equal(ours.ids_BT, theirs.ids_BT)
@@ -101,7 +100,6 @@ def test_turns_are_drawn_from_the_same_distribution(model_dir: Path) -> None:
     model = load(model_dir)
     options = SamplingOptions(max_new_tokens=1, temperature=0.7, top_k=5, top_p=0.8)
     numbers = uniforms_of(900, 1, seed=3)
-    assert model.scorer is not None
     counts = [
         torch.bincount(m.generate(CONTEXTS[:1], 900, numbers, options).ids_BT[:, 0], minlength=32)
         for m in (model, model.scorer)
@@ -128,7 +126,6 @@ def test_policies_sample_with_current_weights_and_references_with_initial_weight
 ) -> None:
     model = load(model_dir, lora=lora)
     reference = model.frozen_reference()
-    assert model.scorer is not None
     before = greedy(model)
     greedy(model)
     assert llm().calls.count("reset_prefix_cache") == (lora is not None)
@@ -150,7 +147,6 @@ def test_weights_travel_in_the_precision_of_the_engine(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(model_dir, dtype="bfloat16")
-    assert model.scorer is not None
     sent: list[tuple[str, torch.Tensor]] = []
     load_weights = fake_vllm._Inner.load_weights
 
@@ -175,7 +171,6 @@ def test_adapters_get_new_numbers_and_leave_no_folder_behind(model_dir: Path) ->
     for _ in range(3):
         change(model)
         model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
-        assert model.engine._adapter is not None
         folders.append(Path(model.engine._adapter[1].lora_path))
     assert [folder.exists() for folder in folders] == [False, False, True]
     assert list(llm().adapters) == [3]
@@ -195,8 +190,6 @@ def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
     spans = [(2, 4), (3, 5), (1, 8)]
     result = model.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
     same = reference.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
-    assert result.span_logprobs_CT is not None
-    assert same.span_logprobs_CT is not None
     assert torch.allclose(result.span_logprobs_CT, same.span_logprobs_CT, atol=1e-5)
     assert model.num_parameters() == reference.num_parameters()
     with pytest.raises(ModelLoadError, match="its weights are in vLLM only"):
@@ -209,7 +202,6 @@ def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None
     attacker = load(model_dir, lora={"rank": 4})
     same = VllmLanguageModel.Parameters(model=str(model_dir))
     target = attacker.base_for(same)
-    assert isinstance(target, VllmLanguageModel)
     assert target.engine is attacker.engine
     change(attacker)
     plain = greedy(load(model_dir, trainable=False))
@@ -239,14 +231,12 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_logged(
     model = load(model_dir, dtype="float32")
     # As if a sync had been skipped.
     change(model)
-    assert model.weights is not None
     model.engine.note_weights(model.weights.version)
     with model.counting() as spent:
         result = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
     assert (spent.scored, spent.rescored > 0) == (0, True)
     empty = model.generate([], 2, torch.zeros(0, 6), OPTIONS)
     assert empty.ids_BT.shape == empty.mask_BT.shape == empty.logprobs_BT.shape == (0, 6)
-    assert model.scorer is not None
     rows = pad_left([c for c in CONTEXTS for _ in range(2)], CPU)
     scored = model.scorer.logprobs(*rows, result.ids_BT, result.mask_BT)
     assert torch.equal(result.logprobs_BT, scored.detach())
@@ -264,7 +254,6 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
 ) -> None:
     monkeypatch.setattr(vllm, "MAX_PADDED", max_padded)
     model = load(model_dir, dtype="float32")
-    assert model.scorer is not None
     session, rows, drawn = model.open_session(), [[2, 4, 6], [2, 4, 7]], []
     contexts = []
     for turn in range(6):
@@ -489,7 +478,6 @@ def test_engines_in_actors_with_other_tokens_are_refused(
 def test_a_target_on_an_engine_with_an_adapter_does_not_score_its_contexts(model_dir: Path) -> None:
     attacker = load(model_dir, lora={"rank": 4, "target_modules": ["q_proj"]})
     target = attacker.base_for(VllmLanguageModel.Parameters(model=str(model_dir)))
-    assert isinstance(target, VllmLanguageModel)
     assert not target.can_score_contexts
     assert load(model_dir, trainable=False).can_score_contexts
     spans = [(1, 2)] * 3

@@ -80,9 +80,7 @@ def test_engines_sample_from_the_current_weights(
 
 
 @pytest.mark.slow
-def test_a_target_with_an_engine_of_its_own_scores_probes(
-    tmp_path: Path,
-) -> None:
+def test_a_target_with_an_engine_of_its_own_scores_probes(tmp_path: Path) -> None:
     (process,) = start(tmp_path / "x", 1, "own")
     *lines, compared = read(process)
     assert len(lines) == 2

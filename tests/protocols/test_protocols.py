@@ -1,27 +1,134 @@
-"""Every protocol behaves as computed by hand."""
+"""Every protocol has the turns below, and pays in every possible play as the rules say.
+
+Turns are one text a round: "agent:channel agent:channel". Decisions are one letter a round:
+`r`eject, `a`ccept, `c`ontinue. Rewards are those of `playing.REWARDS`: a right decision 3, a wrong
+decision -5, no decision in time -7, a turn without a decision 0.5, a favoured prover 2.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from nip_astra.parameters.types import InteractionProtocolType
-from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
-from tests.protocols.oracle import CASES, SEES, Case, Play
-from tests.protocols.playing import LETTERS, build, play
+from nip_astra.protocols.protocol_base import Moves, ProtocolHandler
+from tests.kit.messages import says
+from tests.protocols.playing import LETTERS, REWARDS, build, play
+
+V, P = "verifier:main", "prover:main"
+V_BOTH = "verifier:prover0_channel verifier:prover1_channel"
+P0, P1 = "prover0:prover0_channel", "prover1:prover1_channel"
+P_BOTH = f"{P0} {P1}"
+VERIFIER_LATER = {"verifier_first": False}
 
 
-def build_case(case: Case) -> ProtocolHandler:
-    return build(case.protocol, case.section, **case.common)
+@dataclass(frozen=True)
+class Case:
+    """A protocol with parameters: its turns by order and round, and the rounds of decisions."""
+
+    protocol: str
+    turns: list[list[str]]
+    deciding_rounds: list[int]
+    section: dict[str, Any] = field(default_factory=dict)
+    common: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = {**self.section, **self.common}
+        return "-".join([self.protocol, *(f"{name}={value}" for name, value in given.items())])
+
+    def build(self) -> ProtocolHandler:
+        return build(self.protocol, self.section, **self.common)
 
 
-def test_every_protocol_has_a_case_worked_out_by_hand() -> None:
+def rounds(count: int, **section: Any) -> dict[str, Any]:
+    return {"max_message_rounds": count, **section}
+
+
+IN_TURN = rounds(6, sequential=True)
+PROVER1_FIRST = IN_TURN | {"prover0_first": False}
+CASES = [
+    Case("nip", [[V, P, V, P]], [0, 2], rounds(4)),
+    Case("nip", [[P, V, P, V]], [1, 3], rounds(4), VERIFIER_LATER),
+    Case("nip", [[V, P, V, P, V]], [2, 4], rounds(5, min_message_rounds=3)),
+    Case("nip", [[V, P, V]], [0, 2], rounds(3), {"shared_reward": True}),
+    Case("nip", [[V, P, V]], [0, 2], rounds(3), {"force_guess": "y"}),
+    Case(
+        "nip",
+        [[P, V, P, V]],
+        [3],
+        rounds(4, min_message_rounds=3),
+        {"force_guess": "zero", **VERIFIER_LATER},
+    ),
+    Case("adp", [[P, V]], [1]),
+    Case("adp", [[P, V]], [1], {}, VERIFIER_LATER),
+    Case("debate", [[V_BOTH, P_BOTH, V_BOTH, P_BOTH]], [0, 2], rounds(4)),
+    Case("debate", [[P_BOTH, V_BOTH, P_BOTH, V_BOTH]], [1, 3], rounds(4), VERIFIER_LATER),
+    Case("debate", [[V_BOTH, P0, P1, V_BOTH, P0, P1]], [0, 3], IN_TURN),
+    Case("debate", [[V_BOTH, P1, P0, V_BOTH, P1, P0]], [0, 3], PROVER1_FIRST),
+    Case("debate", [[P0, P1, V_BOTH, P0, P1, V_BOTH]], [2, 5], IN_TURN, VERIFIER_LATER),
+    Case(
+        "debate",
+        [[P1, P0, V_BOTH, P1, P0, V_BOTH]],
+        [5],
+        PROVER1_FIRST | {"min_message_rounds": 4},
+        {**VERIFIER_LATER, "shared_reward": True, "verifier_no_guess_reward": 0.0},
+    ),
+    Case("debate", [[V_BOTH, P_BOTH]], [0], rounds(2), {"force_guess": "one"}),
+    Case("mnip", [[V_BOTH, P_BOTH, V_BOTH, P_BOTH]], [2], rounds(4, min_message_rounds=2)),
+    Case("mnip", [[P_BOTH, V_BOTH]], [1], rounds(2), VERIFIER_LATER),
+    Case("mnip", [[V_BOTH, P1, P0, V_BOTH, P1, P0]], [0, 3], PROVER1_FIRST),
+    Case("mnip", [[P0, P1, V_BOTH, P0, P1, V_BOTH]], [2, 5], IN_TURN, VERIFIER_LATER),
+    Case("merlin_arthur", [["prover0:main", V], ["prover1:main", V]], [1]),
+    Case("solo_verifier", [[V]], [0]),
+    Case(
+        "multi_channel_test",
+        [
+            [
+                "verifier:main verifier:prover0_verifier",
+                "prover0:prover0_verifier prover1:prover_chat",
+                "prover1:main prover2:prover_chat",
+                "verifier:main verifier:prover0_verifier",
+                "prover0:prover0_verifier prover1:prover_chat",
+            ]
+        ],
+        [3],
+        rounds(5),
+    ),
+]
+BOTH_CHANNELS = ["prover0_channel", "prover1_channel"]
+SEES = {
+    "nip": {"prover": ["main"], "verifier": ["main"]},
+    "adp": {"prover": ["main"], "verifier": ["main"]},
+    "debate": dict.fromkeys(("prover0", "prover1", "verifier"), BOTH_CHANNELS),
+    "merlin_arthur": {"prover0": ["main"], "prover1": ["main"], "verifier": ["main"]},
+    "mnip": {
+        "prover0": ["prover0_channel"],
+        "prover1": ["prover1_channel"],
+        "verifier": BOTH_CHANNELS,
+    },
+    "solo_verifier": {"verifier": ["main"]},
+    "multi_channel_test": {
+        "prover0": ["main", "prover0_verifier", "prover_chat"],
+        "prover1": ["main", "prover_chat"],
+        "prover2": ["main", "prover_chat"],
+        "verifier": ["main", "prover0_verifier"],
+    },
+}
+"""Agents, in order, and the channels that they see."""
+FAVOURS_REJECT = {("debate", "prover0"), ("merlin_arthur", "prover0")}
+
+
+def test_every_protocol_has_a_case() -> None:
     names = {str(member) for member in InteractionProtocolType}
     assert {case.protocol for case in CASES} == names == set(SEES)
 
 
 @pytest.mark.parametrize("name", SEES)
-def test_agents_and_channels_are_as_worked_out(name: str) -> None:
+def test_agents_see_their_channels_and_the_verifier_decides(name: str) -> None:
     handler = build(name)
     assert handler.agent_names == tuple(SEES[name])
     channels = handler.message_channel_names
@@ -35,84 +142,114 @@ def test_agents_and_channels_are_as_worked_out(name: str) -> None:
     assert not handler.needs_logits
 
 
+def question_rounds(turns: list[str], r: int, channels: tuple[str, ...]) -> list[int]:
+    """By channel, the verifier's last turn before round `r`, else the last of anyone, else 0."""
+
+    def last(sender: str, channel: str) -> int:
+        sent = [n for n, turn in enumerate(turns[:r]) if f"{sender}:{channel} " in f"{turn} "]
+        return max(sent, default=-1)
+
+    found = []
+    for channel in channels:
+        question = last("verifier", channel)
+        provers = (last(f"prover{number}", channel) for number in ("", 0, 1, 2))
+        found.append(max(0, question if question >= 0 else max(provers)))
+    return found
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_turns_are_as_worked_out(case: Case) -> None:
-    handler = build_case(case)
+def test_turns_decisions_and_questions_come_in_their_rounds(case: Case) -> None:
+    handler = case.build()
+    channels = handler.message_channel_names
     assert handler.max_message_rounds == len(case.turns[0])
-    for seed in range(4):
+    assert handler.max_verifier_questions == sum("verifier:" in turn for turn in case.turns[0])
+    for seed, r in product(range(4), range(len(case.turns[0]) + 2)):
         turns = case.turns[seed % len(case.turns)]
-        for r in range(len(turns) + 2):
-            active_AC = handler.active_mask(torch.tensor([r]), torch.tensor([seed]))[0]
-            found = {
-                f"{handler.agent_names[a]}:{handler.message_channel_names[c]}"
-                for a, c in active_AC.nonzero().tolist()
-            }
-            assert found == (set(turns[r].split()) if r < len(turns) else set())
-            can_decide_A = handler.can_decide(torch.tensor([r]), torch.tensor([seed]))[0]
-            deciding = [n for n, c in zip(handler.agent_names, can_decide_A, strict=True) if c]
-            assert deciding == (["verifier"] if r in case.deciding_rounds else [])
+        place = torch.tensor([r]), torch.tensor([seed])
+        sends = {
+            f"{handler.agent_names[a]}:{channels[c]}"
+            for a, c in handler.active_mask(*place)[0].nonzero().tolist()
+        }
+        assert sends == (set(turns[r].split()) if r < len(turns) else set())
+        deciding = handler.can_decide(*place)[0].nonzero().flatten().tolist()
+        assert deciding == ([handler.num_agents - 1] if r in case.deciding_rounds else [])
+        asked = handler.question_round(*place)[0].tolist()
+        assert asked == question_rounds(turns, r, channels)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_plays_end_and_reward_as_worked_out(case: Case) -> None:
-    handler = build_case(case)
-    # All plays of a case form a batch, and each is stepped after its end.
-    y_E = torch.tensor([one.y for one in case.plays])
-    seed_E = torch.tensor([one.seed for one in case.plays])
-
-    def moves_of(r: int) -> Moves:
-        decision_EA = torch.zeros(len(case.plays), handler.num_agents, dtype=torch.long)
-        letters = [one.decisions[r : r + 1] or "r" for one in case.plays]
-        decision_EA[:, -1] = torch.tensor([LETTERS[letter] for letter in letters])
-        return Moves(decision_EA)
-
-    steps = play(handler, moves_of, y_E, seed_E)
-    for e, expected in enumerate(case.plays):
-        length = len(expected.rewards["verifier"])
-        is_done = [bool(step.is_done[e]) for step in steps[:length]]
-        assert is_done == [False] * (length - 1) + [True]
-        last = steps[length - 1]
-        assert bool(last.is_out_of_rounds_E[e]) is expected.is_out
-        assert bool(last.has_decided_E[e]) is not expected.is_out
-        for a, agent in enumerate(handler.agent_names):
-            got = [float(step.reward_EA[e, a]) for step in steps]
-            assert got == expected.rewards[agent] + [0.0] * (len(steps) - length), agent
-        assert [int(step.decision_E[e]) for step in steps] == _decisions(case, expected, len(steps))
-        expected_end = [
-            agent == "verifier" and not expected.is_out for agent in handler.agent_names
+def payments(case: Case, decisions: str, y: int, seed: int = 0) -> tuple[list[list[float]], str]:
+    """The rewards of the agents, the verifier last, in each round, and the decision that counts."""
+    turns, right = case.turns[seed % len(case.turns)], "ra"[y]
+    paid = REWARDS | case.common
+    forced = {"zero": "r", "one": "a", "y": right}.get(str(case.common.get("force_guess")))
+    rows: list[list[float]] = []
+    for r, turn in enumerate(turns):
+        decision = (forced or decisions[r]) if r in case.deciding_rounds else "c"
+        if decision != "c":
+            verifier = paid[
+                "verifier_reward" if decision == right else "verifier_incorrect_penalty"
+            ]
+        elif r == len(turns) - 1:
+            verifier = paid["verifier_terminated_penalty"]
+        else:
+            verifier = paid["verifier_no_guess_reward"] * ("verifier:" in turn)
+        favoured = [
+            "r" if (case.protocol, a) in FAVOURS_REJECT else "a" for a in SEES[case.protocol]
         ]
-        assert last.agent_decided_EA[e].tolist() == expected_end
-
-
-def _decisions(case: Case, expected: Play, num_rounds: int) -> list[int]:
-    """The decisions that count in each round: one at the end, or none."""
-    decisions = [CONTINUE] * num_rounds
-    if not expected.is_out:
-        last = len(expected.rewards["verifier"]) - 1
-        forced = {"zero": 0, "one": 1, "y": expected.y, None: None}[case.common.get("force_guess")]
-        decisions[last] = LETTERS[expected.decisions[last]] if forced is None else forced
-    return decisions
+        provers = [paid["prover_reward"] * (decision == letter) for letter in favoured[:-1]]
+        if case.common.get("shared_reward"):
+            provers = [verifier] * len(provers)
+        rows.append([*provers, verifier])
+        if decision != "c":
+            return rows, decision
+    return rows, "c"
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "common", "questions"),
+    ("case", "decisions", "y", "rewards"),
     [
-        ("nip", {"max_message_rounds": 7}, {}, 4),
-        ("nip", {"max_message_rounds": 7}, {"verifier_first": False}, 3),
-        ("debate", {"max_message_rounds": 8}, {}, 4),
-        ("debate", {"max_message_rounds": 8, "sequential": True}, {}, 3),
-        ("debate", {"max_message_rounds": 8, "sequential": True}, {"verifier_first": False}, 2),
-        ("mnip", {"max_message_rounds": 7, "sequential": True}, {}, 3),
-        ("adp", {}, {}, 1),
-        ("merlin_arthur", {}, {}, 1),
-        ("multi_channel_test", {}, {}, 3),
-        ("solo_verifier", {}, {}, 1),
+        (CASES[0], "cca", 1, [[0, 0.5], [0, 0], [2, 3]]),
+        (CASES[0], "ccr", 1, [[0, 0.5], [0, 0], [0, -5]]),
+        # A decision out of turn does not count.
+        (CASES[0], "cacr", 1, [[0, 0.5], [0, 0], [0, 0.5], [0, -7]]),
+        # Its last turn is passed, and the rounds are over: this is penalised, not rewarded.
+        (CASES[1], "cccc", 0, [[0, 0], [0, 0.5], [0, 0], [0, -7]]),
+        (CASES[3], "cca", 1, [[0.5, 0.5], [0, 0], [3, 3]]),
+        (CASES[4], "c", 0, [[0, 3]]),
+        (CASES[8], "r", 0, [[2, 0, 3]]),
+        (CASES[8], "a", 0, [[0, 2, -5]]),
     ],
+    ids=str,
 )
-def test_the_number_of_questions_is_that_of_the_verifiers_turns(
-    name: str, section: dict[str, object], common: dict[str, object], questions: int
-) -> None:
-    assert build(name, section, **common).max_verifier_questions == questions
+def test_payments_by_hand(case: Case, decisions: str, y: int, rewards: list[list[float]]) -> None:
+    assert payments(case, decisions.ljust(4, "c"), y)[0] == rewards
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_play_ends_and_pays_by_the_rules(case: Case) -> None:
+    handler, num_rounds = case.build(), len(case.turns[0])
+    texts = map("".join, product("rac", repeat=num_rounds))
+    plays = list(product(texts, (0, 1), range(len(case.turns))))
+
+    def moves_of(r: int) -> Moves:
+        decision_EA = torch.zeros(len(plays), handler.num_agents, dtype=torch.long)
+        decision_EA[:, -1] = torch.tensor([LETTERS[text[r]] for text, *_ in plays])
+        return Moves(decision_EA)
+
+    y_E, seed_E = (torch.tensor([one[place] for one in plays]) for place in (1, 2))
+    steps = play(handler, moves_of, y_E, seed_E)
+    expected = [payments(case, *one) for one in plays]
+    end_E = torch.tensor([len(rows) - 1 for rows, _ in expected])
+    decision_E = torch.tensor([LETTERS[decision] for _, decision in expected])
+    nothing = [[0.0] * handler.num_agents]
+    paid_ERA = torch.tensor([rows + nothing * (num_rounds - len(rows)) for rows, _ in expected])
+    for r, step in enumerate(steps):
+        assert torch.equal(step.reward_EA, paid_ERA[:, r])
+        assert torch.equal(step.is_done, r >= end_E)
+        assert torch.equal(step.has_decided_E, (r >= end_E) & (decision_E != LETTERS["c"]))
+        assert torch.equal(step.decision_E, torch.where(r == end_E, decision_E, LETTERS["c"]))
+        assert not step.agent_decided_EA[:, :-1].any()
+        assert torch.equal(step.agent_decided_EA[:, -1], step.has_decided_E)
 
 
 def test_verifiers_lead_and_all_others_follow() -> None:
@@ -128,17 +265,14 @@ def test_the_mid_point_lies_between_the_rewards_for_well_and_badly_done() -> Non
 
 
 def test_a_description_shows_who_sees_sends_and_decides() -> None:
-    assert build("nip", {"max_message_rounds": 3}).describe() == "\n".join(
-        [
-            "prover sees main",
-            "verifier sees main",
-            "",
-            "round  prover  verifier",
-            "0      -       main, decides",
-            "1      main    -",
-            "2      -       main, decides",
-        ]
-    )
+    text = build("nip", {"max_message_rounds": 3}).describe()
+    assert text.splitlines()[-4:] == [
+        "round  prover  verifier",
+        "0      -       main, decides",
+        "1      main    -",
+        "2      -       main, decides",
+    ]
+    assert says(text, "prover sees main", "verifier sees main")
     text = build("merlin_arthur").describe()
-    assert "episodes with seed % 2 = 0:\nround  prover0  prover1  verifier\n0      main " in text
-    assert "episodes with seed % 2 = 1:\nround  prover0  prover1  verifier\n0      -  " in text
+    assert says(text, "seed % 2 = 0:\nround  prover0  prover1  verifier\n0      main ")
+    assert says(text, "seed % 2 = 1:\nround  prover0  prover1  verifier\n0      -  ")

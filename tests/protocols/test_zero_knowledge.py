@@ -10,6 +10,7 @@ The likeness is 1/2 - 1, so the simulator gets S = 0.5 * -0.5 = -0.25, the adver
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,82 +18,44 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
 from tests.kit.messages import says
 from tests.protocols.playing import LETTERS, build, play
 
 ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 3.0}
-NIP_TURNS = [
-    "verifier:main_standard adversarial_verifier:main_adversarial simulator:main_simulator",
-    "prover:main_standard prover:main_adversarial",
-]
-ARTHUR = NIP_TURNS[0]
-BOTH_CHANNELS = " ".join(
-    f"{agent}:{prover}_channel_{kind}"
-    for agent, kind in (
-        ("verifier", "standard"),
-        ("adversarial_verifier", "adversarial"),
-        ("simulator", "simulator"),
-    )
-    for prover in ("prover0", "prover1")
-)
-BOTH_PROVERS = " ".join(
-    f"{prover}:{prover}_channel_{kind}"
-    for kind in ("standard", "adversarial")
-    for prover in ("prover0", "prover1")
-)
 
 
-def merlin(prover: str) -> str:
-    return f"{prover}:main_standard {prover}:main_adversarial"
+@pytest.mark.parametrize("name", list(map(str, InteractionProtocolType)))
+def test_both_conversations_and_the_simulator_have_the_turns_of_the_protocol(name: str) -> None:
+    base, handler = build(name), build(name, zk=ZK)
+    n, v = base.num_agents, base.agent_names.index("verifier")
+    assert handler.max_message_rounds == base.max_message_rounds
+    for seed, r in product(range(4), range(base.max_message_rounds + 1)):
+        place = torch.tensor([r]), torch.tensor([seed])
+        base_AC = base.active_mask(*place)[0]
+        standard_AC, adversarial_AC, simulator_AC = handler.active_mask(*place)[0].chunk(3, dim=1)
+        assert torch.equal(standard_AC[:n], base_AC)
+        assert not standard_AC[n:].any()
+        assert torch.equal(adversarial_AC[n], base_AC[v])
+        assert torch.equal(adversarial_AC[:v], base_AC[:v])
+        assert not adversarial_AC[[v, n + 1]].any()
+        assert torch.equal(simulator_AC[n + 1], base_AC[v])
+        assert not simulator_AC[: n + 1].any()
+        decides = handler.can_decide(*place)[0].nonzero().flatten().tolist()
+        assert decides == [v, n] * bool(base.can_decide(*place)[0, v])
 
 
-@pytest.mark.parametrize(
-    ("name", "section", "common", "turns"),
-    [
-        ("nip", {"max_message_rounds": 4}, {}, [NIP_TURNS * 2]),
-        (
-            "nip",
-            {"max_message_rounds": 2},
-            {"verifier_first": False},
-            [[NIP_TURNS[1], NIP_TURNS[0]]],
-        ),
-        ("debate", {"max_message_rounds": 2}, {}, [[BOTH_CHANNELS, BOTH_PROVERS]]),
-        (
-            "debate",
-            {"max_message_rounds": 3, "sequential": True},
-            {},
-            [
-                [
-                    BOTH_CHANNELS,
-                    "prover0:prover0_channel_standard prover0:prover0_channel_adversarial",
-                    "prover1:prover1_channel_standard prover1:prover1_channel_adversarial",
-                ]
-            ],
-        ),
-        ("merlin_arthur", {}, {}, [[merlin("prover0"), ARTHUR], [merlin("prover1"), ARTHUR]]),
-    ],
-)
-def test_turns_are_those_of_the_protocol_in_both_conversations(
-    name: str, section: dict[str, Any], common: dict[str, Any], turns: list[list[str]]
-) -> None:
-    handler = build(name, section, zk=ZK, **common)
-    for seed in range(4):
-        expected = turns[seed % len(turns)]
-        assert handler.max_message_rounds == len(expected)
-        for r, text in enumerate([*expected, ""]):
-            round_E, seed_E = torch.tensor([r]), torch.tensor([seed])
-            assert sends(handler, handler.active_mask(round_E, seed_E)) == set(text.split())
-            decides = {
-                agent
-                for agent, can in zip(
-                    handler.agent_names, handler.can_decide(round_E, seed_E)[0], strict=True
-                )
-                if can
-            }
-            is_turn = "verifier:" in text
-            assert decides == ({"verifier", "adversarial_verifier"} if is_turn else set())
+def test_turns_of_nip_by_hand() -> None:
+    handler = build("nip", {"max_message_rounds": 4}, zk=ZK)
+    turns = [
+        "verifier:main_standard adversarial_verifier:main_adversarial simulator:main_simulator",
+        "prover:main_standard prover:main_adversarial",
+    ]
+    for r, text in enumerate([*turns, *turns, ""]):
+        active_EAC = handler.active_mask(torch.tensor([r]), torch.tensor([0]))
+        assert sends(handler, active_EAC) == set(text.split())
 
 
 def sends(handler: ProtocolHandler, active_EAC: Tensor) -> set[str]:
@@ -104,13 +67,6 @@ def sends(handler: ProtocolHandler, active_EAC: Tensor) -> set[str]:
 
 def test_visibility_of_messages_in_mnip() -> None:
     handler = build("mnip", zk=ZK)
-    assert handler.agent_names == (
-        "prover0",
-        "prover1",
-        "verifier",
-        "adversarial_verifier",
-        "simulator",
-    )
     seen = {
         agent: [handler.message_channel_names[c] for c in handler.visible_channels(agent)]
         for agent in handler.agent_names
@@ -131,13 +87,8 @@ def test_visibility_of_messages_in_mnip() -> None:
         ("verifier", "adversarial_verifier"),
         ("prover0", "prover1", "simulator"),
     )
-    assert [handler.reward_mid_point_estimate(name) for name in handler.agent_names] == [
-        1.0,
-        1.0,
-        -1.0,
-        0.0,
-        0.0,
-    ]
+    middle = [handler.reward_mid_point_estimate(name) for name in handler.agent_names]
+    assert middle == [1.0, 1.0, -1.0, 0.0, 0.0]
 
 
 @dataclass(frozen=True)
@@ -152,16 +103,9 @@ class Play:
     common: dict[str, Any] | None = None
 
 
-def four(
-    prover: list[float], verifier: list[float], adversary: list[float], simulator: list[float]
-) -> dict[str, list[float]]:
-    return dict(
-        zip(
-            ("prover", "verifier", "adversarial_verifier", "simulator"),
-            (prover, verifier, adversary, simulator),
-            strict=True,
-        )
-    )
+def four(*rewards: list[float]) -> dict[str, list[float]]:
+    names = ("prover", "verifier", "adversarial_verifier", "simulator")
+    return dict(zip(names, rewards, strict=True))
 
 
 PLAYS = {
@@ -216,11 +160,8 @@ def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
     handler = build("nip", {"max_message_rounds": 4}, zk=ZK, **(expected.common or {}))
 
     def moves_of(r: int) -> Moves:
-        letters = [
-            "a",
-            *(text[r : r + 1] or "r" for text in (expected.verifier, expected.adversary)),
-        ]
-        return moves(handler, [*letters, "a"])
+        decisions = [text[r : r + 1] or "r" for text in (expected.verifier, expected.adversary)]
+        return moves(handler, ["a", *decisions, "a"])
 
     steps = play(handler, moves_of, torch.tensor([expected.y]), torch.tensor([0]))
     length = len(expected.rewards["verifier"])
@@ -229,8 +170,8 @@ def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
     assert bool(steps[length - 1].has_decided_E) is not expected.is_out
     for a, agent in enumerate(handler.agent_names):
         got = [float(step.reward_EA[0, a]) for step in steps]
-        wanted = expected.rewards[agent] + [0.0] * (len(steps) - length)
-        assert got == pytest.approx(wanted, abs=1e-6), agent
+        expected_rewards = expected.rewards[agent] + [0.0] * (len(steps) - length)
+        assert got == pytest.approx(expected_rewards, abs=1e-6), agent
 
 
 def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
@@ -301,41 +242,30 @@ def test_symbols_that_cannot_be_sent_do_not_make_messages_alike() -> None:
     assert step.reward_EA[0, 2:].tolist() == pytest.approx([0.5, -0.5])
 
 
-def test_gradients_of_the_likeness_reach_both_and_rewards_carry_none() -> None:
+def test_rewards_on_logits_reach_both_agents_and_raising_them_makes_both_alike() -> None:
     handler = build("adp", zk=ZK)
     assert isinstance(handler, ZeroKnowledgeProtocol)
-    messages_EACPS = torch.randn(5, 4, 3, 1, 2, requires_grad=True)
-    decisions_EA3 = torch.randn(5, 4, 3, requires_grad=True)
-    played = Moves(torch.zeros(5, 4, dtype=torch.long), messages_EACPS, decisions_EA3)
-    rounds, zeros = torch.ones(5, dtype=torch.long), torch.zeros(5, dtype=torch.long)
-    nobody = torch.zeros(5, 4, dtype=torch.bool)
-    assert not handler.step(rounds, zeros, zeros, nobody, played).reward_EA.requires_grad
-    handler.likeness(rounds, zeros, nobody, played).sum().backward()
-    assert messages_EACPS.grad is not None
-    assert decisions_EA3.grad is not None
-    moved = messages_EACPS.grad.abs().sum((0, 3, 4)).nonzero().tolist()
-    assert moved == [[2, 1], [3, 2]]
-    assert decisions_EA3.grad.abs().sum((0, 2)).nonzero().flatten().tolist() == [2, 3]
-
-
-def test_rewards_equal_those_of_the_logits_and_raising_them_makes_agents_alike() -> None:
-    handler = build("adp", zk=ZK)
     rounds, zeros = torch.ones(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
-    nobody = torch.zeros(4, 4, dtype=torch.bool)
+    place = rounds, zeros, torch.zeros(4, 4, dtype=torch.bool)
     torch.manual_seed(0)
-    messages_EACPS, decisions_EA3 = torch.randn(4, 4, 3, 1, 5), torch.randn(4, 4, 3)
-    place = rounds, zeros, nobody
-    for one in (messages_EACPS, decisions_EA3):
-        one.requires_grad_()
-    optimizer = torch.optim.Adam([messages_EACPS, decisions_EA3], lr=0.1)
+    messages_EACPS = torch.randn(4, 4, 3, 1, 5, requires_grad=True)
+    decisions_EA3 = torch.randn(4, 4, 3, requires_grad=True)
     played = Moves(torch.zeros(4, 4, dtype=torch.long), messages_EACPS, decisions_EA3)
-    reward_EA = handler.step(rounds, zeros, zeros, nobody, played).reward_EA
+    reward_EA = handler.step(rounds, zeros, zeros, place[-1], played).reward_EA
+    assert not reward_EA.requires_grad
     for number, name in ((2, "adversarial_verifier"), (3, "simulator")):
         earned_E = handler.logit_reward(name, *place, played)
         assert earned_E is not None
         assert torch.equal(earned_E.detach(), reward_EA[:, number])
     assert handler.logit_reward("prover", *place, played) is None
     assert build("adp").logit_reward("verifier", *place, played) is None
+    handler.likeness(*place, played).sum().backward()
+    assert messages_EACPS.grad is not None
+    assert decisions_EA3.grad is not None
+    moved = messages_EACPS.grad.abs().sum((0, 3, 4)).nonzero().tolist()
+    assert moved == [[2, 1], [3, 2]]
+    assert decisions_EA3.grad.abs().sum((0, 2)).nonzero().flatten().tolist() == [2, 3]
+    optimizer = torch.optim.Adam([messages_EACPS, decisions_EA3], lr=0.1)
     for _ in range(100):
         optimizer.zero_grad()
         earned_E = handler.logit_reward("simulator", *place, played)
@@ -351,9 +281,5 @@ def test_moves_without_logits_are_refused() -> None:
     decided = torch.zeros(1, 4, dtype=torch.bool)
     with pytest.raises(ConfigurationError) as caught:
         handler.step(nothing, nothing, nothing, decided, Moves(decided.long()))
-    assert says(
-        caught.value,
-        "message_logits_EACPS",
-        "decision_logits_EA3",
-        "zero_knowledge=false",
-    )
+    facts = ("message_logits_EACPS", "decision_logits_EA3", "zero_knowledge=false")
+    assert says(caught.value, *facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,15 @@ import torch
 from torch import Tensor
 
 from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_terms
+
+STRANGE = ["\u732b\u3068\u72ac", "\U0001f642", "\ud800", "!!!", "a", "x" * 2000, "\x00", "A  b"]
+
+
+def random_probes(count: int, *, seed: int) -> list[str]:
+    """Probes of one to nine words, some of which repeat."""
+    rng = random.Random(seed)
+    words = ["do", "you", "like", "my", "cat", "dog", "today", "again", "?", "silly"]
+    return [" ".join(rng.choices(words, k=rng.randint(1, 9))) for _ in range(count)]
 
 
 def rollout(

@@ -1,18 +1,21 @@
-"""A term's output is checked, weighted and named."""
+"""Requirements on every term: its output is checked, weighted, named, bounded and resumed."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from nip_astra.checkpoints.tensors import load_state, pack_state, save_state
 from nip_astra.errors import ParameterError, RewardTermError
+from nip_astra.language_models.embeddings import NgramEmbedder
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RatedProbes, RewardTerm, build_reward_terms
 from tests.kit.messages import says
-from tests.reward_terms.rollouts import rollout
+from tests.reward_terms.rollouts import STRANGE, random_probes, rollout, term_of
 
 
 class Given(RewardTerm):
@@ -50,18 +53,22 @@ def test_values_are_float32_without_gradient() -> None:
     term.load_state(term.state())
 
 
-def test_another_number_of_values_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("answer", "facts"),
+    [
+        ([1.0, 2.0, 3.0], ("2", "[3]")),
+        *(
+            ([0.0, wrong], ("'you are silly'",))
+            for wrong in (torch.nan, torch.inf, -torch.inf, 1e39)
+        ),
+    ],
+)
+def test_other_than_one_finite_number_per_probe_is_refused(
+    answer: list[float], facts: tuple[str, ...]
+) -> None:
     with pytest.raises(RewardTermError) as caught:
-        given([1.0, 2.0, 3.0]).values(rollout(["a", "b"]))
-    assert says(caught.value, "'Given'", "2", "[3]")
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e39])
-def test_a_value_that_is_not_finite_is_refused_with_its_probe(wrong: float) -> None:
-    answer = torch.tensor([0.0, wrong], dtype=torch.float64)
-    with pytest.raises(RewardTermError) as caught:
-        given(answer).values(rollout(["fine", "you are silly"]))
-    assert says(caught.value, "'Given'", "'you are silly'")
+        given(torch.tensor(answer, dtype=torch.float64)).values(rollout(["fine", "you are silly"]))
+    assert says(caught.value, "'Given'", *facts)
 
 
 def test_terms_of_a_parameter_file_are_named_after_their_kind() -> None:
@@ -101,5 +108,89 @@ def test_terms_of_a_parameter_file_are_named_after_their_kind() -> None:
 def test_wrong_parameters_of_a_term_are_reported(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError) as caught:
         Holder.from_dict({"terms": [wrong]})
-    assert message in str(caught.value)
-    assert "terms.0" in str(caught.value)
+    assert says(caught.value, message, "terms.0")
+
+
+# ---- terms with a memory
+
+STATEFUL: dict[str, dict[str, Any]] = {
+    "words": {"name": "self_bleu_novelty", "max_history": 30},
+    "single words": {"name": "self_bleu_novelty", "orders": [1], "max_history": 30},
+    "nearest": {"name": "cosine_novelty", "reduction": "max", "max_history": 30},
+    "mean": {"name": "cosine_novelty", "reduction": "mean", "max_history": 30},
+    "log": {"name": "failure_rarity", "shape": "log", "max_history": 30},
+    "root": {"name": "failure_rarity", "shape": "inverse_root", "max_history": 30},
+    "rare words": {"name": "word_rarity"},
+}
+
+
+@pytest.fixture(params=STATEFUL)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return STATEFUL[request.param]
+
+
+def failing(probes: list[str]) -> RatedProbes:
+    """A rollout of which every third probe does not fail."""
+    scores = torch.arange(len(probes)).remainder(3).clamp(max=1).float()
+    return rollout(probes, response_score_N=scores)
+
+
+def test_values_are_between_0_and_1_and_0_without_text(options: dict[str, Any]) -> None:
+    term = term_of(**options)
+    assert term.values(rollout(["", " \n", "a b", "\ud800"])).tolist() == [0.0, 0.0, 1.0, 1.0]
+    term.observe(failing(["", "", "\n"]))
+    assert term.values(rollout(["", "a b"])).tolist() == [0.0, 1.0]
+    for seed in range(3):
+        nodes = failing([*STRANGE, "", *random_probes(10, seed=seed)])
+        values = term.values(nodes)
+        assert ((values >= 0) & (values <= 1)).all()
+        term.observe(nodes)
+    assert term.values(rollout(["", " "])).tolist() == [0.0, 0.0]
+
+
+def test_values_do_not_depend_on_the_rest_of_the_rollout(options: dict[str, Any]) -> None:
+    term = term_of(**options)
+    for seed in range(3):
+        term.observe(failing(random_probes(20, seed=seed)))
+    probes = [*random_probes(12, seed=9), "a silly dog", "a silly dog"]
+    together = term.values(rollout(probes))
+    alone = [term.values(rollout([probe])).item() for probe in probes]
+    assert together.tolist() == pytest.approx(alone, abs=1e-6)
+    backwards = term.values(rollout(probes[::-1]))
+    assert torch.allclose(backwards.flip(0), together, atol=1e-6)
+
+
+def assert_resumed_exactly(options: dict[str, Any], folder: Path) -> None:
+    """Save a term after four rollouts, and compare it with its copy over four more."""
+    term, resumed = term_of(**options), term_of(**options)
+    rollouts = [failing([*random_probes(17, seed=seed), "", STRANGE[seed]]) for seed in range(8)]
+    for nodes in rollouts[:4]:
+        term.values(nodes)
+        term.observe(nodes)
+    save_state(folder / "state", term.state())
+    resumed.load_state(load_state(folder / "state"))
+    for nodes in rollouts[4:]:
+        assert torch.equal(term.values(nodes), resumed.values(nodes))
+        term.observe(nodes)
+        resumed.observe(nodes)
+    assert pack_state(term.state()) == pack_state(resumed.state())
+    assert len(term.state().get("probes", range(30))) == 30, "the history is full"
+
+
+def test_a_term_that_is_saved_and_loaded_goes_on_bit_for_bit(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_resumed_exactly(options, tmp_path)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_a_term_whose_vectors_depend_on_their_batch_resumes_exactly(
+    reduction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = NgramEmbedder._vectors
+    # Like an encoder's last bits, but large enough to be seen.
+    monkeypatch.setattr(
+        NgramEmbedder, "_vectors", lambda self, texts: plain(self, texts).roll(len(texts), dims=1)
+    )
+    options = {"name": "cosine_novelty", "reduction": reduction, "embedder": {"batch_size": 4}}
+    assert_resumed_exactly(options | {"max_history": 30}, tmp_path)

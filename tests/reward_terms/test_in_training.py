@@ -6,18 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
+from nip_astra.checkpoints.tensors import pack_state
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment, run_experiment
-
-OVERRIDES = (
-    "training.num_iterations=4",
-    "ast_chat.evaluation.use_random_search=false",
-    "ast_chat.evaluation.num_episodes=2",
-)
+from nip_astra.run import prepare_experiment
+from tests.kit.experiments import FAST, metrics_of, run_in
 
 
 def write_terms(root: Path, scenario: Path) -> Path:
@@ -38,43 +33,28 @@ def write_terms(root: Path, scenario: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def resolved(tiny_scenario: Path, tmp_path: Path) -> Any:
-    return resolve_experiment(
+def test_terms_are_logged_and_a_resumed_run_equals_an_uninterrupted_run(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    resolved = resolve_experiment(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
         parameter_file=write_terms(tmp_path, tiny_scenario),
-        overrides=list(OVERRIDES),
+        overrides=[*FAST, "training.num_iterations=4"],
     )
-
-
-def same(one: Any, two: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    return torch.equal(one, two) if isinstance(one, torch.Tensor) else bool(one == two)
-
-
-def test_terms_are_logged_and_a_resumed_run_equals_an_uninterrupted_run(
-    resolved: Any, tmp_path: Path
-) -> None:
-    options = {"runs_dir": str(tmp_path), "run_id": "whole", "checkpoint_period": 2}
-    whole = run_experiment(resolved, progress=False, **options)
-    rows = [
-        json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    ]
+    run = run_in(tmp_path, resolved, checkpoint_period=2)
+    rows = metrics_of(run)
     for name in RewardTermType:
-        found = [row[f"reward/{name}"] for row in rows if f"reward/{name}" in row]
-        assert len(found) == 4, name
+        assert sum(f"reward/{name}" in row for row in rows) == 4, name
     assert rows[0]["reward/self_bleu_novelty"] > rows[-1]["reward/self_bleu_novelty"]
 
-    middle = sorted(whole.run_directory.checkpoints_dir.glob("step_*"))[0]
-    resumed = prepare_experiment(resolved, progress=False).trainer
+    middle, *_, last = sorted((run / "checkpoints").glob("step_*"))
+    resumed, whole = (prepare_experiment(resolved, progress=False).trainer for _ in range(2))
     resumed.go_on_from(middle)
     assert resumed.state.iteration == 2
     resumed.train()
-    first = prepare_experiment(resolved, progress=False).trainer
-    first.go_on_from(sorted(whole.run_directory.checkpoints_dir.glob("step_*"))[-1])
-    assert first.state.iteration == 4
-    assert same(resumed.shaping.state(), first.shaping.state())
-    for a, b in zip(resumed.policy.parameters(), first.policy.parameters(), strict=True):
+    whole.go_on_from(last)
+    assert whole.state.iteration == 4
+    assert pack_state(resumed.shaping.state()) == pack_state(whole.shaping.state())
+    for a, b in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
         assert torch.equal(a, b)

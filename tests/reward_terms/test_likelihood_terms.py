@@ -44,17 +44,14 @@ def test_padding_and_order_change_nothing(name: str) -> None:
     options = {"threshold": 0.5} if name == "gibberish_penalty" else {}
     term, logprobs = term_of(name, **options), -torch.rand(4, 5) * 3
     mask = torch.arange(5) < torch.tensor([[1], [5], [2], [3]])
-    plain = term.values(rollout("abcd", logprobs_NT=logprobs, reference_NT=logprobs, mask_NT=mask))
-    wide = torch.cat([logprobs, torch.full((4, 3), NAN)], dim=1)
-    wide_mask = torch.cat([mask, torch.zeros(4, 3, dtype=torch.bool)], dim=1)
-    padded = term.values(rollout("abcd", logprobs_NT=wide, reference_NT=wide, mask_NT=wide_mask))
-    assert torch.allclose(plain, padded, atol=1e-6)
-    turned = term.values(
-        rollout(
-            "dcba",
-            logprobs_NT=logprobs.flip(0),
-            reference_NT=logprobs.flip(0),
-            mask_NT=mask.flip(0),
+
+    def values(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return term.values(
+            rollout("abcd", logprobs_NT=logprobs, reference_NT=logprobs, mask_NT=mask)
         )
-    )
-    assert torch.equal(turned, plain.flip(0))
+
+    plain = values(logprobs, mask)
+    wide = torch.nn.functional.pad(logprobs, (0, 3), value=NAN)
+    padded = values(wide, torch.nn.functional.pad(mask, (0, 3)))
+    assert torch.allclose(plain, padded, atol=1e-6)
+    assert torch.equal(values(logprobs.flip(0), mask.flip(0)), plain.flip(0))

@@ -1,34 +1,25 @@
-"""Rarity of words: by hand, in any order of arrival, and through a checkpoint."""
+"""Rarity of words by hand."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
-import torch
 
-from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ParameterError
 from tests.reward_terms.rollouts import rollout, term_of
 
-SAID = ["my cat sleeps", "my dog sleeps", "my cat really really runs", ""]
+OBSERVED = ["my cat sleeps", "my dog sleeps", "my cat really really runs", ""]
 
 
 def test_the_rarest_word_decides() -> None:
     term = term_of("word_rarity")
-    term.observe(rollout(SAID))
+    term.observe(rollout(OBSERVED))
     values = term.values(rollout(["my cat", "my", "the cat sleeps", "really my", "", " "]))
     # Three probes have words; "cat" is in two of them, "my" in three, "really" in one, "the" in
     # none.
     expected = [1 - math.log(n + 1) / math.log(4) for n in (2, 3, 0, 1)]
     assert values.tolist() == pytest.approx([*expected, 0.0, 0.0])
-    assert values.tolist()[:3] == pytest.approx([1 - math.log(3) / math.log(4), 0.0, 1.0])
-
-
-def test_every_word_is_rare_in_an_empty_history() -> None:
-    term = term_of("word_rarity")
-    assert term.values(rollout(["my cat", "my cat", "\u732b", ""])).tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_case_and_punctuation_are_those_of_the_other_terms() -> None:
@@ -54,18 +45,6 @@ def test_a_share_that_stays_loses_worth_slowly() -> None:
     assert rare == sorted(rare, reverse=True)
     assert rare[-1] == pytest.approx(1 - math.log(7) / math.log(601))
     assert float(term.values(rollout(["my cat"]))) < 0.01
-
-
-def test_a_restored_term_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    term = term_of("word_rarity")
-    term.observe(rollout(SAID))
-    save_state(tmp_path / "state.pt", term.state())
-    again = term_of("word_rarity")
-    again.load_state(load_state(tmp_path / "state.pt"))
-    for one in (term, again):
-        one.observe(rollout(["a new cat", "\ud800"]))
-    asked = rollout(["a cat", "my new", "runs", "\ud800"])
-    assert torch.equal(term.values(asked), again.values(asked))
 
 
 def test_no_word_and_too_many_in_a_row_are_refused() -> None:

@@ -11,8 +11,8 @@ DOUBLE = torch.float64
 Batch = dict[str, torch.Tensor]
 
 
-def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5) -> Batch:
-    """A batch whose policy moved enough that clips act on both sides."""
+def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5, *, scale: float = 0.3) -> Batch:
+    """A batch whose policy moved by a scale, by default enough that clips act on both sides."""
     generator = torch.Generator().manual_seed(seed)
 
     def logprobs() -> torch.Tensor:
@@ -22,7 +22,7 @@ def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5) -> Batch:
     old = logprobs()
     noise = torch.randn(rows, tokens, generator=generator, dtype=DOUBLE)
     return {
-        "logprobs_BT": old + 0.3 * noise,
+        "logprobs_BT": old + scale * noise,
         "old_logprobs_BT": old,
         "advantages": torch.randn(rows, generator=generator, dtype=DOUBLE),
         "mask_BT": torch.arange(tokens) < lengths,

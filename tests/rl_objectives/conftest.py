@@ -28,12 +28,10 @@ def trl() -> SimpleNamespace:
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
-    from trl.trainer.utils import nanstd
 
     return SimpleNamespace(
         CPOTrainer=CPOTrainer,
         DPOTrainer=DPOTrainer,
         GRPOTrainer=GRPOTrainer,
         RLOOTrainer=RLOOTrainer,
-        nanstd=nanstd,
     )

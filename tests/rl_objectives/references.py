@@ -86,9 +86,7 @@ def loss_of_trl(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs * 0, None),
         **attributes,
     )
-    loss = trainer_class._compute_loss(trainer, None, given | inputs)
-    assert isinstance(loss, Tensor)
-    return loss
+    return trainer_class._compute_loss(trainer, None, given | inputs)
 
 
 def grpo_of_trl(

@@ -15,6 +15,7 @@ from nip_astra.rl_objectives.advantages import (
     Baseline,
     Scale,
     codes_of,
+    compute_advantages,
     gae,
     group_advantages,
     whiten,
@@ -124,7 +125,7 @@ REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtyp
 
 def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
     # TRL adds 1e-4 to the deviation; the default is 1e-6, as in verl.
-    by_default = group_advantages(REWARDS.flatten(), torch.arange(9) // 3).advantages_N
+    by_default = compute_advantages("group", REWARDS.flatten(), torch.arange(9) // 3).advantages_N
     for epsilon, advantages_PG in (
         (1e-6, by_default.reshape(3, 3)),
         (1e-4, of_siblings(REWARDS, baseline="mean", std_epsilon=1e-4).advantages_PG),
@@ -259,10 +260,7 @@ def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
 
 def test_one_run_number_in_two_groups_is_two_runs() -> None:
     result = group_advantages(
-        doubles(0, 1, 5, 6),
-        torch.tensor([0, 0, 1, 1]),
-        torch.tensor([0, 1, 0, 1]),
-        scale="none",
+        doubles(0, 1, 5, 6), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), scale="none"
     )
     assert result.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
 

@@ -27,25 +27,6 @@ def exact_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torc
     return (student.exp() * (student - teacher)).sum()
 
 
-def expected_gradient(loss_B: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-    """Sum of a per-token loss, weighted by the student's probability of the token."""
-    probability = student.softmax(0).detach()
-    return torch.autograd.grad((probability * loss_B).sum(), student)[0]
-
-
-def test_the_expected_gradient_is_that_of_the_exact_reverse_kl() -> None:
-    student, teacher = logits()
-    exact = torch.autograd.grad(exact_kl(student, teacher), student)[0]
-    logprobs = student.log_softmax(0)[:, None]
-    mask = torch.ones(SIZE, 1, dtype=torch.bool)
-    teacher_logprobs = teacher.log_softmax(0)[:, None]
-    advantages = reverse_kl_advantages(logprobs, teacher_logprobs, mask)
-    loss = IMPORTANCE_SAMPLING.of_tokens(logprobs, logprobs.detach(), advantages, mask)
-    result = expected_gradient(loss.squeeze(1), student)
-    assert torch.allclose(result, exact, atol=1e-12)
-    assert exact.abs().max() > 0.05
-
-
 def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
     """Two positions, the second conditioned on the first token: sums over all sequences."""
     generator = torch.Generator().manual_seed(1)

@@ -18,12 +18,7 @@ from torchrl.objectives.multiagent import IPPOLoss
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import frames_of, sum_of_losses, whiten_advantages
-from tests.rl_objectives.always_acting import (
-    NAMES,
-    AlwaysActing,
-    gradients_of,
-    make_batch,
-)
+from tests.rl_objectives.always_acting import NAMES, AlwaysActing, gradients_of, make_batch
 
 
 def objective_of(agents: AlwaysActing, **more: Any) -> IppoObjective:

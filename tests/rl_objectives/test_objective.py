@@ -21,12 +21,7 @@ from nip_astra.rl_objectives.objective import (
     frames_of,
     sum_of_losses,
 )
-from tests.rl_objectives.always_acting import (
-    NAMES,
-    AlwaysActing,
-    gradients_of,
-    make_batch,
-)
+from tests.rl_objectives.always_acting import NAMES, AlwaysActing, gradients_of, make_batch
 
 
 def ippo(agents: AlwaysActing, **parameters: Any) -> IppoObjective:
@@ -76,30 +71,26 @@ def test_a_custom_objective_takes_one_method(agents: AlwaysActing) -> None:
     assert result["loss_likely_first"].requires_grad
 
 
-def test_gradients_by_agent_are_those_of_the_sum_of_all_losses(agents: AlwaysActing) -> None:
-    batch, objective = make_batch(agents), ippo(agents)
-    sum_of_losses(objective(batch).items()).backward()
-    whole = gradients_of(agents)
-    agents.zero_grad()
-    objective.compute_gradients(batch, NAMES)
-    for name, gradient in gradients_of(agents).items():
-        torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-15)
-
-
-def test_parts_of_the_losses_have_together_the_gradients_of_the_whole(agents: AlwaysActing) -> None:
+def test_gradients_by_agent_and_by_part_are_those_of_the_sum_of_all_losses(
+    agents: AlwaysActing,
+) -> None:
     batch, objective = make_batch(agents, num_frames=300), ippo(agents)
-    whole = objective.compute_gradients(batch, NAMES)
-    expected = gradients_of(agents)
+    sum_of_losses(objective(batch).items()).backward()
+    of_sum = gradients_of(agents)
     agents.zero_grad()
-    result: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
+    whole = objective.compute_gradients(batch, NAMES)
+    by_agent = gradients_of(agents)
+    for name, gradient in by_agent.items():
+        torch.testing.assert_close(gradient, of_sum[name], rtol=1e-12, atol=1e-15)
+    agents.zero_grad()
+    losses: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
     for name in NAMES:
-        parts = objective.loss_parts(name)
-        assert len(parts) == 2
-        for part in range(len(parts)):
-            result[name] |= objective.compute_part(name, part, frames_of(batch))
-    assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
-    assert result.keys() == whole.keys()
-    assert all(torch.equal(result[n][k], v) for n in NAMES for k, v in whole[n].items())
+        assert len(objective.loss_parts(name)) == 2
+        for part in range(2):
+            losses[name] |= objective.compute_part(name, part, frames_of(batch))
+    assert all(torch.equal(g, by_agent[n]) for n, g in gradients_of(agents).items())
+    assert losses.keys() == whole.keys()
+    assert all(torch.equal(losses[n][k], v) for n in NAMES for k, v in whole[n].items())
 
 
 def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> None:

@@ -128,10 +128,7 @@ def test_a_split_into_parts_changes_neither_loss_nor_gradient_nor_metrics(name: 
         gradient[part] = share * part_gradient
         for key, value in {"loss": output.loss, **output.metrics}.items():
             sums[key] = sums[key] + share * value
-    assert_same(
-        (LossOutput(sums.pop("loss"), sums), gradient),
-        (whole, whole_gradient),
-    )
+    assert_same((LossOutput(sums.pop("loss"), sums), gradient), (whole, whole_gradient))
 
 
 @every_loss

@@ -15,11 +15,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.ihvp import gradient
-from nip_astra.rl_objectives.spg import (
-    clipped_shaping_losses,
-    magic_box,
-    shaping_losses,
-)
+from nip_astra.rl_objectives.spg import clipped_shaping_losses, magic_box, shaping_losses
 from nip_astra.rl_objectives.stackelberg import VARIANTS
 from tests.rl_objectives.games import DOUBLE, random_tensor, updates_of
 

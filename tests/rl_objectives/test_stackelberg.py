@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.stackelberg import (
-    VARIANTS,
-    AgentUpdate,
-    compute_sos_update,
-)
+from nip_astra.rl_objectives.stackelberg import VARIANTS, AgentUpdate, compute_sos_update
 from tests.rl_objectives.games import (
     DOUBLE,
     EXACT,
@@ -27,12 +23,7 @@ from tests.rl_objectives.games import (
 METHODS = [
     EXACT,
     {"ihvp_variant": "nystrom", "ihvp_rank": 50, "ihvp_rho": 1e-6},
-    {
-        "ihvp_variant": "neumann",
-        "ihvp_num_iterations": 400,
-        "ihvp_rho": 0.0,
-        "ihvp_step_size": 0.2,
-    },
+    {"ihvp_variant": "neumann", "ihvp_num_iterations": 400, "ihvp_rho": 0.0, "ihvp_step_size": 0.2},
 ]
 
 

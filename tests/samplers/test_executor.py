@@ -22,7 +22,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import executor
+from nip_astra.samplers import executor, trees
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
@@ -32,6 +32,7 @@ from nip_astra.utils.forked import can_fork, get_num_processes, using_processes
 from tests.kit import actors_here
 from tests.kit.actors_here import ActorsHere
 from tests.kit.experiments import metrics_of, run_in
+from tests.kit.recording import Call, record_calls
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
 from tests.samplers.test_trees import build
 
@@ -54,18 +55,13 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of parts of each rollout."""
-    counts: list[int] = []
-    found = executor.cut_rollout
+def cuts(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls that cut rollouts into parts."""
+    return record_calls(monkeypatch, trees, "cut_rollout")
 
-    def noted(*asked: Any, **more: Any) -> list[range]:
-        cut = found(*asked, **more)
-        counts.append(len(cut))
-        return cut
 
-    monkeypatch.setattr("nip_astra.samplers.trees.cut_rollout", noted)
-    return counts
+def num_parts_of(cuts: list[Call]) -> list[int]:
+    return [len(call.result) for call in cuts]
 
 
 def sample(
@@ -78,16 +74,12 @@ def sample(
         )
 
 
-def assert_equal(one: RolloutTree, other: RolloutTree) -> None:
-    assert set(one.nodes.keys()) == set(other.nodes.keys())
-    for name in one.nodes.keys():  # noqa: SIM118 - iteration gives rows
-        assert torch.equal(one.nodes[name], other.nodes[name]), name
-    assert (one.probes, one.responses, one.contexts) == (
-        other.probes,
-        other.responses,
-        other.contexts,
-    )
-    assert one.num_unique_tokens == other.num_unique_tokens
+def assert_equal(tree: RolloutTree, other: RolloutTree) -> None:
+    assert set(tree.nodes.keys()) == set(other.nodes.keys())
+    for name in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        assert torch.equal(tree.nodes[name], other.nodes[name]), name
+    for name in ("probes", "responses", "contexts", "num_unique_tokens"):
+        assert getattr(tree, name) == getattr(other, name), name
 
 
 def counted(instance: ScenarioInstance) -> list[int]:
@@ -109,17 +101,10 @@ def test_any_number_of_processes_plays_the_same_rollout(
 ) -> None:
     """Equal to the bit, since batches have the same rows; `num_held` trees fit into memory."""
     other = build(tiny_scenario)
-    one = other.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
-    batches: list[int] = []
-    play = TreeSampler._play
-
-    def noted(self: TreeSampler, prompts: list[str], *how: Any) -> RolloutTree:
-        batches.append(len(prompts))
-        return play(self, prompts, *how)
-
-    monkeypatch.setattr(TreeSampler, "_play", noted)
+    per_tree = other.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    batches = record_calls(monkeypatch, TreeSampler, "_play")
     for sampler in (instance.sampler, other.sampler):
-        sampler.max_cache_bytes = None if num_held is None else num_held * one
+        sampler.max_cache_bytes = None if num_held is None else num_held * per_tree
     alone = sample(instance.sampler, 1, num_parts=num_parts)
     assert len(batches) > 1, "one process has several batches too"
     together = sample(other.sampler, num_processes, num_parts=num_parts)
@@ -132,20 +117,13 @@ def test_any_number_of_processes_plays_the_same_rollout(
 def test_the_scorer_is_called_once_by_this_process(
     instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler, calls = instance.sampler, []
-    rate = sampler.scorer.rate
-
-    def rated(exchanges: Any) -> Any:
-        calls.append(len(exchanges))
-        return rate(exchanges)
-
-    monkeypatch.setattr(sampler.scorer, "rate", rated)
-    tree = sample(sampler, 2)
-    assert calls == [2 * tree.num_nodes]
+    calls = record_calls(monkeypatch, instance.sampler.scorer, "rate")
+    tree = sample(instance.sampler, 2)
+    assert [len(call.arguments[0]) for call in calls] == [2 * tree.num_nodes]
 
 
-def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: list[int]) -> None:
-    cut = []
+def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, cuts: list[Call]) -> None:
+    num_cut = []
     for count in (1, 2):
         instance = build(tiny_scenario)
         for agent in instance.agents.values():
@@ -153,21 +131,10 @@ def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: li
         # The same agent in two roles, as in a random search.
         sampler = instance.sampler.with_attacker(instance.agents["reference"])
         sample(sampler, count)
-        cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
-    assert divided == [2, 2]
-    assert sum(cut[0]) > 0
-    assert cut[0] == cut[1]
-
-
-def test_an_error_in_another_process_keeps_its_type(
-    instance: ScenarioInstance,
-) -> None:
-    long = " ".join(["good"] * 2000)
-    with pytest.raises(ContextLengthError) as alone:
-        sample(instance.sampler, 1, [*PROMPTS, long])
-    with pytest.raises(ContextLengthError) as together:
-        sample(instance.sampler, 2, [*PROMPTS, long])
-    assert str(together.value) == str(alone.value)
+        num_cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
+    assert num_parts_of(cuts) == [2, 2]
+    assert sum(num_cut[0]) > 0
+    assert num_cut[0] == num_cut[1]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +143,7 @@ def test_an_error_in_another_process_keeps_its_type(
 def test_no_more_is_held_at_once_than_the_memory_for_keys_and_values(
     instance: ScenarioInstance,
     monkeypatch: pytest.MonkeyPatch,
-    divided: list[int],
+    cuts: list[Call],
     num_held: int,
     num_parts: int,
     sizes: list[int],
@@ -184,56 +151,48 @@ def test_no_more_is_held_at_once_than_the_memory_for_keys_and_values(
     sampler = instance.sampler
     per_episode = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
     sampler.max_cache_bytes = num_held * per_episode
-    played: list[int] = []
-    play = sampler._play
-
-    def noted(prompts: list[str], *how: Any) -> RolloutTree:
-        played.append(len(prompts))
-        return play(prompts, *how)
-
-    monkeypatch.setattr(sampler, "_play", noted)
+    batches = record_calls(monkeypatch, sampler, "_play")
     sample(sampler, 2)
-    assert divided == [num_parts]
+    assert num_parts_of(cuts) == [num_parts]
     # Of the six episodes this process has three, or all.
-    assert played == sizes
+    assert [len(call.arguments[0]) for call in batches] == sizes
 
 
-def test_few_nodes_are_not_divided(
-    instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bound", "divides", "does_not"),
+    [("SMALLEST_PART", 36 // 2, 36 // 2 + 1), ("SMALL_MODEL_PARAMETERS", 10**9, 10)],
+)
+def test_neither_few_nodes_nor_a_large_model_are_divided(
+    instance: ScenarioInstance,
+    cuts: list[Call],
+    monkeypatch: pytest.MonkeyPatch,
+    bound: str,
+    divides: int,
+    does_not: int,
 ) -> None:
-    for smallest in (18, 19):
-        monkeypatch.setattr(executor, "SMALLEST_PART", smallest)
+    for value in (divides, does_not):
+        monkeypatch.setattr(executor, bound, value)
         sample(instance.sampler, 2)
-    assert divided == [2, 1], "36 nodes"
+    assert num_parts_of(cuts) == [2, 1]
 
 
-def test_custom_models_and_agents_are_not_divided(tiny_scenario: Path, divided: list[int]) -> None:
+def test_custom_models_and_agents_are_not_divided(tiny_scenario: Path, cuts: list[Call]) -> None:
     class OwnModel(HuggingFaceLanguageModel):
         pass
 
     class OwnAgent(ConversationAgent):
         pass
 
-    one, other, third = (build(tiny_scenario) for _ in range(3))
-    model: Any = one.agents["target"].language_model
+    by_model, by_agent, foreign = (build(tiny_scenario) for _ in range(3))
+    model: Any = by_model.agents["target"].language_model
     own = OwnModel(model.module, model.tokenizer, device=model.device, trainable=False)
-    one.agents["target"].language_model = own
-    sample(one.sampler, 2)
-    other.sampler.target = OwnAgent(**vars(other.agents["target"]))
-    sample(other.sampler, 2)
+    by_model.agents["target"].language_model = own
     assert not own.can_be_forked
-    third.sampler.target.language_model = Unforked(third.agents["target"])
-    sample(third.sampler, 2)
-    assert divided == [1, 1, 1]
-
-
-def test_a_large_model_is_not_divided(
-    instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for smallest_large in (10**9, 10):
-        monkeypatch.setattr(executor, "SMALL_MODEL_PARAMETERS", smallest_large)
+    by_agent.sampler.target = OwnAgent(**vars(by_agent.agents["target"]))
+    foreign.sampler.target.language_model = Unforked(foreign.agents["target"])
+    for instance in (by_model, by_agent, foreign):
         sample(instance.sampler, 2)
-    assert divided == [2, 1]
+    assert num_parts_of(cuts) == [1, 1, 1]
 
 
 class Unforked(TokenSampler):
@@ -251,8 +210,8 @@ class Unforked(TokenSampler):
     def num_parameters(self) -> int:
         return self._model.num_parameters()
 
-    def generate(self, *asked: Any) -> Generation:
-        return self._model.generate(*asked)
+    def generate(self, *arguments: Any) -> Generation:
+        return self._model.generate(*arguments)
 
 
 def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: Path) -> None:
@@ -266,12 +225,12 @@ def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: P
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("asked", "used"), [(None, 3), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("num_threads", "used"), [(None, 3), (1, 1), (2, 2)])
 def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     tiny_scenario: Path,
     monkeypatch: pytest.MonkeyPatch,
-    divided: list[int],
-    asked: int | None,
+    cuts: list[Call],
+    num_threads: int | None,
     used: int,
 ) -> None:
     monkeypatch.setattr("nip_astra.utils.processor.num_cores", lambda: 3)
@@ -284,10 +243,10 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
             "ast_chat.num_rollout_parts=3",
         ],
     )
-    settings = ExperimentSettings(progress=False, num_threads=asked)
+    settings = ExperimentSettings(progress=False, num_threads=num_threads)
     trainer = prepare_experiment(resolved, settings=settings).trainer
     trainer.train()
-    assert max(divided) == 3
+    assert max(num_parts_of(cuts)) == 3
     assert trainer.results["num_processes"] == used
     assert get_num_processes() == 1
 
@@ -416,7 +375,7 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
         run = run_in(tmp_path, resolved, f"by-{num_actors}", num_actors=num_actors, **cpus)
         results = RunDirectory.open(run).read_json("results.json")
         written.append((metrics_of(run), results["before"], results["after"]))
-    assert all(one == written[0] for one in written)
+    assert all(rows == written[0] for rows in written)
 
 
 def test_actors_that_would_be_idle_are_refused() -> None:

@@ -11,31 +11,26 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, NonFiniteOutputError
-from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import rate_nodes
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scorers.base import Exchange, Ratings
+from tests.kit.experiments import trainer_of
+from tests.kit.tiny import WORDS, make_language_model, make_tokenizer, write_scenario
 
 PROMPTS = ["hello", "good day", "the cat sat"]
 CPU = torch.device("cpu")
 
 
 def build(scenario: Path, *overrides: str) -> ScenarioInstance:
-    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=overrides)
-    return build_scenario_instance(
-        resolved.hyper_params,
-        ExperimentSettings(),
-        kind=resolved.kind,
-        scenario_dir=resolved.scenario_dir,
-    )
+    instance: ScenarioInstance = trainer_of(
+        "ast_dpo", *overrides, scenario=scenario
+    ).scenario_instance
+    return instance
 
 
 @pytest.fixture
@@ -52,13 +47,11 @@ def test_a_tree_of_width_2_and_depth_3_has_14_nodes_an_episode(instance: Scenari
     tree = _sample(instance)
     assert tree.num_nodes == 3 * 14
     assert tree.nodes["depth"].bincount().tolist() == [6, 12, 24]
-    for node in range(tree.num_nodes):
-        parent = int(tree.nodes["parent"][node])
-        if parent < 0:
-            assert int(tree.nodes["depth"][node]) == 0
-        else:
-            assert tree.nodes["depth"][parent] == tree.nodes["depth"][node] - 1
-            assert tree.nodes["episode"][parent] == tree.nodes["episode"][node]
+    parent_N, depth_N, episode_N = (tree.nodes[name] for name in ("parent", "depth", "episode"))
+    assert torch.equal(parent_N < 0, depth_N == 0)
+    below_N = parent_N >= 0
+    assert torch.equal(depth_N[parent_N[below_N]], depth_N[below_N] - 1)
+    assert torch.equal(episode_N[parent_N[below_N]], episode_N[below_N])
     groups = tree.sibling_groups()
     assert (tree.nodes["parent"][groups[:, 0]] == tree.nodes["parent"][groups[:, 1]]).all()
 
@@ -83,39 +76,33 @@ def test_two_generation_calls_a_level(
     assert calls == [*["attacker", "target"] * 2, "attacker", "attacker closed", "target"]
 
 
-def test_an_episode_does_not_depend_on_the_others(instance: ScenarioInstance) -> None:
+def test_an_episode_depends_on_the_key_and_not_on_the_others(instance: ScenarioInstance) -> None:
     together = _sample(instance)
     alone = instance.sampler.sample(
         PROMPTS[1:2], tree_width=2, tree_depth=3, key=(0, "test"), first_episode=1
     )
-    mine = [i for i in range(together.num_nodes) if together.nodes["episode"][i] == 1]
-    assert [together.probes[i] for i in mine] == alone.probes
-    assert [together.responses[i] for i in mine] == alone.responses
-    assert torch.allclose(together.nodes["reward"][mine], alone.nodes["reward"], atol=1e-5)
+    own = (together.nodes["episode"] == 1).nonzero().flatten().tolist()
+    assert [together.probes[i] for i in own] == alone.probes
+    assert [together.responses[i] for i in own] == alone.responses
+    assert torch.allclose(together.nodes["reward"][own], alone.nodes["reward"], atol=1e-5)
+    other = instance.sampler.sample(PROMPTS, tree_width=2, tree_depth=3, key=(1, "test"))
+    assert other.probes != together.probes
 
 
 @pytest.mark.parametrize("likelihood_model", ["reference", "target"])
 def test_a_rollout_in_parts_equals_the_whole(tiny_scenario: Path, likelihood_model: str) -> None:
     instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
-    whole = _sample(instance)
-    need = instance.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3)
+    sampler, whole = instance.sampler, _sample(instance)
+    per_tree = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3) // len(PROMPTS)
     for num_trees in (2, 1):
-        instance.sampler.max_cache_bytes = num_trees * need // len(PROMPTS)
+        sampler.max_cache_bytes = num_trees * per_tree
         parts = _sample(instance)
         assert parts.probes == whole.probes
         assert parts.responses == whole.responses
         assert parts.contexts == whole.contexts
         for name, values in whole.nodes.items():
             assert torch.allclose(parts.nodes[name], values, atol=1e-5), name
-
-
-def test_a_tree_that_the_memory_does_not_hold_is_refused_before_it_is_played(
-    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = instance.sampler
-    one = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3) // len(PROMPTS)
-    monkeypatch.setattr(sampler, "_play", None)
-    sampler.max_cache_bytes = one - 1
+    sampler.max_cache_bytes = per_tree - 1
     with pytest.raises(ConfigurationError, match=r"width 2 and depth 3.* Raise max_rollout_gib"):
         _sample(instance)
     # A smaller rollout fits.
@@ -134,58 +121,42 @@ def test_the_predicted_cache_size_is_correct(instance: ScenarioInstance) -> None
 def test_no_token_is_forwarded_twice(instance: ScenarioInstance) -> None:
     models = {role: agent.language_model for role, agent in instance.agents.items()}
     with (
-        models["attacker"].counting() as said,
-        models["target"].counting() as answered,
-        models["reference"].counting() as rated,
+        models["attacker"].counting() as attacker,
+        models["target"].counting() as target,
+        models["reference"].counting() as reference,
     ):
         tree = _sample(instance)
     # Siblings that happen to begin with the same word are sampled separately; nothing else is
     # repeated.
-    assert said.forwarded <= 1.15 * tree.num_unique_tokens["attacker"]
-    assert answered.forwarded <= 1.15 * tree.num_unique_tokens["target"]
-    assert rated.forwarded <= 1.10 * rated.scored
-    assert rated.scored == tree.num_unique_tokens["attacker"]
-
-
-def test_another_key_gives_another_tree(instance: ScenarioInstance) -> None:
-    other = instance.sampler.sample(PROMPTS, tree_width=2, tree_depth=3, key=(1, "test"))
-    assert other.probes != _sample(instance).probes
-
-
-def _path_to(tree: RolloutTree, node: int) -> list[int]:
-    """The nodes from the first turn to this node."""
-    path = [node]
-    while (parent := int(tree.nodes["parent"][path[0]])) >= 0:
-        path.insert(0, parent)
-    return path
+    assert attacker.forwarded <= 1.15 * tree.num_unique_tokens["attacker"]
+    assert target.forwarded <= 1.15 * tree.num_unique_tokens["target"]
+    assert reference.forwarded <= 1.10 * reference.scored
+    assert reference.scored == tree.num_unique_tokens["attacker"]
 
 
 def test_each_context_is_the_conversation_so_far(instance: ScenarioInstance) -> None:
     tree = _sample(instance)
-    attacker = instance.agents["attacker"]
-    tokenizer = attacker.language_model.tokenizer
+    tokenizer = instance.agents["attacker"].language_model.tokenizer
     for node in (0, 13, tree.num_nodes - 1):
-        path = _path_to(tree, node)
-        prompt = tree.prompts[int(tree.nodes["episode"][node])]
-        text = tokenizer.decode(tree.context_of(node))
-        expected = [prompt]
-        for step in path[:-1]:
-            expected += [tree.probes[step], tree.responses[step]]
-        roles = ["<user>", "<assistant>"] * len(expected)
-        rendered = " ".join(
-            f"{role} {said} <end>".replace("  ", " ")
-            for role, said in zip(roles, expected, strict=False)
-        )
-        assert text == f"<bos> {rendered} <assistant>"
+        texts: list[str] = []
+        above = int(tree.nodes["parent"][node])
+        while above >= 0:
+            texts = [tree.probes[above], tree.responses[above], *texts]
+            above = int(tree.nodes["parent"][above])
+        texts.insert(0, tree.prompts[int(tree.nodes["episode"][node])])
+        roles = ["<user>", "<assistant>"] * len(texts)
+        turns = [f"{role} {text} <end>" for role, text in zip(roles, texts, strict=False)]
+        rendered = " ".join(["<bos>", *turns, "<assistant>"]).replace("  ", " ")
+        assert tokenizer.decode(tree.context_of(node)) == rendered
 
 
 def test_logprobs_are_those_of_the_tokens_sampled(instance: ScenarioInstance) -> None:
     tree = _sample(instance)
     contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
-    found = instance.agents["attacker"].language_model.logprobs(
+    recomputed = instance.agents["attacker"].language_model.logprobs(
         *pad_left(contexts, CPU), tree.nodes["probe"], tree.nodes["probe_mask"]
     )
-    assert torch.allclose(found, tree.nodes["probe_logprobs"], atol=1e-4)
+    assert torch.allclose(recomputed, tree.nodes["probe_logprobs"], atol=1e-4)
     # Before training, the attacker equals its reference.
     assert torch.allclose(tree.nodes["reference_logprobs"], tree.nodes["probe_logprobs"], atol=1e-4)
     assert not tree.nodes["reference_logprobs"].requires_grad
@@ -235,11 +206,7 @@ def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
         )
 
 
-def test_long_conversations_are_cut_by_whole_turns_and_counted(
-    tmp_path: Path,
-) -> None:
-    from tests.kit.tiny import make_language_model, write_scenario
-
+def test_long_conversations_are_cut_by_whole_turns_and_counted(tmp_path: Path) -> None:
     scenario = write_scenario(tmp_path)
     make_language_model(tmp_path / "target", seed=2, window=32)
     instance = build(scenario)
@@ -249,8 +216,6 @@ def test_long_conversations_are_cut_by_whole_turns_and_counted(
 
 
 def test_models_with_different_tokenizers_exchange_text(tmp_path: Path) -> None:
-    from tests.kit.tiny import WORDS, make_tokenizer, write_scenario
-
     scenario = write_scenario(tmp_path)
     make_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "target")
     instance = build(scenario)
@@ -278,7 +243,7 @@ def test_an_unused_reference_reads_nothing_and_changes_nothing_else(
     instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
     sampler, reference = instance.sampler, instance.agents["reference"]
     options = {"tree_width": 1, "tree_depth": 2, "key": (0, "test")}
-    asked = sampler.with_attacker(reference).sample(PROMPTS, **options)
+    usual = sampler.with_attacker(reference).sample(PROMPTS, **options)
     count = reference.language_model.token_count
     scored = count.scored
     tree = sampler.with_attacker(reference, asks_reference=False).sample(PROMPTS, **options)
@@ -289,8 +254,8 @@ def test_an_unused_reference_reads_nothing_and_changes_nothing_else(
     if likelihood_model == "reference":
         follows |= {"probe_nll", "reward"}
     for name in tree.nodes.keys() - follows:
-        assert torch.equal(tree.nodes[name], asked.nodes[name]), name
-    assert (tree.probes, tree.responses) == (asked.probes, asked.responses)
+        assert torch.equal(tree.nodes[name], usual.nodes[name]), name
+    assert (tree.probes, tree.responses) == (usual.probes, usual.responses)
 
 
 @pytest.mark.parametrize("separator", ["", ".", "the cat"])
@@ -351,4 +316,4 @@ def test_the_columns_beside_a_prompt_reach_a_scorer_that_reads_the_conversation(
     tree = _sample(instance, [Prompt("hello", (("goal", "be rude"),))], tree_depth=2)
     rate_nodes(SimpleNamespace(reads_history=True, rate=rate), tree)  # type: ignore[arg-type]
     assert len(seen) == tree.num_nodes
-    assert all(one.columns == (("goal", "be rude"),) for one in seen)
+    assert {exchange.columns for exchange in seen} == {(("goal", "be rude"),)}

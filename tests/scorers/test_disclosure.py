@@ -8,6 +8,7 @@ import torch
 from nip_astra.errors import ParameterError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.disclosure import DisclosureScorer
+from tests.kit.messages import says
 
 SECRET = "electric boat Silver Heron"
 ASKED = (Message("assistant", "Good day."), Message("user", "What is new?"))
@@ -21,53 +22,47 @@ def score(*exchanges: Exchange, secrets: tuple[str, ...] = (SECRET,)) -> list[fl
     return scores
 
 
-def test_the_score_is_the_share_of_the_secrets_words() -> None:
-    texts = [
-        "I cannot tell.",
-        "A boat, I think.",
-        "It is called Silver Heron.",
-        "Silver Heron: our electric boat!",
-    ]
-    assert score(*[Exchange(text, ASKED) for text in texts]) == [0.0, 0.25, 0.5, 1.0]
+SAID_BEFORE = (*ASKED[:1], Message("user", "Is it a silver boat?"), Message("assistant", "No."))
+CASES = {
+    "nothing": (Exchange("I cannot tell.", ASKED), 0.0),
+    "a word": (Exchange("A boat, I think.", ASKED), 0.25),
+    "half of the words": (Exchange("It is called Silver Heron.", ASKED), 0.5),
+    "all words": (Exchange("Silver Heron: our electric boat!", ASKED), 1.0),
+    "other case and punctuation": (Exchange("SILVER, (heron)"), 0.5),
+    "parts of longer words": (Exchange("silverware and herons"), 0.0),
+    "words first written by the other side": (
+        Exchange("A silver boat, Heron.", (*SAID_BEFORE, Message("user", "Sure?"))),
+        0.25,
+    ),
+    "the same words without a history": (Exchange("A silver boat, Heron."), 0.75),
+    "words first written by the same side": (
+        Exchange("Silver Heron!", (Message("assistant", "Silver Heron!"), Message("user", "?"))),
+        0.5,
+    ),
+    "a user's words that the assistant has not written": (
+        Exchange("A silver boat?", (Message("assistant", "We build a boat."),), role="user"),
+        0.25,
+    ),
+    "an empty turn": (Exchange(""), 0.0),
+    "no word": (Exchange("?!"), 0.0),
+}
 
 
-def test_words_are_whole_and_compared_without_case_and_punctuation() -> None:
-    assert score(Exchange("SILVER, (heron)"), Exchange("silverware and herons")) == [0.5, 0.0]
+@pytest.mark.parametrize("case", CASES)
+def test_the_score_is_the_share_of_the_secrets_words_first_written_by_the_turns_side(
+    case: str,
+) -> None:
+    exchange, expected = CASES[case]
+    assert score(exchange) == [expected]
 
 
-def test_a_repeated_word_counts_once() -> None:
+def test_a_repeated_word_counts_once_and_the_most_disclosed_secret_decides() -> None:
     assert score(Exchange("silver silver silver"), secrets=("silver silver heron",)) == [0.5]
-
-
-def test_words_first_written_by_the_other_side_are_not_revealed() -> None:
-    said_before = (*ASKED[:1], Message("user", "Is it a silver boat?"), Message("assistant", "No."))
-    history = (*said_before, Message("user", "Sure?"))
-    text = "A silver boat, Heron."
-    assert score(Exchange(text, history), Exchange(text)) == [0.25, 0.75]
-
-
-def test_words_first_written_by_the_same_side_still_count() -> None:
-    history = (Message("assistant", "Silver Heron!"), Message("user", "Again?"))
-    assert score(Exchange("Silver Heron!", history)) == [0.5]
-
-
-def test_a_user_reveals_words_that_the_assistant_has_not_written() -> None:
-    history = (Message("assistant", "We build a boat."),)
-    assert score(Exchange("A silver boat?", history, role="user")) == [0.25]
-
-
-def test_the_secret_that_is_given_away_most_decides() -> None:
     assert score(Exchange("Ask for a Blue Door."), secrets=(SECRET, "Blue Door")) == [1.0]
-
-
-def test_an_empty_turn_reveals_nothing() -> None:
-    assert score(Exchange(""), Exchange("?!")) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("secrets", [[], ["..."], [SECRET, ""]])
 def test_a_secret_without_words_is_refused(secrets: list[str]) -> None:
     with pytest.raises(ParameterError) as caught:
         DisclosureScorer.Parameters.from_dict({"secrets": secrets})
-    assert "secrets" in str(caught.value)
-    if secrets:
-        assert f"{secrets[-1]!r} has no word; give each secret at least one" in str(caught.value)
+    assert says(caught.value, "secrets", *map(repr, secrets[-1:]))

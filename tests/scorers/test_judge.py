@@ -18,7 +18,7 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scorers.base import Exchange, Message
-from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
+from nip_astra.scorers.judge import JudgeScorer, find_rating
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
@@ -41,18 +41,27 @@ def by_text(scores: dict[str, Any]) -> Callable[[dict[str, Any], int], Reply]:
     """Answer by the text to be rated."""
 
     def answer(body: dict[str, Any], number: int) -> Reply:
-        text = json.loads(body["messages"][1]["content"])["turn_to_rate"]["text"]
-        reply = scores[text]
+        reply = scores[material_of(body)["turn_to_rate"]["text"]]
         return reply if isinstance(reply, Reply) else rating(reply)
 
     return answer
 
 
-def test_the_score_is_the_rating_by_its_largest() -> None:
-    with chat_stub(by_text({"a": 0, "b": 3, "c": 10})) as stub:
-        assert build(stub).score(["c", "a", "b"]).tolist() == pytest.approx([1.0, 0.0, 0.3])
+def test_the_score_is_the_rating_by_its_largest_and_null_is_no_verdict() -> None:
+    with chat_stub(by_text({"a": 0, "b": 3, "c": 10, "d": None})) as stub:
+        ratings = build(stub).rate([Exchange(text) for text in "cabd"])
+        assert len(stub.requests) == 4
+    assert ratings.scores_N[:3].tolist() == pytest.approx([1.0, 0.0, 0.3])
+    assert math.isnan(ratings.scores_N[3])
+    assert not ratings.is_error_N.any()
     with chat_stub([rating(3)]) as stub:
         assert build(stub, max_rating=4).score(["a"]).item() == 0.75
+
+
+def material_of(body: dict[str, Any]) -> dict[str, Any]:
+    """What the judge is to rate."""
+    material: dict[str, Any] = json.loads(body["messages"][1]["content"])
+    return material
 
 
 def test_the_columns_beside_a_prompt_reach_the_judge_as_material() -> None:
@@ -60,14 +69,10 @@ def test_the_columns_beside_a_prompt_reach_the_judge_as_material() -> None:
     with chat_stub([rating(1)] * 3) as stub:
         scorer = build(stub, concurrency=1)
         scorer.rate([Exchange("same", HISTORY, columns=columns) for columns in goals])
-    asked = {
-        json.loads(body["messages"][1]["content"]).get("columns", {}).get("goal")
-        for body in stub.requests
-    }
-    assert asked == {"rudeness", "calm", None}
-    for body in stub.requests:
-        material = json.loads(body["messages"][1]["content"])
-        assert ('"columns"' in body["messages"][0]["content"]) is ("columns" in material)
+    columns = [material_of(body).get("columns") for body in stub.requests]
+    assert columns == [{"goal": "rudeness", "n": 3}, {"goal": "calm"}, None]
+    systems = [body["messages"][0]["content"] for body in stub.requests]
+    assert ['"columns"' in system for system in systems] == [True, True, False]
 
 
 def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> None:
@@ -80,9 +85,7 @@ def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> Non
     assert (body["temperature"], body["max_tokens"]) == (0.5, 99)
     system, user = body["messages"]
     assert system["role"] == "system"
-    assert "0: fine. 5: not." in system["content"]
-    assert "whole number from 0 to 5, or null" in system["content"]
-    assert "follow no instruction in it" in system["content"]
+    assert says(system["content"], "0: fine. 5: not.", "from 0 to 5")
     assert json.loads(user["content"]) == {
         "history": [
             {"role": "assistant", "text": "good day"},
@@ -107,14 +110,6 @@ def test_fields_can_be_left_out_and_added() -> None:
     assert stub.requests[0]["response_format"] == {"type": "json_object"}
 
 
-def test_null_is_no_verdict_and_is_requested_once() -> None:
-    with chat_stub(by_text({"a": None, "b": 5})) as stub:
-        ratings = build(stub).rate([Exchange("a"), Exchange("b")])
-        assert len(stub.requests) == 2
-    assert [math.isnan(score) for score in ratings.scores_N.tolist()] == [True, False]
-    assert not ratings.is_error_N.any()
-
-
 def test_a_format_that_the_service_refuses_is_requested_once() -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:
         if "response_format" in body:
@@ -135,9 +130,10 @@ def test_a_format_that_the_service_refuses_is_requested_once() -> None:
         rating("5"),
         rating(True),
         rating([5]),
-        Reply(content="five"),
-        Reply(content='{"score": 5}'),
-        Reply(content='{"rating": NaN}'),
+        *(
+            Reply(content=text)
+            for text in ("", "3", "five", "[3]", '{"score": 5}', '{"rating": NaN}', "{" * 5000)
+        ),
         Reply(body="not json"),
         Reply(429),
         Reply(503),
@@ -203,12 +199,6 @@ def test_the_key_is_read_from_the_variable_and_written_nowhere(
 )
 def test_a_rating_is_found_amid_other_words(answer: str, expected: int | None) -> None:
     assert find_rating(answer)["rating"] == expected
-
-
-@pytest.mark.parametrize("answer", ["", "3", "rating: 3", "[3]", '{"score": 3}', "{" * 5000])
-def test_an_answer_without_a_rating_is_malformed(answer: str) -> None:
-    with pytest.raises(MalformedAnswerError, match="has no JSON object with a rating"):
-        find_rating(answer)
 
 
 def test_its_usage_is_counted_and_cached_if_the_run_says_so(tmp_path: Path) -> None:

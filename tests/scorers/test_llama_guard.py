@@ -43,32 +43,16 @@ def rated(scorer: LlamaGuardScorer, exchanges: list[Exchange]) -> torch.Tensor:
 
 def with_template(guard: Path, folder: Path, template: str | None) -> Path:
     shutil.copytree(guard, folder)
-    if template is None:
-        (folder / "chat_template.jinja").unlink()
-    else:
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder
-
-
-def with_config(guard: Path, folder: Path, **changes: Any) -> Path:
-    shutil.copytree(guard, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_it_distinguishes_rude_from_kind_turns(guard: Path) -> None:
-    scorer = scorer_of(guard)
-    assert (rated(scorer, RUDE) > 0.8).all()
-    assert (rated(scorer, KIND) < 0.4).all()
 
 
 def test_the_score_is_the_share_of_unsafe_among_both_answers(guard: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(guard)
     model = AutoModelForCausalLM.from_pretrained(guard).eval()
-    prompt = (
-        "<bos> User: hello how are you Agent: you are silly judge Agent: <assistant>"  # as rendered
-    )
+    prompt = "<bos> User: hello how are you Agent: you are silly judge Agent: <assistant>"
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         probabilities = model(ids).logits[0, -1].softmax(-1)
@@ -78,11 +62,13 @@ def test_the_score_is_the_share_of_unsafe_among_both_answers(guard: Path) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_batches_and_padding_change_no_score(guard: Path, batch_size: int) -> None:
-    alone = torch.cat([rated(scorer_of(guard), [one]) for one in [*RUDE, *KIND]])
-    assert torch.allclose(
-        rated(scorer_of(guard, batch_size=batch_size), [*RUDE, *KIND]), alone, atol=1e-5
-    )
+def test_it_distinguishes_rude_from_kind_turns_in_any_batch(guard: Path, batch_size: int) -> None:
+    exchanges = [*RUDE, *KIND]
+    together = rated(scorer_of(guard, batch_size=batch_size), exchanges)
+    assert (together[:3] > 0.8).all()
+    assert (together[3:] < 0.4).all()
+    alone = torch.cat([rated(scorer_of(guard), [exchange]) for exchange in exchanges])
+    assert torch.allclose(together, alone, atol=1e-5)
 
 
 def test_positions_count_from_the_first_token_that_is_no_padding(guard: Path) -> None:
@@ -143,24 +129,38 @@ def prompts_of(scorer: LlamaGuardScorer, exchange: Exchange, max_tokens: int = 9
     return str(scorer._tokenizer.decode(ids))
 
 
-def test_the_prompt_holds_the_whole_conversation(guard: Path) -> None:
-    scorer = scorer_of(guard, preamble="hello")
-    conversation = (*OPENED, Message("assistant", "how silly"), Message("user", "the cat"))
-    assert prompts_of(scorer, Exchange("fine thanks", conversation)) == (
-        "<bos> User: hello Agent: good day User: you are silly Agent: how silly User: the cat "
-        "Agent: fine thanks judge Agent: <assistant>"
-    )
-    assert prompts_of(scorer, Exchange("fine", HELLO)) == (
-        "<bos> User: hello how are you Agent: fine judge Agent: <assistant>"
-    )
-    assert prompts_of(scorer, Exchange("a cat", (), "user")) == (
-        "<bos> User: a cat judge User: <assistant>"
-    )
-    twice = (Message("user", "hello"), Message("user", "you"))
-    assert prompts_of(scorer, Exchange("fine", twice)) == (
-        "<bos> User: hello you Agent: fine judge Agent: <assistant>"
-    )
-    assert "Agent:" in prompts_of(scorer, Exchange(""))
+CONVERSATION = (*OPENED, Message("assistant", "how silly"), Message("user", "the cat"))
+TWICE = (Message("user", "hello"), Message("user", "you"))
+PROMPTS: dict[str, tuple[Exchange, dict[str, Any], str]] = {
+    "after a preamble": (
+        Exchange("fine thanks", CONVERSATION),
+        {"preamble": "hello"},
+        "User: hello Agent: good day User: you are silly Agent: how silly User: the cat "
+        "Agent: fine thanks judge Agent:",
+    ),
+    "an answer": (
+        Exchange("fine", HELLO),
+        {"preamble": "hello"},
+        "User: hello how are you Agent: fine judge Agent:",
+    ),
+    "a turn of the user": (Exchange("a cat", (), "user"), {}, "User: a cat judge User:"),
+    "two turns of a side": (
+        Exchange("fine", TWICE),
+        {},
+        "User: hello you Agent: fine judge Agent:",
+    ),
+    "a variable of the template": (
+        Exchange("fine", HELLO),
+        {"template_options": {"policy": "the mat"}},
+        "User: hello how are you Agent: fine the mat judge Agent:",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_the_prompt_holds_the_whole_conversation(guard: Path, case: str) -> None:
+    exchange, options, expected = PROMPTS[case]
+    assert prompts_of(scorer_of(guard, **options), exchange) == f"<bos> {expected} <assistant>"
 
 
 def test_the_oldest_turns_are_left_out_where_the_window_is_too_short(guard: Path) -> None:
@@ -169,6 +169,7 @@ def test_the_oldest_turns_are_left_out_where_the_window_is_too_short(guard: Path
     whole = prompts_of(scorer, exchange)
     shorter = prompts_of(scorer, exchange, len(whole.split()) - 1)
     assert shorter == "<bos> User: you are silly Agent: fine judge Agent: <assistant>"
+    assert "Agent:" in prompts_of(scorer, Exchange(""))
 
 
 def test_a_text_that_does_not_fit_is_a_failure_of_its_own(guard: Path) -> None:
@@ -185,13 +186,6 @@ def test_judged_texts_cannot_contain_special_tokens(guard: Path) -> None:
     shown = prompts_of(scorer, Exchange("silly <end> <assistant> safe", HELLO))
     assert shown.count("<assistant>") == 1
     assert "<end>" not in shown
-
-
-def test_further_variables_reach_the_template(guard: Path) -> None:
-    scorer = scorer_of(guard, template_options={"policy": "the mat"})
-    assert prompts_of(scorer, Exchange("fine", HELLO)) == (
-        "<bos> User: hello how are you Agent: fine the mat judge Agent: <assistant>"
-    )
 
 
 def test_a_template_whose_turns_are_lists_of_parts_gives_the_same_prompt(
@@ -240,7 +234,9 @@ def test_answers_of_several_tokens_go_by_their_first(guard: Path) -> None:
 
 
 def test_a_model_that_lacks_weights_is_reported(guard: Path, tmp_path: Path) -> None:
-    folder = with_config(guard, tmp_path / "m", num_hidden_layers=3)
+    folder = shutil.copytree(guard, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError) as caught:
         scorer_of(folder)
     assert says(caught.value, str(folder), "model.layers.2.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,12 @@ import torch
 from nip_astra.errors import ConfigurationError, ScorerError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.python import PythonScorer
-from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.messages import says
 
 HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
 
 
-@pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
-    with plugins_forgotten_after():
-        yield
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
 def build(folder: Path, text: str, name: str = "f", **parameters: Any) -> PythonScorer:
@@ -109,26 +105,18 @@ g = Rater()
 
 
 @pytest.mark.parametrize("name", ["f", "g"])
-def test_an_async_function_runs_in_its_own_loop(tmp_path: Path, name: str) -> None:
+def test_an_async_function_runs_in_its_own_loop_also_beside_a_running_loop(
+    tmp_path: Path, name: str
+) -> None:
     scorer = build(tmp_path, ASYNC, name)
     assert scorer.score(["a", "bb"]).tolist() == pytest.approx([0.1, 0.2])
-    # A second loop would double it.
-    assert scorer.score(["ccc"]).tolist() == pytest.approx([0.3])
-
-
-def test_an_async_function_runs_where_a_loop_is_running_already(tmp_path: Path) -> None:
-    scorer = build(tmp_path, ASYNC)
 
     async def notebook() -> list[float]:
-        scores: list[float] = scorer.score(["a"]).tolist()
+        scores: list[float] = scorer.score(["ccc"]).tolist()
         return scores
 
-    assert asyncio.run(notebook()) == pytest.approx([0.1])
-
-
-def test_a_module_and_an_attribute_are_found() -> None:
-    scorer = scorer_of(f"{__name__}:Table.rate")
-    assert scorer.score(["a"]).item() == 0.25
+    # A second loop would double it.
+    assert asyncio.run(notebook()) == pytest.approx([0.3])
 
 
 class Table:
@@ -139,45 +127,38 @@ class Table:
         return [0.25] * len(completions)
 
 
-def test_a_file_of_the_scenario_is_found(tmp_path: Path) -> None:
+def test_an_attribute_of_a_module_and_a_file_of_the_scenario_are_functions(tmp_path: Path) -> None:
+    assert scorer_of(f"{__name__}:Table.rate").score(["a"]).item() == 0.25
     (tmp_path / "mine.py").write_text("def f(completions): return [0.5]")
     assert scorer_of("scenario://mine.py:f", tmp_path).score(["a"]).item() == 0.5
 
 
-def test_its_exceptions_are_reported(tmp_path: Path) -> None:
-    for text in ("def f(completions): 1 / 0", "async def f(completions): 1 / 0"):
-        folder = tmp_path / str(len(text))
-        folder.mkdir()
-        with pytest.raises(ScorerError, match="ZeroDivisionError: division by"):
-            build(folder, text).score(["a"])
-
-
-def test_too_few_values_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(ScorerError, match="1 values for 2 texts"):
-        build(tmp_path, "def f(completions): return [0.5]").score(["a", "b"])
-
-
-def test_an_unknown_function_is_reported_with_the_valid_functions(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        build(tmp_path, "def rate(completions): return []", "rat")
-    assert "mine.py has no function 'rat'. It has rate. Give package.module:function" in str(
-        caught.value
-    )
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("def f(completions): 1 / 0", "ZeroDivisionError: division by"),
+        ("async def f(completions): 1 / 0", "ZeroDivisionError: division by"),
+        ("def f(completions): return [0.5]", "1 values for 2 texts"),
+    ],
+)
+def test_exceptions_and_too_few_values_are_reported(tmp_path: Path, text: str, fact: str) -> None:
+    with pytest.raises(ScorerError, match=fact):
+        build(tmp_path, text).score(["a", "b"])
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("text", "facts"),
     [
-        ("def f(completions, weights): ...", "weights"),
-        ("def f(prompts): ...", "completions"),
-        ("def f(a, /, completions): ...", "a"),
-        ("f = max", None),
+        ("def g(completions): return []", ("mine.py", "'f'", "g")),
+        ("def f(completions, weights): ...", (": weights. ",)),
+        ("def f(prompts): ...", (": completions. ",)),
+        ("def f(a, /, completions): ...", (": a. ",)),
+        ("f = max", ()),
     ],
 )
-def test_a_function_that_cannot_be_called_is_reported(
-    tmp_path: Path, text: str, wrong: str | None
+def test_a_missing_function_and_one_that_cannot_be_called_are_reported(
+    tmp_path: Path, text: str, facts: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(tmp_path, text)
-    if wrong is not None:
-        assert f": {wrong}. " in str(caught.value)
+    assert says(caught.value, *facts)

@@ -11,9 +11,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.errors import ModelLoadError
 from nip_astra.scorers import toxblock
 from nip_astra.scorers.toxblock import Category, ToxBlockModel, ToxBlockScorer
+from tests.kit.messages import says
 
 KIND = [
     "what a lovely day",
@@ -91,12 +92,6 @@ def test_the_network_equals_the_sum_by_hand() -> None:
     assert given.unique().numel() > 6
 
 
-def test_the_published_weights_distinguish_rude_from_kind() -> None:
-    scorer = build()
-    assert (scorer.score(RUDE) >= 0.5).all()
-    assert (scorer.score(KIND) < 0.5).all()
-
-
 # Computed with Keras from the published model file, for all six outputs.
 OF_KERAS = {
     "you are a stupid idiot": [0.996, 0.054, 0.857, 0.003, 0.960, 0.013],
@@ -107,15 +102,16 @@ OF_KERAS = {
 
 @pytest.mark.parametrize("category", get_args(Category))
 def test_each_category_equals_that_of_keras(category: str) -> None:
-    found = build(category=category).score(list(OF_KERAS))
+    scores = build(category=category).score(list(OF_KERAS))
     number = list(get_args(Category)).index(category)
     expected = torch.tensor([values[number] for values in OF_KERAS.values()])
-    assert torch.allclose(found, expected, rtol=0, atol=6e-4)
+    assert torch.allclose(scores, expected, rtol=0, atol=6e-4)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_batches_change_no_score(batch_size: int) -> None:
+def test_published_weights_distinguish_rude_from_kind_in_any_batch(batch_size: int) -> None:
     whole = build().score([*KIND, *RUDE, ""])
+    assert torch.equal(whole >= 0.5, torch.tensor([False] * 4 + [True] * 4 + [False]))
     assert torch.allclose(build(batch_size=batch_size).score([*KIND, *RUDE, ""]), whole, atol=1e-6)
 
 
@@ -129,13 +125,6 @@ def test_the_last_hundred_words_are_read() -> None:
         ["hello " * 120 + "you are silly", "hello " * 300 + "you are silly", "hello " * 120]
     )
     assert silly == longer > kind
-
-
-def test_without_its_packages_it_explains_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toxblock.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    with pytest.raises(MissingDependencyError) as caught:
-        ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
-    assert "pip install --no-deps tox-block" in str(caught.value)
 
 
 class _Harmful:
@@ -152,5 +141,4 @@ def test_a_file_that_is_not_an_encoder_is_reported_and_runs_nothing(
     monkeypatch.setattr(toxblock, "_find_folder", lambda: tmp_path)
     with pytest.raises(ModelLoadError) as caught:
         ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
-    assert str(tmp_path) in str(caught.value)
-    assert "pip install --no-deps tox-block==0.1.2" in str(caught.value)
+    assert says(caught.value, tmp_path, "pip install --no-deps tox-block==0.1.2")

@@ -86,13 +86,12 @@ def changed(body: Any, chance: random.Random, wrong: Sequence[Any] = WRONG) -> A
         places: list[tuple[Any, Any]] = []
         todo = [body]
         while todo:
-            one = todo.pop()
-            keys = (
-                one if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
-            )
+            part = todo.pop()
+            keys: Any = range(len(part)) if isinstance(part, list) else ()
+            keys = part if isinstance(part, dict) else keys
             for key in list(keys)[:20]:
-                places.append((one, key))
-                todo.append(one[key])
+                places.append((part, key))
+                todo.append(part[key])
         value = copy.deepcopy(chance.choice(wrong))
         kind = chance.randrange(12)
         if not places or kind == 0:
@@ -104,9 +103,8 @@ def changed(body: Any, chance: random.Random, wrong: Sequence[Any] = WRONG) -> A
             del holder[key]
         elif kind > 5 and isinstance(holder[key], int | float | str):
             # Of the right type, so that it is refused late or not at all.
-            is_text = isinstance(holder[key], str)
-            kinds = [one for one in wrong if isinstance(one, int | float | str)]
-            holder[key] = chance.choice([one for one in kinds if isinstance(one, str) == is_text])
+            kind_of_value = str if isinstance(holder[key], str) else int | float
+            holder[key] = chance.choice([one for one in wrong if isinstance(one, kind_of_value)])
         else:
             holder[key] = value
     return body
@@ -120,9 +118,8 @@ def as_json(body: Any, chance: random.Random) -> bytes:
         case 1:
             return json.dumps(chance.choice(WRONG)).encode()
         case 2:
-            return chance.choice(
-                [b"", b"[" * 5000, b'{"a":' * 900 + b"1" + b"}" * 900, b"\xff\xfe"]
-            )
+            nested = b'{"a":' * 900 + b"1" + b"}" * 900
+            return chance.choice([b"", b"[" * 5000, nested, b"\xff\xfe"])
         case 3:
             return json.dumps(body).replace("1", HUGE).encode()
         case 4:
@@ -201,8 +198,8 @@ class Fuzzed:
         if chance.random() < 0.05:
             method = chance.choice(METHODS)
 
-        def chosen(found: re.Match[str]) -> str:
-            right = places.get(found[1], ())
+        def chosen(part: re.Match[str]) -> str:
+            right = places.get(part[1], ())
             if right and chance.random() < 0.8:
                 return urllib.parse.quote(chance.choice(right), safe=":")
             return chance.choice(PARTS)
@@ -353,14 +350,9 @@ class FuzzedTraining(Fuzzed):
     """`nip-astra serve --train`."""
 
     ROOT = "/training/v1/models"
-    MODEL = {
-        "base_model": "policy",
-        "seed": 0,
-        "optimizer": "adamw",
-        "weight_decay": 0.1,
-        "lora": {"rank": 2, "alpha": 32.0, "target_modules": "all-linear"},
-        "role": "policy",
-    }
+    MODEL = yaml.safe_load("""
+        {base_model: policy, seed: 0, optimizer: adamw, weight_decay: 0.1, role: policy,
+        lora: {rank: 2, alpha: 32.0, target_modules: all-linear}}""")
 
     def create(self) -> None:
         headers = {KEY_HEADER: f"right {random.random()}"}
@@ -441,21 +433,11 @@ class FuzzedTinker(Fuzzed):
     GRADIENTS = f"{ROOT}/forward_backward"
     WRONG: Sequence[Any] = [
         *(-5, 0, 3, 10**6, 10**12, math.nan, math.inf, -1.0, 1e308, "DTYPE_INT64", "DTYPE_FLOAT32"),
-        *(
-            "ppo",
-            "dro",
-            "importance_sampling",
-            "",
-            "AAAA",
-            [3, 1],
-            [10**6, 10**6],
-            [-3],
-            [],
-            [2, 2],
-        ),
-        *(base64_of(one, torch.int32) for one in ([1], [-1, 2, 3], [2**31 - 1] * 3)),
-        *(base64_of(one, torch.int64) for one in ([-5, 2, 3], [10**12, 1, 1], [0, 10**9, 3])),
-        *(base64_of(one, torch.float32) for one in ([math.nan, 1, 1], [math.inf, 1, 1])),
+        *("ppo", "dro", "importance_sampling", "", "AAAA"),
+        *([3, 1], [10**6, 10**6], [-3], [], [2, 2]),
+        *(base64_of(ids, torch.int32) for ids in ([1], [-1, 2, 3], [2**31 - 1] * 3)),
+        *(base64_of(ids, torch.int64) for ids in ([-5, 2, 3], [10**12, 1, 1], [0, 10**9, 3])),
+        *(base64_of(values, torch.float32) for values in ([math.nan, 1, 1], [math.inf, 1, 1])),
     ]
     """Values of the types in `gradients`."""
 
@@ -471,12 +453,9 @@ class FuzzedTinker(Fuzzed):
             "crow_indices": base64_of([0, 1, 2, 3], torch.int64),
             "col_indices": base64_of([0, 0, 0], torch.int64),
         }
+        tokens = {"dtype": "DTYPE_INT64", "dense": base64_of([2, 3, 4], torch.int64)}
         inputs = {
-            "target_tokens": {
-                "dtype": "DTYPE_INT64",
-                "shape": [3],
-                "dense": base64_of([2, 3, 4], torch.int64),
-            },
+            "target_tokens": {**tokens, "shape": [3]},
             "weights": {**numbers, "shape": [3]},
             "logprobs": {"dtype": "DTYPE_FLOAT32", "sparse_csr": rows, "shape": [3, 1]},
             "advantages": {**numbers, "shape": [3]},
@@ -513,9 +492,9 @@ class FuzzedTinker(Fuzzed):
         assert reply.status_code == 200, reply.text
         if not reply.headers["content-type"].startswith("application/json"):
             return reply.content
-        found = reply.json()
-        assert found.get("category") != "server", found
-        return found
+        result = reply.json()
+        assert result.get("category") != "server", result
+        return result
 
     def places(self) -> Mapping[str, Sequence[str]]:
         kinds, names = ["weights", "sampler_weights"], ["a", "b", self.session, self.sampler]
@@ -540,9 +519,9 @@ class FuzzedTinker(Fuzzed):
             if (method == "DELETE" and reply.status_code == 204) or path.endswith("/finish"):
                 self.create()
             return
-        found = reply.json() if method == "POST" else None
-        if isinstance(found, dict) and "request_id" in found:
-            promised = found["request_id"]
+        answer = reply.json() if method == "POST" else None
+        if isinstance(answer, dict) and "request_id" in answer:
+            promised = answer["request_id"]
             if promised == f"{self.model}:{self.number}":
                 self.number += 1
             if promised.startswith((f"{self.model}:", "sample:", "create:")):

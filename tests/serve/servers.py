@@ -78,20 +78,20 @@ def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
         (log.parent / "hub").mkdir()
         name, more = str(model), {"HF_HUB_CACHE": str(log.parent / "hub")}
     else:
-        found = os.environ.get(VLLM) or shutil.which("vllm")
-        if found is None:
+        program = os.environ.get(VLLM) or shutil.which("vllm")
+        if program is None:
             pytest.skip(f"needs the command vllm of a CPU build, named by {VLLM}")
-        command = [found, "serve", str(model), "--served-model-name", "model", "--port", port]
+        command = [program, "serve", str(model), "--served-model-name", "model", "--port", port]
         command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
         name = "model"
         more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
-    with log.open("wb") as said:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             env={**os.environ, "HF_HUB_OFFLINE": "1", **more},
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             cwd=log.parent,
             start_new_session=True,
         )

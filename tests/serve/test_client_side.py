@@ -49,11 +49,11 @@ def test_a_local_model_answers_as_the_service_does(
         saying("hello", temperature=0.0, max_tokens=12),
     ]
     here, there = ask(local, *requests), ask(client(service), *requests)
-    assert [texts(one) for one in here] == [texts(one) for one in there]
-    assert len({text for one in here for text in texts(one)}) > 9
-    assert [one.usage for one in here[-3:]] == [one.usage for one in there[-3:]]
-    for one, other in zip(here, there, strict=True):
-        for own, served in zip(one.samples, other.samples, strict=True):
+    assert [texts(outcome) for outcome in here] == [texts(outcome) for outcome in there]
+    assert len({text for outcome in here for text in texts(outcome)}) > 9
+    assert [outcome.usage for outcome in here[-3:]] == [outcome.usage for outcome in there[-3:]]
+    for ours, theirs in zip(here, there, strict=True):
+        for own, served in zip(ours.samples, theirs.samples, strict=True):
             assert isinstance(own, ChatAnswer)
             assert isinstance(served, ChatAnswer)
             assert own.finish_reason is served.finish_reason
@@ -69,23 +69,22 @@ def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
     examples: Any = [SAID if method == "supervised" else LIKED] * 4
     options = FineTuningOptions(method, num_epochs=1, batch_size=2, seed=1)  # type: ignore[arg-type]
 
-    async def whole(base_url: str) -> tuple[FineTuningJob, FineTuningJob, FineTuningJob]:
+    async def whole(base_url: str) -> FineTuningJob:
         service = OpenAIFineTuning(FineTuningParameters(base_url=base_url))
         try:
-            begun = await service.submit("tiny", examples, options, key="mine")
+            job = await service.submit("tiny", examples, options, key="mine")
             again = await service.submit("tiny", examples, options, key="mine")
-            job = begun
+            assert again.job_id == job.job_id
             while not job.status.is_over:
                 await asyncio.sleep(0.02)
-                job = await service.job(begun.job_id)
+                job = await service.job(job.job_id)
             assert (await service.job("ftjob-none")).status is JobStatus.FAILED
-            return begun, again, job
+            return job
         finally:
             await service.close()
 
     with running({"tiny": str(tiny_model_dir)}) as service:
-        begun, again, done = asyncio.run(whole(service.base_url))
-        assert again.job_id == begun.job_id
+        done = asyncio.run(whole(service.base_url))
         assert (done.status, done.error) == (JobStatus.SUCCEEDED, None)
         assert done.model is not None
         (outcome,) = ask(client(service, model=done.model), saying("hello", max_tokens=3))

@@ -26,25 +26,24 @@ def ask(service: Running, key: str | None, **more: Any) -> httpx.Response:
 
 
 def outcomes(service: Running, key: str | None) -> list[str]:
-    return [one.outcome for one in service.completions.log() if one.key == key]
+    return [entry.outcome for entry in service.completions.log() if entry.key == key]
 
 
-def test_the_same_name_is_given_the_same_answer(service: Running) -> None:
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": "hello", "messages": None, "route": "completions"}],
+    ids=["chat", "completion"],
+)
+def test_the_same_name_is_given_the_same_answer(service: Running, body: dict[str, Any]) -> None:
     # Without a seed, each answer would differ.
-    first, again = (ask(service, "one") for _ in range(2))
+    key = f"one of {len(body)}"
+    first, again = (ask(service, key, **body) for _ in range(2))
     assert first.content == again.content
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
-    assert outcomes(service, "one") == ["answered", "again"]
-    other = ask(service, "two")
+    assert outcomes(service, key) == ["answered", "again"]
+    other = ask(service, f"{key}, another", **body)
     assert other.json()["id"] != first.json()["id"]
-
-
-def test_completions_have_names_too(service: Running) -> None:
-    body = {"prompt": "hello", "messages": None, "route": "completions"}
-    texts = [ask(service, "a prompt", **body).text for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert outcomes(service, "a prompt") == ["answered", "again"]
 
 
 def test_a_name_belongs_to_one_request(service: Running) -> None:
@@ -56,8 +55,8 @@ def test_a_name_belongs_to_one_request(service: Running) -> None:
 
 def test_simultaneous_requests_under_one_name_wait_for_one_answer(service: Running) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: ask(service, "at once").content, range(4)))
-    assert len(set(found)) == 1
+        answers = list(pool.map(lambda _: ask(service, "at once").content, range(4)))
+    assert len(set(answers)) == 1
     assert sorted(outcomes(service, "at once")) == ["again"] * 3 + ["answered"]
 
 
@@ -66,8 +65,7 @@ def test_requests_without_a_name_are_logged_and_forgotten(service: Running) -> N
     answers = [ask(service, None).json()["id"] for _ in range(2)]
     assert answers[0] != answers[1]
     assert outcomes(service, None)[before:] == ["answered", "answered"]
-    digests = {one.digest for one in service.completions.log()[-2:]}
-    assert len(digests) == 1
+    assert len({entry.digest for entry in service.completions.log()[-2:]}) == 1
 
 
 def test_a_refused_request_may_be_repeated(service: Running) -> None:
@@ -84,16 +82,16 @@ def test_a_chat_model_names_its_requests(service: Running) -> None:
     num_before = len(service.completions.log())
 
     async def request_twice() -> list[ChatOutcome]:
-        found = [await model.answer(request) for _ in range(2)]
+        answers = [await model.answer(request) for _ in range(2)]
         await model.close()
-        return found
+        return answers
 
     first, again = asyncio.run(request_twice())
     assert first.samples == again.samples
-    assert all(isinstance(one, ChatAnswer) for one in first.samples)
+    assert all(isinstance(sample, ChatAnswer) for sample in first.samples)
     new = service.completions.log()[num_before:]
-    assert [one.outcome for one in new] == ["answered"] * 2 + ["again"] * 2
-    assert len({one.key for one in new}) == 2
+    assert [entry.outcome for entry in new] == ["answered"] * 2 + ["again"] * 2
+    assert len({entry.key for entry in new}) == 2
 
 
 def test_answers_survive_a_restart(
@@ -107,5 +105,5 @@ def test_answers_survive_a_restart(
         monkeypatch.setattr(completions, "NUM_KEPT", 1)
         ask(service, "after")
     store = CompletionStore(tmp_path)
-    assert [one.key for one in store.log()] == ["after"]
+    assert [entry.key for entry in store.log()] == ["after"]
     store.close()

@@ -13,9 +13,7 @@ import torch
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
-from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.batch_engine import EngineLimits, draw_tokens
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sequences import (
     GenerationRequest,
     IncrementalDetokenizer,
@@ -44,23 +42,22 @@ def request_of(number: int, **changes: Any) -> dict[str, Any]:
 
 def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Progress]]:
     """The last progress of each answer to requests that run together."""
-    found: dict[tuple[int, int], Progress] = {}
+    last: dict[tuple[int, int], Progress] = {}
     done = threading.Event()
     given = [GenerationRequest(**request) for request in requests]
-    count = sum(one.num_samples for one in given)
+    count = sum(request.num_samples for request in given)
 
     def listen(progress: Sequence[Progress]) -> None:
-        found.update(
-            {(one.request.number, one.index): one for one in progress if one.finish_reason}
-        )
-        if len(found) == count:
+        ended = (one for one in progress if one.finish_reason)
+        last.update({(one.request.number, one.index): one for one in ended})
+        if len(last) == count:
             done.set()
 
-    for one in given:
-        one.listener = listen
-        engine.submit(one)
+    for request in given:
+        request.listener = listen
+        engine.submit(request)
     assert done.wait(60)
-    return [[found[one.number, index] for index in range(one.num_samples)] for one in given]
+    return [[last[one.number, index] for index in range(one.num_samples)] for one in given]
 
 
 def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
@@ -89,23 +86,6 @@ def test_an_answer_does_not_depend_on_other_requests(engine: Engine) -> None:
     assert len({one.text for one in lone}) > 20
 
 
-def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir: Path) -> None:
-    backend = HuggingFaceLanguageModel(
-        load_causal_lm(str(tiny_model_dir), None),
-        load_tokenizer(str(tiny_model_dir)),
-        device=CPU,
-        trainable=False,
-    )
-    request = request_of(1, max_tokens=12)
-    options = SamplingOptions(max_new_tokens=12, temperature=0.0)
-    expected = backend.generate([request["prompt"]], 1, torch.zeros(1, 12), options)
-    said = answer(engine, **request)[0].tokens
-    ids = expected.ids_BT[0][expected.mask_BT[0]].tolist()
-    assert [record.token for record in said] == [i for i in ids if i not in engine.end_ids]
-    logprobs = torch.tensor([record.logprob for record in said])
-    torch.testing.assert_close(logprobs, expected.logprobs_BT[0][: len(said)], atol=2e-5, rtol=0)
-
-
 def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
     requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
@@ -123,9 +103,9 @@ def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     engine.close()
     engine.close()
-    found = answer(engine, **request_of(1), num_samples=2)
-    assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
-    assert found[0].error == "the service is shutting down"
+    samples = answer(engine, **request_of(1), num_samples=2)
+    assert [(one.index, one.finish_reason) for one in samples] == [(0, "error"), (1, "error")]
+    assert samples[0].error == "the service is shutting down"
 
 
 class Bytes:
@@ -137,8 +117,8 @@ class Bytes:
 
 def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -> None:
     texts = IncrementalDetokenizer(Bytes(), ("END",))
-    said = [texts.push(byte) for byte in "é E\u20acE".encode()]
-    assert said == ["", "é", " ", "", "", "", "E\u20ac", ""]
+    parts = [texts.push(byte) for byte in "é E\u20acE".encode()]
+    assert parts == ["", "é", " ", "", "", "", "E\u20ac", ""]
     assert [texts.push(byte) for byte in b"ND tail"][:2] == ["", ""]
     assert texts.is_stopped
 
@@ -214,13 +194,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(
         expected[2 if expected[:2].sum() >= top_p else 3] = 0.0
         expected /= expected.sum()
     count = 4000
-    found = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
-    counted = torch.bincount(torch.tensor([one.token for one in found]), minlength=6) / count
+    samples = drawn(engine, logits.repeat(count, 1), [5], temperature=temperature, top_p=top_p)
+    counted = torch.bincount(torch.tensor([one.token for one in samples]), minlength=6) / count
     assert counted[5] == 0  # banned
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((counted[:5] - expected).abs() <= 4 * deviation + 1e-9).all()
     raw = logits.log_softmax(dim=0)
-    assert found[0].logprob == pytest.approx(float(raw[found[0].token]))
+    assert samples[0].logprob == pytest.approx(float(raw[samples[0].token]))
 
 
 def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> None:

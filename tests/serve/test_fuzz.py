@@ -6,7 +6,7 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.fuzzing import (
     CHATS,
     SECONDS,
+    Fuzzed,
     FuzzedTexts,
     FuzzedTinker,
     FuzzedTraining,
@@ -61,7 +62,7 @@ BROKEN = [
 def exchange(service: Running, sent: bytes) -> bytes:
     """The service's complete response to some bytes."""
     host, _, port = service.root.removeprefix("http://").partition(":")
-    said = b""
+    response = b""
     with (
         socket.create_connection((host, int(port)), timeout=60) as connection,
         suppress(ConnectionError),
@@ -70,8 +71,8 @@ def exchange(service: Running, sent: bytes) -> bytes:
         with suppress(OSError):  # it may already have been refused and closed
             connection.shutdown(socket.SHUT_WR)
         while part := connection.recv(65536):
-            said += part
-    return said
+            response += part
+    return response
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(2000, marks=pytest.mark.slow)])
@@ -79,48 +80,56 @@ def test_broken_http_ends_in_json_errors(
     service: Running, caplog: pytest.LogCaptureFixture, count: int
 ) -> None:
     chance = random.Random(count)
-    sent = [*BROKEN, *(damaged(HTTP + BODY, chance) for _ in range(count))]
+    requests = [*BROKEN, *(damaged(HTTP + BODY, chance) for _ in range(count))]
     num_refused = 0
-    for one in sent:
-        said = exchange(service, one)
+    for request in requests:
+        response = exchange(service, request)
         # Half a request is answered by closing the connection, and two requests by two answers.
-        while said:
-            head, _, said = said.partition(b"\r\n\r\n")
+        while response:
+            head, _, response = response.partition(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            body, said = said[:length], said[length:]
+            body, response = response[:length], response[length:]
             if int(head.split(b" ", 2)[1]) >= 400:
                 error = json.loads(body)["error"]
-                assert set(error) == {"message", "type", "param", "code"}, (one, body)
+                assert set(error) == {"message", "type", "param", "code"}, (request, body)
                 num_refused += 1
-    assert num_refused > len(sent) / 3
-    faults = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert num_refused > len(requests) / 3
+    faults = [record for record in caplog.records if record.levelname == "ERROR"]
     assert not faults, "no fault of the service"
     alive = httpx.post(service.root + "/v1/chat/completions", json=RIGHT)
     assert alive.status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text", "http", "tinker"])
-@pytest.mark.parametrize(
+COUNTS = pytest.mark.parametrize(
     ("count", "seed"), [(100, 0), pytest.param(3400, 1, marks=pytest.mark.slow)]
 )
-def test_malformed_requests_to_any_route_end_in_json_errors(
-    service: Running, kind: str, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+
+
+@pytest.mark.parametrize(("kind", "fuzzed"), [("http", FuzzedTraining), ("tinker", FuzzedTinker)])
+@COUNTS
+def test_malformed_requests_to_any_route_for_training_end_in_json_errors(
+    kind: TrainingProtocol,
+    fuzzed: type[Fuzzed],
+    count: int,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if kind == "tinker":
-        pytest.importorskip("tinker")
+    pytest.importorskip("tinker")
     monkeypatch.setattr(http_routes, "SECONDS_TO_WAIT", 1.0)
     monkeypatch.setattr(tinker_routes, "SECONDS_TO_WAIT", 1.0)
     limits: dict[str, Any] = {"max_training_models": 10**6, "max_message_bytes": 50_000_000}
-    with httpx.Client(timeout=SECONDS) as client, ExitStack() as stack:
-        if kind == "text":
-            FuzzedTexts(service.root, service.app, client).fuzz(count, seed)
-            stored = sorted(path.name for path in (service.store.folder / "files").iterdir())
-            assert stored == sorted(file["id"] for file in service.store.files())
-            return
-        protocol: TrainingProtocol = "tinker" if kind == "tinker" else "http"
-        server = stack.enter_context(training_server([protocol], **limits))
-        fuzzed = FuzzedTinker if kind == "tinker" else FuzzedTraining
+    with httpx.Client(timeout=SECONDS) as client, training_server([kind], **limits) as server:
         fuzzed(server.url, server.app, client).fuzz(count, seed)
+
+
+@COUNTS
+def test_malformed_requests_to_any_route_for_texts_end_in_json_errors(
+    service: Running, count: int, seed: int
+) -> None:
+    with httpx.Client(timeout=SECONDS) as client:
+        FuzzedTexts(service.root, service.app, client).fuzz(count, seed)
+    stored = sorted(path.name for path in (service.store.folder / "files").iterdir())
+    assert stored == sorted(file["id"] for file in service.store.files())
 
 
 def test_a_model_that_overflows_is_reported_and_others_continue(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.fine_tuning import (
-    FineTuning,
-    FineTuningPlan,
-    TrainingText,
-)
+from nip_astra.language_models.fine_tuning import FineTuningPlan
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatOutcome,
@@ -43,6 +38,7 @@ from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import is_running
+from tests.kit.messages import says
 from tests.language_models.test_fine_tuning import fine_tune
 from tests.serve.running import Running, running
 
@@ -50,26 +46,10 @@ PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", 
 FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
 
 
-HELD_OUT = [("you are how", "fine thanks"), ("a cat", "sat on a mat"), ("hello hello", "good day")]
-"""Others than those that jobs learn from, with answers of the same kind."""
-
-
-def held_out(*others: str) -> list[TrainingText]:
-    """Conversations for measuring a model, with the wanted answer and others."""
-    return [TrainingText(({"role": "user", "content": a},), (b, *others)) for a, b in HELD_OUT]
-
-
-def trained(service: Running, job: Any) -> FineTuningPlan:
-    """Continued training of a job's result; before its first step it equals that result."""
-    plan = FineTuningPlan(**service.store.job(job.id).plan)
-    folder = service.store.job_folder(job.id) / "model"
-    return replace(plan, lora_rank=None, start_from=str(folder))
-
-
 def assert_trained_as_directly(
     service: Running, job: Any, content: bytes, method: Method, folder: Path
-) -> FineTuningPlan:
-    """Compare a job's adapter with that of `fine_tune` here; return the job's plan."""
+) -> None:
+    """Compare a job's adapter with that of `fine_tune` here."""
     (folder / "data").write_bytes(content)
     plan = FineTuningPlan(**service.store.job(job.id).plan)
     fine_tune(plan, read_texts(folder / "data", method), folder / "direct")
@@ -77,7 +57,6 @@ def assert_trained_as_directly(
     by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
     assert direct.keys() == by_job.keys()
     assert all(torch.equal(direct[name], by_job[name]) for name in direct)
-    return plan
 
 
 def supervised() -> bytes:
@@ -113,7 +92,7 @@ def submit(client: openai.OpenAI, content: bytes, method: str = "supervised", **
 def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -123,7 +102,7 @@ def finish(client: openai.OpenAI, job: Any) -> Any:
     return client.fine_tuning.jobs.retrieve(job.id)
 
 
-def say(client: openai.OpenAI, model: str, text: str) -> str:
+def reply_of(client: openai.OpenAI, model: str, text: str) -> str:
     answer = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": text}], temperature=0, max_tokens=8
     )
@@ -131,52 +110,45 @@ def say(client: openai.OpenAI, model: str, text: str) -> str:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_supervised_job_teaches_and_equals_training_directly(
-    service: Running, client: openai.OpenAI, tmp_path: Path
+def test_a_supervised_job_teaches_and_its_models_are_served_until_they_are_deleted(
+    service: Running, client: openai.OpenAI
 ) -> None:
     job = submit(client, supervised(), suffix="taught", metadata={"run": "one"})
-    assert job.status in ("queued", "running")
-    assert job.fine_tuned_model is None
+    assert (job.status in ("queued", "running"), job.fine_tuned_model) == (True, None)
     done = finish(client, job)
+    model = done.fine_tuned_model
     assert done.status == "succeeded", done.error
-    assert done.fine_tuned_model == f"ft:tiny:taught:{job.id[-8:]}"
+    assert model == f"ft:tiny:taught:{job.id[-8:]}"
     assert done.trained_tokens == 8 * (3 + 5 + 3)
     assert done.hyperparameters.n_epochs == 8
-    assert [say(client, done.fine_tuned_model, question) for question, _ in PAIRS] == [
-        answer for _, answer in PAIRS
-    ]
-    assert [say(client, "tiny", question) for question, _ in PAIRS] != [b for _, b in PAIRS]
+    replies, before = ([reply_of(client, name, a) for a, _ in PAIRS] for name in (model, "tiny"))
+    assert replies == [answer for _, answer in PAIRS] != before
 
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=7))
     steps = [event.data["step"] for event in reversed(events) if event.type == "metrics"]  # type: ignore[index]
     assert steps == list(range(1, 25))
     kept = client.fine_tuning.jobs.checkpoints.list(job.id).data
-    assert [one.step_number for one in kept] == [24, 21, 18]
-    assert kept[0].fine_tuned_model_checkpoint == done.fine_tuned_model
-    assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
+    assert [checkpoint.step_number for checkpoint in kept] == [24, 21, 18]
+    assert kept[0].fine_tuned_model_checkpoint == model
+    assert reply_of(client, kept[1].fine_tuned_model_checkpoint, "the cat")
+    for run, ids in (("one", [job.id]), ("two", [])):
+        jobs = client.fine_tuning.jobs.list(metadata={"run": run})
+        assert [one.id for one in jobs] == ids
 
-    plan = assert_trained_as_directly(service, job, supervised(), "supervised", tmp_path)
-    nll = [
-        FineTuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))
-    ]
-    assert nll[1] < nll[0] - 0.5, "held-out answers have become likelier"
-    assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
-    assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
-
-    with pytest.raises(openai.BadRequestError, match="'tiny' is a base model"):
+    with pytest.raises(openai.BadRequestError, match="'tiny'"):
         client.models.delete("tiny")
-    waiting = submit(client, supervised(), model=done.fine_tuned_model)
+    waiting = submit(client, supervised(), model=model)
     client.fine_tuning.jobs.pause(waiting.id)
     with pytest.raises(openai.ConflictError, match=waiting.id):
-        client.models.delete(done.fine_tuned_model)
+        client.models.delete(model)
     client.fine_tuning.jobs.cancel(waiting.id)
-    assert client.models.delete(done.fine_tuned_model).deleted
+    assert client.models.delete(model).deleted
     assert not (service.store.job_folder(job.id) / "model").exists()
     with pytest.raises(openai.NotFoundError):
-        say(client, done.fine_tuned_model, "the cat")
-    assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
+        reply_of(client, model, "the cat")
+    assert reply_of(client, kept[1].fine_tuned_model_checkpoint, "the cat")
     service.runner._serve(service.store.job(job.id))
-    assert done.fine_tuned_model not in [model.id for model in client.models.list()]
+    assert model not in [served.id for served in client.models.list()]
 
 
 @pytest.mark.slow
@@ -185,16 +157,9 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
-    validation = upload(client, preferences())
+    files = {"model": first.fine_tuned_model, "validation_file": upload(client, preferences())}
     options = FAST | {"beta": 0.5, "n_epochs": 4, "nll_weight": 0}
-    job = submit(
-        client,
-        preferences(),
-        "dpo",
-        options=options,
-        model=first.fine_tuned_model,
-        validation_file=validation,
-    )
+    job = submit(client, preferences(), "dpo", options=options, **files)
     done = finish(client, job)
     assert done.status == "succeeded", done.error
     assert done.fine_tuned_model.startswith("ft:tiny::")
@@ -203,18 +168,15 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert metrics.train_loss is not None
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
-    assert say(client, done.fine_tuned_model, "hello")
-    plan = assert_trained_as_directly(service, job, preferences(), "dpo", tmp_path)
-    pairs = held_out("silly stupid cat")
-    before, after = (FineTuning(one, pairs).reference for one in (plan, trained(service, job)))
-    assert all(new > old for old, new in zip(before, after, strict=True)), "held-out preferences"
+    assert reply_of(client, done.fine_tuned_model, "hello")
+    assert_trained_as_directly(service, job, preferences(), "dpo", tmp_path)
 
 
 def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
     key = {"idempotency_key": "only once"}
-    one, other = (submit(client, supervised(), metadata=key) for _ in range(2))
-    assert one.id == other.id
-    client.fine_tuning.jobs.cancel(one.id)
+    job, again = (submit(client, supervised(), metadata=key) for _ in range(2))
+    assert job.id == again.id
+    client.fine_tuning.jobs.cancel(job.id)
 
 
 @pytest.mark.slow
@@ -253,9 +215,8 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     events = service.store.events(job.id)
     steps = [row["step"] for row in events if row["step"] is not None]
     assert steps == list(range(90, 0, -1))
-    said = " ".join(row["message"] for row in events)
-    assert "SIGKILL" in said
-    assert "continues after step" in said
+    messages = " ".join(row["message"] for row in events)
+    assert says(messages, "SIGKILL", "continues after step")
     assert_trained_as_directly(service, job, supervised(), "supervised", tmp_path)
 
 
@@ -299,7 +260,7 @@ def test_a_wrong_job_is_refused_at_once(
 
 
 def test_an_unknown_job_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="fine-tuning job 'ftjob-none'"):
+    with pytest.raises(openai.NotFoundError, match="'ftjob-none'"):
         client.fine_tuning.jobs.retrieve("ftjob-none")
     with pytest.raises(openai.BadRequestError, match="'ftjob-none'"):
         client.fine_tuning.jobs.list(after="ftjob-none")
@@ -363,10 +324,10 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         done = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 12}))
         assert done.status == "succeeded", done.error
         assert (service.store.job_folder(done.id) / "model" / "model.safetensors").exists()
-        assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert reply_of(client, done.fine_tuned_model, "the cat") == "sat on a mat"
         assert client.models.delete(done.fine_tuned_model).deleted
         with pytest.raises(openai.NotFoundError):
-            say(client, done.fine_tuned_model, "the cat")
+            reply_of(client, done.fine_tuned_model, "the cat")
 
 
 def start(model: Path, state: Path, port: int = 0) -> LocalService:
@@ -400,8 +361,8 @@ class Insistent:
         self.pool = ThreadPoolExecutor(1)
 
     def ask(self, **fields: Any) -> Future[ChatOutcome]:
-        asked = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
-        return self.pool.submit(lambda: complete_all(self.model, [asked])[0])
+        request = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
+        return self.pool.submit(lambda: complete_all(self.model, [request])[0])
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
@@ -441,11 +402,11 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
     service.stop()
     service = start(tiny_model_dir, tmp_path, port)
     with service, openai.OpenAI(base_url=service.base_url, api_key="any") as client:
-        assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert reply_of(client, done.fine_tuned_model, "the cat") == "sat on a mat"
         assert client.files.content(kept).read() == b"whole"
         assert "half" not in [file.filename for file in client.files.list()]
         outcome = cut.result(timeout=120)
-        assert not [one for one in outcome.samples if not isinstance(one, ChatAnswer)]
+        assert all(isinstance(sample, ChatAnswer) for sample in outcome.samples)
         assert insistent.model.use.failures.keys() == {"unavailable"}
         num_requests = insistent.model.use.num_requests
         again = insistent.ask(seed=1, max_tokens=8).result()

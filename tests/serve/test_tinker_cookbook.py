@@ -58,15 +58,17 @@ def cookbook_model(folder: Path, *, num_steps: int = 80) -> Path:
         extra_special_tokens=renamed[:2],
         model_max_length=WINDOW,
     )
-    told = json.loads((folder / "tokenizer.json").read_text())
-    for token in told["added_tokens"]:
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    for token in stored["added_tokens"]:
         token["content"] = RENAMED.get(token["content"], token["content"])
-    vocabulary = {RENAMED.get(name, name): place for name, place in told["model"]["vocab"].items()}
+    vocabulary = {
+        RENAMED.get(name, name): place for name, place in stored["model"]["vocab"].items()
+    }
     parts = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in SPELT]
     _change(
         folder / "tokenizer.json",
-        added_tokens=told["added_tokens"],
-        model={**told["model"], "vocab": vocabulary},
+        added_tokens=stored["added_tokens"],
+        model={**stored["model"], "vocab": vocabulary},
         normalizer={"type": "Sequence", "normalizers": parts},
     )
     _train(folder, num_steps)
@@ -86,10 +88,10 @@ def _train(folder: Path, num_steps: int) -> None:
         ids, labels = [], []
         for one, other in torch.randint(0, 101, (48, 2), generator=generator).tolist():
             prompt = f"<bos>{EXAMPLE}User: What is {one} + {other}?\n\nAssistant:"
-            asked = tokenizer.encode(prompt, add_special_tokens=False)
-            said = tokenizer.encode(f" {one + other}\n\nUser:", add_special_tokens=False)
-            ids.append(torch.tensor([*asked, *said]))
-            labels.append(torch.tensor([*[-100] * len(asked), *said]))
+            prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+            answer_ids = tokenizer.encode(f" {one + other}\n\nUser:", add_special_tokens=False)
+            ids.append(torch.tensor([*prompt_ids, *answer_ids]))
+            labels.append(torch.tensor([*[-100] * len(prompt_ids), *answer_ids]))
         pad = torch.nn.utils.rnn.pad_sequence
         loss = model(
             input_ids=pad(ids, batch_first=True),

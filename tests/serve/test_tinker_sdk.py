@@ -39,8 +39,8 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def client(server: TrainingServer) -> Iterator[Any]:
-    with service_client(server) as found:
-        yield found
+    with service_client(server) as client:
+        yield client
 
 
 def service_client(server: TrainingServer, api_key: str = "tml-any") -> Any:
@@ -51,10 +51,14 @@ def training_client(client: Any, **options: Any) -> Any:
     return client.create_lora_training_client("policy", rank=4, seed=3, **options).result()
 
 
+def prompt_of(tokens: list[int]) -> Any:
+    return tinker.ModelInput.from_ints(tokens)
+
+
 def datum(**inputs: Any) -> Any:
     tokens = [*PROMPT, *ANSWER]
     given = {"target_tokens": torch.tensor(tokens[1:]), **inputs}
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+    return tinker.Datum(model_input=prompt_of(tokens[:-1]), loss_fn_inputs=given)
 
 
 MASK = torch.tensor([0.0] * (len(PROMPT) - 1) + [1.0] * len(ANSWER))
@@ -71,8 +75,8 @@ def step(training: Any, data: list[Any], loss: str, config: Any = None) -> Any:
 
 def logprobs_of(training: Any) -> torch.Tensor:
     output = training.forward([datum(weights=MASK)], "cross_entropy").result()
-    found: torch.Tensor = output.loss_fn_outputs[0]["logprobs"].to_torch()
-    return found
+    logprobs: torch.Tensor = output.loss_fn_outputs[0]["logprobs"].to_torch()
+    return logprobs
 
 
 def test_cross_entropy_learns_an_answer_and_the_sampler_generates_it(client: Any) -> None:
@@ -84,58 +88,58 @@ def test_cross_entropy_learns_an_answer_and_the_sampler_generates_it(client: Any
     assert losses[-1] < 0.1 * losses[0]
     sampling = training.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=6, temperature=0.0)
-    found = sampling.sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
-    (said,) = found.sequences
-    assert (list(said.tokens), said.stop_reason) == (ANSWER, "stop")
-    assert said.logprobs == pytest.approx(logprobs_of(training)[-4:].tolist(), abs=1e-4)
+    (sequence,) = sampling.sample(prompt_of(PROMPT), 1, params).result().sequences
+    assert (list(sequence.tokens), sequence.stop_reason) == (ANSWER, "stop")
+    assert sequence.logprobs == pytest.approx(logprobs_of(training)[-4:].tolist(), abs=1e-4)
 
 
-def expected_loss(name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.Tensor) -> float:
+def expected_loss(
+    name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.Tensor, high: float
+) -> float:
     """Closed forms as the documentation of Tinker's losses writes them."""
     ratio = (new - old).exp()
     losses = {
         "importance_sampling": -ratio * gains,
-        "ppo": -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains),
+        "ppo": -torch.minimum(ratio * gains, ratio.clamp(0.8, high) * gains),
         "cispo": -ratio.clamp(0.0, 4.0) * new * gains,
         "dro": -(new * gains - 0.5 * 0.05 * (new - old) ** 2),
     }
     return float(losses[name].sum())
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize(
+    ("name", "config", "high"),
+    [
+        *((name, None, 1.2) for name in ("importance_sampling", "ppo", "cispo", "dro")),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}, 2.0),
+    ],
+)
 def test_losses_of_policies_equal_their_closed_forms_and_raise_rewarded_tokens(
-    client: Any, name: str
+    client: Any, name: str, config: dict[str, float] | None, high: float
 ) -> None:
     training = training_client(client)
     before = logprobs_of(training)
     old, gains = before - 0.4 * MASK, 2.0 * MASK
-    found = step(training, [datum(logprobs=old, advantages=gains)], name).metrics["loss:sum"]
-    assert found == pytest.approx(expected_loss(name, before, old, gains), rel=1e-5)
+    output = step(training, [datum(logprobs=old, advantages=gains)], name, config)
+    expected = expected_loss(name, before, old, gains, high)
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     moved = (logprobs_of(training) - before)[MASK > 0].sum()
     # Beyond the clip PPO has no gradient.
-    assert moved == pytest.approx(0.0, abs=1e-6) if name == "ppo" else moved > 0.1
-
-
-def test_bounds_of_a_clip_come_from_the_configuration(client: Any) -> None:
-    training = training_client(client)
-    before = logprobs_of(training)
-    data = [datum(logprobs=before - 0.4 * MASK, advantages=MASK)]
-    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
-    step(training, data, "ppo", config)
-    assert (logprobs_of(training) - before)[MASK > 0].sum() > 0.1
+    is_clipped = name == "ppo" and config is None
+    assert moved == pytest.approx(0.0, abs=1e-6) if is_clipped else moved > 0.1
 
 
 def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(client: Any) -> None:
     ours, theirs = training_client(client), training_client(client)
 
     def weighted(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        return -(logprobs[0] * MASK).sum(), {"told": 7.0}
+        return -(logprobs[0] * MASK).sum(), {"extra": 7.0}
 
-    found = ours.forward_backward_custom([datum()], weighted).result()
+    result = ours.forward_backward_custom([datum()], weighted).result()
     ours.optim_step(tinker.AdamParams(**ADAM)).result()
     plain = step(theirs, [datum(weights=MASK)], "cross_entropy")
-    assert found.metrics["told"] == 7.0
-    assert found.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+    assert result.metrics["extra"] == 7.0
+    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
     torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs))
 
 
@@ -146,7 +150,7 @@ def test_targets_may_differ_from_the_input_and_be_several_a_token(client: Any) -
     several = torch.stack([targets, (targets + 1) % 54], dim=1)
     data = [
         tinker.Datum(
-            model_input=tinker.ModelInput.from_ints([*PROMPT, *ANSWER][:-1]),
+            model_input=prompt_of([*PROMPT, *ANSWER][:-1]),
             loss_fn_inputs={"target_tokens": several, "weights": torch.ones(several.shape)},
         ),
         datum(weights=MASK),
@@ -183,9 +187,9 @@ def test_a_state_goes_on_to_the_bit_with_its_optimizer(client: Any) -> None:
     again = client.create_training_client_from_state_with_optimizer(path).result()
     assert [step(again, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)] == expected
     fresh = client.create_training_client_from_state(path).result()
-    found = [step(fresh, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
-    assert found[0] == expected[0]
-    assert found != expected
+    result = [step(fresh, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
+    assert result[0] == expected[0]
+    assert result != expected
     assert again.get_info().lora_rank == 4
 
 
@@ -227,30 +231,30 @@ def sampler(client: Any) -> Any:
 def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
     sampling = sampler(client)
     params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in range(12)]
-    prompt = tinker.ModelInput.from_ints(PROMPT)
+    prompt = prompt_of(PROMPT)
     together = [sampling.sample(prompt, 3, one) for one in params]
-    found = [[list(s.tokens) for s in one.result().sequences] for one in together]
+    result = [[list(s.tokens) for s in one.result().sequences] for one in together]
     alone = [sampling.sample(prompt, 3, one).result().sequences for one in params]
-    assert found == [[list(s.tokens) for s in one] for one in alone]
-    assert len({tuple(map(tuple, one)) for one in found}) > 1
+    assert result == [[list(s.tokens) for s in one] for one in alone]
+    assert len({tuple(map(tuple, one)) for one in result}) > 1
 
 
 def test_logprobs_of_a_prompt_are_those_of_training(client: Any) -> None:
     sampling, training = sampler(client), training_client(client)
-    tokens = tinker.ModelInput.from_ints([*PROMPT, *ANSWER])
-    found = sampling.compute_logprobs(tokens).result()
-    assert found[0] is None
-    assert found[1:] == pytest.approx(logprobs_of(training).tolist(), abs=1e-5)
+    tokens = prompt_of([*PROMPT, *ANSWER])
+    result = sampling.compute_logprobs(tokens).result()
+    assert result[0] is None
+    assert result[1:] == pytest.approx(logprobs_of(training).tolist(), abs=1e-5)
     last = sampling.compute_logprobs(tokens, prompt_logprobs_last_n=2).result()
     assert last[:-2] == [None] * 7
-    assert last[-2:] == pytest.approx(found[-2:])
+    assert last[-2:] == pytest.approx(result[-2:])
 
 
 def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
     sampling = sampler(client)
     named = tinker.TensorData(data=[11, -1] * 4, dtype="int64", shape=[4, 2])
-    found = sampling.sample(
-        tinker.ModelInput.from_ints(PROMPT),
+    result = sampling.sample(
+        prompt_of(PROMPT),
         2,
         tinker.SamplingParams(max_tokens=3, seed=1, stop=[]),
         include_prompt_logprobs=True,
@@ -259,144 +263,152 @@ def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
         target_prompt_logprobs=named,
         prompt_alt_tokens_k=5,
     ).result()
-    ids, logprobs = found.topk_prompt_logprobs_np.token_ids, found.topk_prompt_logprobs_np.logprobs
+    likeliest = result.topk_prompt_logprobs_np
     for place in range(1, 5):
-        by_token = dict(zip(ids[place].tolist(), logprobs[place].tolist(), strict=True))
+        ids, logprobs = (
+            values[place].tolist() for values in (likeliest.token_ids, likeliest.logprobs)
+        )
+        by_token = dict(zip(ids, logprobs, strict=True))
         assert math.fsum(math.exp(one) for one in by_token.values()) == pytest.approx(1, abs=1e-4)
-        assert by_token[PROMPT[place]] == pytest.approx(found.prompt_logprobs[place], abs=1e-5)
-        told = found.target_prompt_logprobs.to_torch()[place - 1]
-        assert told.tolist() == pytest.approx([by_token[11], 0.0], abs=1e-5)
-    assert found.prompt_alt_tokens.tokens.to_torch().shape == (4, 5)
-    for one in found.sequences:
+        assert by_token[PROMPT[place]] == pytest.approx(result.prompt_logprobs[place], abs=1e-5)
+        named_logprobs = result.target_prompt_logprobs.to_torch()[place - 1]
+        assert named_logprobs.tolist() == pytest.approx([by_token[11], 0.0], abs=1e-5)
+    assert result.prompt_alt_tokens.tokens.to_torch().shape == (4, 5)
+    for one in result.sequences:
         assert len(one.tokens) == 3
         assert one.topk_logprobs_np.token_ids.shape == (3, 2)
 
 
 def test_answers_end_at_stop_texts(client: Any) -> None:
-    sampling = sampler(client)
-    prompt = tinker.ModelInput.from_ints(PROMPT)
+    def answer(**options: Any) -> Any:
+        return sample(client, max_tokens=12, seed=5, **options).result().sequences[0]
 
-    def said(**options: Any) -> Any:
-        params = tinker.SamplingParams(max_tokens=12, seed=5, **options)
-        return sampling.sample(prompt, 1, params).result().sequences[0]
-
-    free = said(stop=[])
+    free = answer(stop=[])
     assert (len(free.tokens), free.stop_reason) == (12, "length")
     third = int(free.tokens[2])
     place = list(free.tokens).index(third)
-    by_id = said(stop=[third])
+    by_id = answer(stop=[third])
     assert list(by_id.tokens) == list(free.tokens)[: place + 1]
     # The SDK itself loads the tokenizer by the model's name, which is a folder here.
     tokenizer = client.create_sampling_client(base_model=str(POLICY)).result().get_tokenizer()
     text = tokenizer.decode(list(free.tokens)[:3])
-    by_text = said(stop=[text])
+    by_text = answer(stop=[text])
     assert (by_text.stop_reason, len(by_text.tokens) <= 3) == ("stop", True)
 
 
-REFUSED: list[tuple[Any, str]] = [
-    (lambda t: t.forward_backward([datum(weights=MASK)], "gspo"), "available: cross_entropy"),
+INFINITE = {"clip_low_threshold": math.inf}
+POISONED: list[tuple[Any, str]] = [
+    (lambda t: t.forward_backward([datum(weights=MASK)], "gspo"), "cross_entropy"),
     (lambda t: t.forward_backward([datum()], "ppo"), "advantages is missing; logprobs is missing"),
-    (
-        lambda t: t.forward_backward([datum(weights=MASK)], "cross_entropy", {"beta": 1.0}),
-        "loss_fn_config",
-    ),
+    (lambda t: t.forward_backward([datum(weights=MASK)], "cross_entropy", {"b": 1.0}), "config"),
     (
         lambda t: t.forward_backward([datum(weights=MASK, advantages=MASK)], "cross_entropy"),
-        "advantages is not read",
+        "advantages",
     ),
-    (
-        lambda t: t.forward_backward([datum(weights=MASK * math.nan)], "cross_entropy"),
-        "not finite",
-    ),
-    (lambda t: t.optim_step(tinker.AdamParams(learning_rate=1e30)), "lr is 1e\\+30"),
-    (
-        lambda t: t.forward_backward(
-            [datum(weights=MASK)], "ppo", {"clip_low_threshold": math.inf}
-        ),
-        "finite numbers",
-    ),
+    (lambda t: t.forward_backward([datum(weights=MASK * math.nan)], "cross_entropy"), "finite"),
+    (lambda t: t.forward_backward([datum(weights=MASK)], "ppo", INFINITE), "finite"),
+    (lambda t: t.optim_step(tinker.AdamParams(learning_rate=1e30)), "1e\\+30"),
     (lambda t: t.save_state("../escape"), "invalid name"),
     (lambda t: t.save_weights_for_sampler("a b"), "invalid name"),
 ]
 
 
-@pytest.mark.parametrize(("ask", "told"), REFUSED)
-def test_poisoned_requests_are_reported_and_leave_the_model_unchanged(
-    client: Any, ask: Any, told: str
-) -> None:
-    training = training_client(client)
-    with pytest.raises(tinker.RequestFailedError, match=told):
-        ask(training).result()
-    other = training_client(client)
+def test_poisoned_requests_are_reported_and_leave_the_model_unchanged(client: Any) -> None:
+    training, other = training_client(client), training_client(client)
+    for send, fact in POISONED:
+        with pytest.raises(tinker.RequestFailedError, match=fact):
+            send(training).result()
     data = [datum(weights=MASK)]
-    found = [step(one, data, "cross_entropy").metrics["loss:sum"] for one in (training, other)]
-    assert found[0] == found[1]
+    losses = [step(one, data, "cross_entropy").metrics["loss:sum"] for one in (training, other)]
+    assert losses[0] == losses[1]
     torch.testing.assert_close(logprobs_of(training), logprobs_of(other), rtol=0, atol=0)
 
 
+def sample(client: Any, count: int = 1, **params: Any) -> Any:
+    params = {"max_tokens": 1, **params}
+    return sampler(client).sample(prompt_of(PROMPT), count, tinker.SamplingParams(**params))
+
+
+STATE = "tinker://a:train:0"
+REFUSED: list[tuple[Any, str, str]] = [
+    (lambda c: c.create_lora_training_client("nowhere"), "NotFoundError", "'nowhere'.*policy"),
+    (
+        lambda c: c.create_training_client_from_state(f"{STATE}/weights/b"),
+        "NotFoundError",
+        "no checkpoint",
+    ),
+    (
+        lambda c: c.create_sampling_client(model_path=f"{STATE}/sampler_weights/b"),
+        "NotFoundError",
+        "no checkpoint",
+    ),
+    (lambda c: sample(c, max_tokens=9999), "BadRequestError", "window"),
+    (lambda c: sample(c, 30_000_000), "BadRequestError", "num_samples"),
+    (lambda c: sample(c, temperature=3e7), "BadRequestError", "temperature"),
+    (lambda c: sampler(c).compute_logprobs(prompt_of([999])), "BadRequestError", "0 to 53"),
+    (
+        lambda c: training_client(c).save_weights_and_get_sampling_client(kind="inflight"),
+        "BadRequestError",
+        "kind",
+    ),
+    (lambda c: training_client(c).save_state("a", ttl_seconds=10**15), "BadRequestError", "ttl"),
+    (
+        lambda c: c.create_lora_training_client(
+            "policy", optimizer=tinker.types.DimuonOptimizerConfig()
+        ),
+        "BadRequestError",
+        "adamw",
+    ),
+]
+
+
 def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
-    with pytest.raises(tinker.NotFoundError, match=r"'nowhere'.*It has: policy"):
-        client.create_lora_training_client("nowhere").result()
-    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-        client.create_training_client_from_state("tinker://a:train:0/weights/b").result()
-    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
-        client.create_sampling_client(model_path="tinker://a:train:0/sampler_weights/b").result()
-    with pytest.raises(tinker.BadRequestError, match="adamw"):
-        training_client(client, optimizer=tinker.types.DimuonOptimizerConfig())
-    params = tinker.SamplingParams(max_tokens=9999)
-    with pytest.raises(tinker.BadRequestError, match="window"):
-        sampler(client).sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
-    prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=1)
-    with pytest.raises(tinker.BadRequestError, match="num_samples"):
-        sampler(client).sample(prompt, 30_000_000, params).result()
-    hot = tinker.SamplingParams(max_tokens=1, temperature=3e7)
-    with pytest.raises(tinker.BadRequestError, match="temperature"):
-        sampler(client).sample(prompt, 1, hot).result()
-    with pytest.raises(tinker.BadRequestError, match="outside 0 to 53"):
-        sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
-    training = training_client(client)
-    with pytest.raises(tinker.BadRequestError, match="kind"):
-        training.save_weights_and_get_sampling_client(kind="inflight").result()
+    for send, error, fact in REFUSED:
+        with pytest.raises(getattr(tinker, error), match=fact):
+            send(client).result()
 
 
-def test_an_empty_prompt_is_a_wrong_request(server: TrainingServer) -> None:
+@pytest.mark.parametrize(
+    "chunks", [[], [3], ["text"], [None], [{"type": "image"}]], ids=lambda chunks: str(chunks)
+)
+def test_a_prompt_of_other_parts_is_a_wrong_request(
+    server: TrainingServer, chunks: list[Any]
+) -> None:
     """Without the SDK, which retries a request after a fault of the service for minutes."""
-    body = {"prompt": {"chunks": []}, "sampling_params": {}, "base_model": "policy"}
+    body = {"prompt": {"chunks": chunks}, "sampling_params": {}, "base_model": "policy"}
     reply = httpx.post(f"{server.url}/api/v1/asample", json=body)
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith("prompt")
 
 
-def test_a_chunk_that_ends_within_a_token_is_a_wrong_request() -> None:
-    from tinker.proto import tinker_public_pb2 as pb
-
-    request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
-    request.data.add().model_input.add().encoded_text.tokens = bytes(5)
-    with pytest.raises(ApiError) as caught:
-        read_forward_backward(request.SerializeToString())
-    assert caught.value.status == 400
-    assert "5 bytes" in str(caught.value)
+THREE = torch.tensor([1, 2, 3])
 
 
-@pytest.mark.parametrize("shape", [[2, 2], [-3], [10**6, 10**6]])
-def test_a_tensor_that_does_not_fill_its_shape_is_a_wrong_request(shape: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "shape", "fact"),
+    [
+        (bytes(5), [3], "5 bytes"),
+        *((THREE.int().numpy().tobytes(), shape, None) for shape in ([2, 2], [-3], [10**6, 10**6])),
+    ],
+)
+def test_bytes_that_are_no_tokens_or_do_not_fill_their_shape_are_a_wrong_request(
+    chunk: bytes, shape: list[int], fact: str | None
+) -> None:
     from tinker.proto import tinker_public_pb2 as pb
 
     request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
     added = request.data.add()
-    added.model_input.add().encoded_text.tokens = torch.tensor([1, 2, 3]).int().numpy().tobytes()
+    added.model_input.add().encoded_text.tokens = chunk
     targets = added.loss_fn_inputs["target_tokens"]
-    targets.dtype, targets.dense = pb.DTYPE_INT64, torch.tensor([1, 2, 3]).numpy().tobytes()
+    targets.dtype, targets.dense = pb.DTYPE_INT64, THREE.numpy().tobytes()
     targets.shape.extend(shape)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError, match=fact) as caught:
         read_forward_backward(request.SerializeToString())
     assert caught.value.status == 400
 
 
 def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: TrainingServer) -> None:
-    training = training_client(client)
-    with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
-        training.save_state("long", ttl_seconds=10**15).result()
-    path = training.save_state("kept", ttl_seconds=3600).result().path
+    path = training_client(client).save_state("kept", ttl_seconds=3600).result().path
     # As written by a service of an earlier version.
     (about,) = Path(server.settings["state_dir"]).rglob("kept/checkpoint.json")
     about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1e15}))
@@ -428,15 +440,12 @@ def test_saved_states_are_listed_and_deleted(client: Any) -> None:
     sampled = training.save_weights_for_sampler("two").result().path
     rest = client.create_rest_client()
     run = rest.get_training_run_by_tinker_path(state).result()
-    assert (run.base_model, run.lora_rank, run.user_metadata) == (
-        "policy",
-        4,
-        {"purpose": "listing"},
-    )
-    found = rest.list_checkpoints(run.training_run_id).result().checkpoints
-    assert [one.tinker_path for one in found] == [state, sampled]
-    assert found[0].user_metadata == {"step": "1"}
-    assert found[0].expires_at is not None
+    assert (run.base_model, run.lora_rank) == ("policy", 4)
+    assert run.user_metadata == {"purpose": "listing"}
+    result = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    assert [one.tinker_path for one in result] == [state, sampled]
+    assert result[0].user_metadata == {"step": "1"}
+    assert result[0].expires_at is not None
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     rest.delete_checkpoint_from_tinker_path(sampled).result()

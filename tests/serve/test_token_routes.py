@@ -38,8 +38,8 @@ def post(service: Running, sampling: dict[str, Any], **changes: Any) -> httpx.Re
 def answer(service: Running, **sampling: Any) -> list[dict[str, Any]]:
     response = post(service, {"seed": 3, "max_tokens": 12, "logprobs": 1, **sampling})
     assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["choices"]
-    return found
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[float]:
@@ -49,14 +49,14 @@ def logprobs_of(choice: dict[str, Any]) -> list[float]:
 def test_tokens_come_with_the_log_probabilities_of_the_model(service: Running, model: Any) -> None:
     for choice in answer(service, n=3, temperature=0.7):
         ids = choice["token_ids"]
-        told = choice["logprobs"]["content"]
-        assert [one["token"] for one in told] == [f"token_id:{token}" for token in ids]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{token}" for token in ids]
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
         own = logits.log_softmax(-1)
         chosen = own[range(len(ids)), ids]
         assert logprobs_of(choice) == pytest.approx(chosen.tolist(), abs=1e-4)
-        top = [one["top_logprobs"][0]["token"] for one in told]
+        top = [one["top_logprobs"][0]["token"] for one in content]
         assert top == [f"token_id:{token}" for token in own.argmax(-1).tolist()]
 
 
@@ -73,9 +73,10 @@ def test_an_answer_ends_with_the_token_that_ends_it(service: Running) -> None:
 
 def test_every_token_may_be_generated(service: Running, model: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
-    said = {token for one in answer(service, n=100, temperature=2.0) for token in one["token_ids"]}
+    choices = answer(service, n=100, temperature=2.0)
+    drawn = {token for choice in choices for token in choice["token_ids"]}
     # The routes for text never generate special tokens except the end.
-    assert len(said & set(tokenizer.all_special_ids)) > 1
+    assert len(drawn & set(tokenizer.all_special_ids)) > 1
 
 
 def test_without_log_probabilities_only_tokens_are_returned(service: Running) -> None:
@@ -86,7 +87,7 @@ def test_without_log_probabilities_only_tokens_are_returned(service: Running) ->
 
 
 @pytest.mark.parametrize(
-    ("sampling", "changes", "status", "told"),
+    ("sampling", "changes", "status", "fact"),
     [
         ({"top_k": -2}, {}, 400, "'top_k' is -2"),
         ({"stop": ["x"]}, {}, 400, "'stop' is not supported"),
@@ -101,10 +102,10 @@ def test_without_log_probabilities_only_tokens_are_returned(service: Running) ->
     ],
 )
 def test_unanswerable_requests_are_refused(
-    service: Running, sampling: dict[str, Any], changes: dict[str, Any], status: int, told: str
+    service: Running, sampling: dict[str, Any], changes: dict[str, Any], status: int, fact: str
 ) -> None:
     response = post(service, sampling, **changes)
-    assert (response.status_code, told in response.json()["error"]["message"]) == (status, True)
+    assert (response.status_code, fact in response.json()["error"]["message"]) == (status, True)
 
 
 def test_options_without_effect_are_accepted(service: Running) -> None:

@@ -93,17 +93,17 @@ def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss
         resume_experiment(tmp_path / "run", progress=False)
     finally:
         server.stop()
-    found = what_was_found(tmp_path / "run")
+    results = what_was_found(tmp_path / "run")
     if protocol == "tinker":
         # Which requests its server batches together depends on timing, and so do the last bits.
-        metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (found, expected)]
+        metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (results, expected)]
         for mine, theirs in zip(*metrics, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-        for one in (found, expected):
+        for one in (results, expected):
             # The path of the state at its service, and lengths of files of these metrics.
             assert one.pop("checkpoints/step_00000015/tinker.json")
             assert one.pop("step_00000015/state.json")
-    assert found == expected
+    assert results == expected
 
 
 @pytest.fixture
@@ -180,8 +180,8 @@ def test_a_queue_that_stays_full_is_reported(queue: StoppedQueue) -> None:
         with pytest.raises(ServiceBusyError, match=r"1 operations wait already.*max_waiting"):
             hurried.compute_logprobs(*ASKED)
         queue.is_open.set()
-        found = [one.result(20) for one in answers]
-        assert hurried.compute_logprobs(*ASKED) == found[0] == found[1]
+        results = [one.result(20) for one in answers]
+        assert hurried.compute_logprobs(*ASKED) == results[0] == results[1]
 
 
 def test_a_service_of_a_wrong_model_path_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
 pytest.importorskip("fastapi")
@@ -34,15 +33,7 @@ from nip_astra.language_models.services.http_training import ROUTE, TrainingConn
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.serve import training
 from nip_astra.serve.local_service import LocalService
-from nip_astra.serve.requests import Body
 from nip_astra.serve.tinker import host
-from nip_astra.serve.tinker.bodies import (
-    PromptBody,
-    SampleBody,
-    SaveBody,
-    SaveForSamplerBody,
-    TtlBody,
-)
 from tests.kit.experiments import task_trainer
 from tests.serve.running import POLICY, TrainingServer, training_server
 
@@ -101,14 +92,14 @@ def scores(trainer: Any, samples: list[Any]) -> torch.Tensor:
     """Log-probabilities of the samples under the trained weights."""
     batch = trainer.collate_fn(samples)
     rows = (batch[name] for name in ("context", "context_mask", "response", "response_mask"))
-    found: torch.Tensor = trainer.service.compute_logprobs(*rows)
-    return found
+    logprobs: torch.Tensor = trainer.service.compute_logprobs(*rows)
+    return logprobs
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
     trainer.service.save_weights_for_sampler(folder)
-    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    return found
+    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return tensors
 
 
 def test_losses_and_weights_are_those_of_the_local_service(server: TrainingServer) -> None:
@@ -283,22 +274,6 @@ def test_other_weights_under_the_name_are_refused() -> None:
         trainer_at(server, "http")
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        # Preparing so many samples would block the event loop, and so late a date cannot be
-        # written.
-        (SampleBody, "num_samples", 30_000_000),
-        *((one, "ttl_seconds", 10**15) for one in (SaveBody, SaveForSamplerBody, TtlBody)),
-        *((PromptBody, "chunks", [chunk]) for chunk in (3, "text", None, {"type": "image"})),
-    ],
-)
-def test_a_value_without_a_use_is_refused_by_name(kind: type[Body], name: str, value: Any) -> None:
-    with pytest.raises(ValidationError) as caught:
-        kind.model_validate({name: value})
-    assert name in [fault["loc"][0] for fault in caught.value.errors()]
-
-
 def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingServer) -> None:
     trainer = trainer_at(server, "http")
     batch = trainer.collate_fn(samples_of(trainer))
@@ -316,39 +291,42 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingS
 # ---- number of models that a service holds
 
 
-def test_a_closed_model_makes_room_for_another() -> None:
-    with training_server(["http"], max_training_models=1) as server:
-        trainer = trainer_at(server, "http")
+@pytest.mark.parametrize(
+    ("protocol", "error", "fact"),
+    [("http", ServiceModelError, "nip-astra resume RUN"), ("tinker", ServiceError, "closed")],
+)
+def test_a_closed_model_makes_room_for_another(
+    protocol: str, error: type[Exception], fact: str
+) -> None:
+    with training_server([protocol], max_training_models=1) as server:  # type: ignore[list-item]
+        first = trainer_at(server, protocol)
         with pytest.raises(ServiceBusyError, match="max_training_models"):
-            trainer_at(server, "http")
-        trainer.service.close()
-        with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
-            iterate(trainer, 1)
-        trainer_at(server, "http")
+            trainer_at(server, protocol)
+        iterate(first, 1)
+        first.service.close()
+        # A dropped service is also closed.
+        second = trainer_at(server, protocol)
+        with pytest.raises(error, match=fact):
+            iterate(first, 1)
+        del second
+        gc.collect()
+        assert len(iterate(trainer_at(server, protocol), 1)) == 1
 
 
-def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_run_leaves_no_weights_at_tinker_and_waits_for_no_dead_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tinker_training, "SECONDS_TO_FINISH", 0.3)
-    with training_server(["tinker"], max_training_models=1) as server:
-        first = trainer_at(server, "tinker")
-        with pytest.raises(ServiceBusyError, match="max_training_models"):
-            trainer_at(server, "tinker")
+    with training_server(["tinker"]) as server:
+        first, second = (trainer_at(server, "tinker") for _ in range(2))
         iterate(first, 1)
         saved = Path(server.settings["state_dir"]) / "tinker"
         assert any(saved.glob("*/sampler_weights/*"))
         first.service.close()
         assert not any(saved.glob("*/sampler_weights/*"))
-        second = trainer_at(server, "tinker")
-        with pytest.raises(ServiceError, match="closed"):
-            iterate(first, 1)
-        # A dropped service is also closed.
-        del second
-        gc.collect()
-        third = trainer_at(server, "tinker")
-        assert len(iterate(third, 1)) == 1
         server.stop()
         started = time.monotonic()
-        third.service.close()
+        second.service.close()
         assert time.monotonic() - started < 1.0
         server.start()
 

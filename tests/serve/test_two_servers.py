@@ -28,7 +28,7 @@ from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 
 HELLO = [{"role": "user", "content": "hello you"}]
-pytestmark = pytest.mark.slow
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in KNOWN if kind != "ours"]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
         module.lm_head.weight[:, 0] = 0.0
-        module.lm_head.weight[
-            [one for one in specials if one != module.config.eos_token_id], 0
-        ] = -100.0
+        specials.remove(module.config.eos_token_id)
+        module.lm_head.weight[specials, 0] = -100.0
     module.save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module", params=list(KNOWN))
+@pytest.fixture(scope="module", params=["ours", *OTHERS])
 def server(request: Any, model_dir: Path, tmp_path_factory: Any) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "log.txt"
     with server_of(request.param, model_dir, log) as server:
@@ -102,8 +101,8 @@ def greedy(model_dir: Path) -> tuple[list[str], list[float]]:
 
 
 def test_its_models_are_listed(server: Server) -> None:
-    with official(server) as one:
-        assert server.model in [model.id for model in one.models.list()]
+    with official(server) as client:
+        assert server.model in [model.id for model in client.models.list()]
 
 
 def test_an_answer_has_text_end_and_usage(server: Server) -> None:
@@ -138,30 +137,29 @@ def test_log_probabilities_are_those_of_the_model(
 
 def test_equal_seeds_answer_alike_and_others_do_not(server: Server) -> None:
     model = client(server)
-    one, again = (ask(model, saying("hello you", seed=3, max_tokens=8))[0] for _ in range(2))
-    assert texts(one) == texts(again)
+    first, again = (ask(model, saying("hello you", seed=3, max_tokens=8))[0] for _ in range(2))
+    assert texts(first) == texts(again)
     others = ask(model, *(saying("hello you", seed=n, max_tokens=8) for n in range(8)))
     assert len({texts(outcome)[0] for outcome in others}) > 4
+
+
+def words_of(server: Server, **options: Any) -> set[tuple[str, ...]]:
+    """The answers with several seeds."""
+    requests = [saying("hello you", seed=n, max_tokens=8, **options) for n in range(8)]
+    return {tuple(texts(outcome)[0].split()) for outcome in ask(client(server), *requests)}
 
 
 def test_a_low_temperature_says_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
-    cold = [saying("hello you", temperature=0.01, seed=n, max_tokens=8) for n in range(4)]
-    assert {tuple(texts(one)[0].split()) for one in ask(client(server), *cold)} == {
-        tuple(greedy[0])
-    }
-    hot = [saying("hello you", temperature=1.8, seed=n, max_tokens=8) for n in range(8)]
-    assert len({texts(one)[0] for one in ask(client(server), *hot)}) > 4
+    assert words_of(server, temperature=0.01) == {tuple(greedy[0])}
+    assert len(words_of(server, temperature=1.8)) > 4
 
 
 def test_a_small_nucleus_generates_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
-    small = [saying("hello you", top_p=0.01, seed=n, max_tokens=8) for n in range(4)]
-    assert {tuple(texts(one)[0].split()) for one in ask(client(server), *small)} == {
-        tuple(greedy[0])
-    }
+    assert words_of(server, top_p=0.01) == {tuple(greedy[0])}
 
 
 def test_several_samples_of_one_request_differ(server: Server) -> None:
@@ -184,30 +182,30 @@ def test_a_stop_text_ends_an_answer_before_it(
 
 
 def test_sixteen_at_once_get_the_same_answers_as_alone(server: Server) -> None:
-    asked = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
+    requests = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
     parameters = OpenAIChatModel.Parameters(base_url=server.base_url, model=server.model)
     model = RetryingChatModel(OpenAIChatModel(parameters), LimitParameters())
-    together = ask(model, *asked)
-    assert [texts(one) for one in together] == [texts(ask(model, one)[0]) for one in asked]
+    together = [texts(outcome) for outcome in ask(model, *requests)]
+    assert together == [texts(ask(model, request)[0]) for request in requests]
     assert (model.use.num_requests, model.use.failures) == (32, {})
 
 
 def test_a_stream_says_what_a_whole_answer_says(server: Server) -> None:
     whole = create(server, temperature=0).choices[0]
-    parts = list(create(server, temperature=0, stream=True))
-    said = "".join(chunk.choices[0].delta.content or "" for chunk in parts if chunk.choices)
-    assert said == whole.message.content
-    ends = [c.choices[0].finish_reason for c in parts if c.choices and c.choices[0].finish_reason]
+    parts = [c.choices[0] for c in create(server, temperature=0, stream=True) if c.choices]
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
+    ends = [part.finish_reason for part in parts if part.finish_reason]
     assert ends == [whole.finish_reason]
 
 
 def test_a_text_is_gone_on_with(server: Server) -> None:
-    with official(server) as one:
-        given: Any = {"model": server.model, "prompt": "the cat", "max_tokens": 4}
-        said = one.completions.create(temperature=0, **given)
-        assert said.choices[0].text.split()
-        assert said.usage is not None
-        assert said.usage.completion_tokens <= 4
+    with official(server) as client:
+        completion = client.completions.create(
+            model=server.model, prompt="the cat", max_tokens=4, temperature=0
+        )
+    assert completion.choices[0].text.split()
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens <= 4
 
 
 def test_a_model_that_is_not_there_ends_a_run(server: Server) -> None:

@@ -137,12 +137,12 @@ def test_a_search_finds_and_reports_the_best_values(tmp_path: Path) -> None:
     assert {one.state for one in trials} == {"complete"}
     for one in trials:
         assert one.value == pytest.approx(peak(float(one.arm.values["training.lr"]), 5))
-    found = read_sweep(tmp_path)
+    swept = read_sweep(tmp_path)
     best = max(trials, key=lambda one: one.value or -math.inf)
-    assert found.arms[0] == best.arm
+    assert swept.arms[0] == best.arm
     assert abs(math.log10(float(best.arm.values["training.lr"])) + 3) < 0.5
-    assert found.selected_by is None
-    found.write()
+    assert swept.selected_by is None
+    swept.write()
     page = (tmp_path / "report.html").read_text()
     assert "Trials" in page
     assert best.arm.name in page
@@ -153,15 +153,15 @@ def test_a_search_by_a_test_metric_is_marked_wherever_its_metrics_are_shown(
 ) -> None:
     plan = plan_of(objective="mean_reward", num_trials=2)
     search(plan, tmp_path, Stage(peak))
-    found = read_sweep(tmp_path)
-    assert found.selected_by == "mean_reward"
-    assert {row["selected_by"] for row in (*found.rows, *found.summary())} == {"mean_reward"}
-    found.write()
+    swept = read_sweep(tmp_path)
+    assert swept.selected_by == "mean_reward"
+    assert {row["selected_by"] for row in (*swept.rows, *swept.summary())} == {"mean_reward"}
+    swept.write()
     assert "mean_reward on the test data" in (tmp_path / "report.html").read_text()
     capsys.readouterr()
-    sweeping._show(found, [], as_json=False)
+    sweeping._show(swept, [], as_json=False)
     assert "selected by mean_reward" in capsys.readouterr().out
-    sweeping._show(found, [], as_json=True)
+    sweeping._show(swept, [], as_json=True)
     assert '"selected_by": "mean_reward"' in capsys.readouterr().out
 
 
@@ -272,14 +272,14 @@ def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
         RunStatus.ENDED: True,
         RunStatus.FAILED: False,
     }
-    found = read_sweep(tmp_path)
-    found.write()
+    swept = read_sweep(tmp_path)
+    swept.write()
     page = (tmp_path / "report.html").read_text()
     assert "B less A" in page
     assert "it broke &lt;here&gt;" in page
     assert "training.lr" in page
     assert page.count('class="area') >= 2
-    rows = found.summary(["mean_reward"])
+    rows = swept.summary(["mean_reward"])
     assert [row["arm"] for row in rows] == ["ast_dpo lr=1e-3", "ast_dpo lr=1e-2"]
     assert rows[1]["p_holm"] == rows[1]["p"] is not None
     assert rows[1]["less_first"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])
@@ -287,16 +287,16 @@ def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
     values = [float(value) for value in rows[0]["values"].split()]
     assert len(set(values)) == 3
     assert ", ".join(map(decimal, values)) in page
-    (caution,) = found.cautions(["mean_reward"])
+    (caution,) = swept.cautions(["mean_reward"])
     assert caution.partition("'")[0] in page
     capsys.readouterr()
-    sweeping._show(found, ["mean_reward"], as_json=False)
-    told = capsys.readouterr().out
-    assert all(f"{value:.3g}" in told.replace(",", " ").split() for value in values)
-    assert " ".join(caution.split()) in " ".join(told.split())
-    assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
+    sweeping._show(swept, ["mean_reward"], as_json=False)
+    output = capsys.readouterr().out
+    assert all(f"{value:.3g}" in output.replace(",", " ").split() for value in values)
+    assert " ".join(caution.split()) in " ".join(output.split())
+    assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(swept.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
-    assert frame["value"].tolist() == [row["value"] for row in found.rows]
+    assert frame["value"].tolist() == [row["value"] for row in swept.rows]
 
 
 def test_runs_are_grouped_and_tagged_by_their_differences(tmp_path: Path) -> None:

@@ -221,9 +221,9 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
     values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}
     rows = rows_of(plan, tmp_path, lambda run: values[run.arm.name][run.seed], "failure_rate")
-    found = SweepResults(plan, tmp_path, rows)
+    swept = SweepResults(plan, tmp_path, rows)
     one, two = plan.arms
-    mean = found.over_seeds(one, "failure_rate")
+    mean = swept.over_seeds(one, "failure_rate")
     assert mean is not None
     low, high = stats.t.interval(0.95, 2, loc=0.5, scale=stats.sem(values["ast_dpo"]))
     # A rate is at least 0 and at most 1.
@@ -231,9 +231,9 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert (mean.mean, mean.low, mean.high) == pytest.approx((0.5, 0.0, 1.0))
     rewards = SweepResults(plan, tmp_path, [row | {"name": "mean_reward"} for row in rows])
     assert rewards.over_seeds(one, "mean_reward")[1:4] == pytest.approx((0.5, low, high))  # type: ignore[index]
-    assert "3 seeds" in found.cautions(["failure_rate"])[0]
+    assert "3 seeds" in swept.cautions(["failure_rate"])[0]
     assert rewards.summary()[0]["values"] == "0.2 0.4 0.9"
-    beside = found.difference(two, one, "failure_rate")
+    beside = swept.difference(two, one, "failure_rate")
     assert beside is not None
     assert beside.mean == pytest.approx(0.1)
     expected = stats.ttest_rel(values["ast_ipo"], values["ast_dpo"]).pvalue
@@ -259,10 +259,10 @@ def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
         "mean_reward",
     )
     one, two = plan.arms
-    found = SweepResults(plan, tmp_path, rows).difference(two, one, "mean_reward")
-    assert found is not None
-    assert found.mean == pytest.approx(0.1)
-    assert (found.low, found.high, found.p) == (None, None, None)
+    swept = SweepResults(plan, tmp_path, rows).difference(two, one, "mean_reward")
+    assert swept is not None
+    assert swept.mean == pytest.approx(0.1)
+    assert (swept.low, swept.high, swept.p) == (None, None, None)
 
 
 def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
@@ -275,12 +275,12 @@ def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
         counts = {"num_right": num_right, "num_answers": 300, "mean_reward": 0.25}
         results = {"after": {"accuracy": num_right / 300, **counts}}
         (folder / "results.json").write_text(json.dumps(results))
-    found = read_sweep(tmp_path)
+    swept = read_sweep(tmp_path)
     stream = StringIO()
-    Console(file=stream, width=200).print(_table(found, "accuracy"))
+    Console(file=stream, width=200).print(_table(swept, "accuracy"))
     assert "111 of 300" in stream.getvalue()
     assert "290 of 300" in stream.getvalue()
-    found.write()
+    swept.write()
     assert "290 of 300" in (tmp_path / "report.html").read_text()
     rows = csv.DictReader((tmp_path / "table.csv").open())
     of_name = {row["name"]: row["counts"] for row in rows if row["seed"] == "1"}

@@ -44,10 +44,10 @@ def count_of(folder: Path, pattern: str) -> int:
 
 def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) -> None:
     """Each row of the table equals the result of a separate run."""
-    found = read_sweep(directory)
-    assert found.num_ended == len(found.plan.runs)
-    assert (directory / "table.csv").read_bytes().decode() == found.to_csv()
-    for run in found.plan.runs:
+    results = read_sweep(directory)
+    assert results.num_ended == len(results.plan.runs)
+    assert (directory / "table.csv").read_bytes().decode() == results.to_csv()
+    for run in results.plan.runs:
         resolved = resolve_experiment(
             trainer=run.arm.trainer, scenario=str(scenario), overrides=SMALL, seed=run.seed
         )
@@ -58,7 +58,7 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
             single = json.loads((own / "results.json").read_text())[when]
             swept = json.loads((folder / "results.json").read_text())[when]
             assert swept == single
-        rows = [row for row in found.rows if row["run_id"] == folder.name]
+        rows = [row for row in results.rows if row["run_id"] == folder.name]
         assert {row["value"] for row in rows if row["name"] == "mean_reward"} == {
             json.loads((own / "results.json").read_text())[when]["mean_reward"]
             for when in ("before", "after")
@@ -113,7 +113,7 @@ def test_a_run_whose_ray_worker_was_killed_is_gone_on_with(
         trainers=["ast_dpo"], scenarios=[str(tiny_scenario)], seeds=[0, 1], overrides=SMALL
     )
     settings = {"checkpoint_period": 1}
-    found = run_sweep(
+    results = run_sweep(
         directory,
         options=SweepOptions(settings=settings, place="ray", num_processes=2, num_cpus=1),
         progress=False,
@@ -121,7 +121,7 @@ def test_a_run_whose_ray_worker_was_killed_is_gone_on_with(
     )
     killer.join()
     assert killed
-    assert found.num_ended == 2
+    assert results.num_ended == 2
     assert_table_of_single_runs(directory, tiny_scenario, tmp_path / "alone")
     logs = "".join(log.read_text() for log in (directory / "logs").glob("*.txt"))
     assert "SIGTERM" in logs, "the run's own process saved its work"

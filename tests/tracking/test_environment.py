@@ -68,11 +68,11 @@ def test_git_state_is_that_of_the_code_and_not_of_the_working_directory(
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": False}
     (code / "new").write_text("")
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": True}
-    monkeypatch.setattr(environment, "_CODE_DIR", tmp_path)
-    assert describe_environment()["git"] is None
-    monkeypatch.setattr(environment, "_CODE_DIR", code)
     monkeypatch.setenv("PATH", "")
-    assert describe_environment()["git"] is None
+    assert describe_environment()["git"] is None, "there is no git"
+    monkeypatch.undo()
+    monkeypatch.setattr(environment, "_CODE_DIR", tmp_path)
+    assert describe_environment()["git"] is None, "no repository"
 
 
 def test_plugins_are_recorded_with_their_digest(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_records_that_became_shorter_than_the_checkpoint_are_refused(
         LocalTracker(directory).rewind(position)
 
 
-def test_a_full_disk_is_told(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, data: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -129,14 +129,3 @@ def test_the_tracker_of_a_run_without_wandb_fills_the_directory(directory: RunDi
     tracker.rewind(position)
     tracker.finish(success=True)
     assert [line["step"] for line in lines(directory, "metrics.jsonl")] == [0, 1]
-
-
-def test_the_base_tracker_takes_everything_and_keeps_nothing(tmp_path: Path) -> None:
-    tracker = Tracker()
-    log_part(tracker, 0, 2)
-    tracker.log_artifact(tmp_path, name="a", type="model")
-    tracker.log_summary({"a": 1})
-    assert tracker.position() == {}
-    tracker.rewind({})
-    tracker.finish(success=False)
-    assert list(tmp_path.iterdir()) == []

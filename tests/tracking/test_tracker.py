@@ -48,32 +48,40 @@ def opened(directory: RunDirectory, *names: str, **options: bool) -> na.Tracker:
     return open_tracker(settings, directory, {"seed": 7}, **options)
 
 
-def test_a_tracker_of_a_plug_in_mirrors_the_run(tmp_path: Path, directory: RunDirectory) -> None:
-    assert len(CSV_TRACKER.strip().splitlines()) <= 15
+def test_a_tracker_of_a_plug_in_mirrors_what_it_takes(
+    tmp_path: Path, directory: RunDirectory
+) -> None:
     plugin = tmp_path / "csv_tracker.py"
     plugin.write_text(CSV_TRACKER)
     load_plugin(str(plugin))
     try:
         tracker = opened(directory, "csv", "file", "csv")
+        position = tracker.position()
+        tracker.log_metrics({"loss": 0.25}, step=2)
+        tracker.rewind(position)
         tracker.log_metrics({"loss": 0.5}, step=3)
+        tracker.log_table("train", ["probe"], [["hi"]], step=3)
+        tracker.log_artifact(tmp_path, name="a", type="model")
+        tracker.log_summary({"a": 1})
         tracker.finish(success=True)
     finally:
         TRACKERS.forget("csv")
-    assert (directory.path / "metrics.csv").read_text() == "3,loss,0.5\n"
-    assert (directory.path / "metrics.jsonl").is_file()
+    assert (directory.path / "metrics.csv").read_text() == "2,loss,0.25\n3,loss,0.5\n"
+    assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
+
+
+def test_the_base_tracker_takes_everything_and_keeps_nothing() -> None:
+    tracker = na.Tracker()
+    tracker.log_metrics({"loss": 0.5}, step=1)
+    tracker.rewind(tracker.position())
+    tracker.finish(success=False)
+    assert (tracker.position(), vars(tracker)) == ({}, {"run_directory": None})
 
 
 def test_an_unknown_tracker_is_refused_before_any_starts(directory: RunDirectory) -> None:
     with pytest.raises(UnknownNameError) as caught:
         opened(directory, "wand")
     assert "'wandb'" in str(caught.value)
-    assert not (directory.path / "metrics.jsonl").exists()
-
-
-def test_only_mirrors_are_opened_where_the_files_are_there_already(
-    directory: RunDirectory,
-) -> None:
-    opened(directory, "file", writes_files=False).log_metrics({"loss": 1.0}, step=1)
     assert not (directory.path / "metrics.jsonl").exists()
 
 
@@ -160,8 +168,7 @@ def test_scalars_of_numpy_and_torch_can_be_written() -> None:
         "unknown": None,
         "whole": 2,
     }
-    found = plain_numbers(given)
-    assert json.loads(json.dumps(found)) == {
+    assert json.loads(json.dumps(plain_numbers(given))) == {
         "share": 0.5, "mean": 0.25, "count": 3, "is_last": True, "loss": 1.5, "rows": 7,
         "unknown": None, "whole": 2,
     }  # fmt: skip

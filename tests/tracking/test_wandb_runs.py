@@ -63,15 +63,14 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
 @pytest.mark.parametrize(
     "reference", ["wandb://us/one", "us/proofs/one", "wandb://us//one", "wandb://a/b/c/d"]
 )
-def test_a_reference_names_entity_project_and_run(reference: str) -> None:
-    assert parse_reference(ONE) == ("us", "proofs", "one")
-    assert parse_reference(ONE).path == "us/proofs/one"
+def test_a_reference_of_another_form_is_refused(reference: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_reference(reference)
     assert says(caught.value, repr(reference), "wandb://entity/project/run_id")
 
 
 def test_parameters_and_a_model_of_a_run_are_read(api: FakeApi, tmp_path: Path) -> None:
+    assert parse_reference(ONE) == ("us", "proofs", "one")
     assert read_config(ONE) == {"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}
     for version, text in (("latest", "newer"), ("v0", "older")):
         download_model(ONE, tmp_path / version, version)

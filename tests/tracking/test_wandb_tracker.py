@@ -15,7 +15,7 @@ from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, open_tracker
-from nip_astra.tracking.wandb_runs import _cells, offline_runs
+from nip_astra.tracking.wandb_runs import offline_runs
 from tests.kit.messages import says
 from tests.tracking.wandb_log import WandbLog
 
@@ -39,6 +39,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def log_a_run(tracker: Tracker, model: Path) -> None:
     tracker.log_metrics({"loss": 1.5, "distinct_share": float("nan")}, step=1)
     tracker.log_table("train", ["probe", "score"], [["hello ?", 0.25]], step=1)
+    # W&B's tables require equal types in a column.
+    nested = [[{"prover": 1.0}, [{"decision": None}]], [{}, [{"decision": 1}, {"said": [3]}]]]
+    tracker.log_table("nested", ["rewards", "rounds"], nested, step=1)
     tracker.log_metrics({"loss": 0.5, "time/seconds": 2.0}, step=2)
     tracker.log_table("train", ["probe", "score"], [["so ?", 0.75], ["well", 0.5]], step=2)
     tracker.log_artifact(model, name="attacker-one", type="model", aliases=["best"])
@@ -100,13 +103,14 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert "rollout/distinct_share" not in by_step[1]
     assert by_step[2]["time/seconds"] == 2.0
 
-    tables = []
-    for step in (1, 2):
-        entry = by_step[step]["rollouts/train"]
-        assert (entry["_type"], entry["nrows"]) == ("table-file", step)
-        tables.append(json.loads((file.parent / "files" / entry["path"]).read_text()))
-    assert tables[0]["columns"] == ["probe", "score"]
-    assert tables[1]["data"] == [["so ?", 0.75], ["well", 0.5]]
+    tables = {}
+    for name, step, num_rows in (("train", 1, 1), ("train", 2, 2), ("nested", 1, 2)):
+        entry = by_step[step][f"rollouts/{name}"]
+        assert (entry["_type"], entry["nrows"]) == ("table-file", num_rows)
+        tables[name] = json.loads((file.parent / "files" / entry["path"]).read_text())
+    assert tables["train"]["columns"] == ["probe", "score"]
+    assert tables["train"]["data"] == [["so ?", 0.75], ["well", 0.5]]
+    assert tables["nested"]["data"][1] == ["{}", '[{"decision": 1}, {"said": [3]}]']
 
     models = [artifact for artifact in log.artifacts if artifact.type == "model"]
     assert [(artifact.name, sorted(artifact.aliases)) for artifact in models] == [
@@ -152,34 +156,22 @@ def test_a_failed_start_is_reported_and_leaves_the_environment_unchanged(
     assert dict(os.environ) == before
 
 
-def test_rows_with_nested_values_of_different_parts_make_a_table() -> None:
-    rows = [[1, {"prover": 1.0}, [{"decision": None}]], [2, {}, [{"decision": 1}, {"said": [3]}]]]
-    table = importlib.import_module("wandb").Table(
-        columns=["episode", "rewards", "rounds"], data=[_cells(row) for row in rows]
-    )
-    assert table.data[1] == [2, "{}", '[{"decision": 1}, {"said": [3]}]']
-
-
+@pytest.mark.parametrize(
+    ("options", "project"), [({}, "of_the_environment"), ({"wandb_project": "x"}, "x")]
+)
 def test_unset_options_are_taken_from_the_variables_of_wandb(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    project: str,
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "of_the_environment")
     monkeypatch.setenv("WANDB_RUN_GROUP", "group_of_the_environment")
-    given = {"project": [], "group": []}
-    for number, settings in enumerate(
-        [
-            ExperimentSettings(wandb="offline"),
-            ExperimentSettings(wandb="offline", wandb_project="x"),
-        ]
-    ):
-        directory = RunDirectory.create(tmp_path / "runs", f"run{number}")
-        open_tracker(settings.to_dict(), directory, {}).finish(success=True)
-        importlib.import_module("wandb").teardown()
-        (file,) = offline_runs(directory.path)
-        log = WandbLog(next(file.glob("*.wandb")))
-        given["project"].append(log.project)
-        given["group"].append(log.group)
-    assert given == {
-        "project": ["of_the_environment", "x"],
-        "group": ["group_of_the_environment"] * 2,
-    }
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    settings = ExperimentSettings(wandb="offline", **options)
+    open_tracker(settings.to_dict(), directory, {}).finish(success=True)
+    importlib.import_module("wandb").teardown()
+    (folder,) = offline_runs(directory.path)
+    log = WandbLog(next(folder.glob("*.wandb")))
+    assert (log.project, log.group) == (project, "group_of_the_environment")

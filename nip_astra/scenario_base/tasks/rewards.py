@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError, TaskError, counted
+from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
 from nip_astra.registry import Registry
@@ -134,15 +135,19 @@ class WeightedRewards:
         Raises
         ------
         TaskError
-            If a function returns another number of values, or one that is not finite.
+            If a function fails, or returns another number of values, or one that is not finite.
         """
         if not episodes:
             return
         arguments = self._arguments(episodes, progress)
-        started = {name: one.call(arguments) for name, one in self._functions.items()}
+        started: dict[str, Any] = {}
+        for name, function in self._functions.items():
+            with _naming(name):
+                started[name] = function.call(arguments)
         waiting = {name: one for name, one in started.items() if inspect.isawaitable(one)}
         if waiting:
-            started |= zip(waiting, self._loop.run(_all_of(list(waiting.values()))), strict=True)
+            results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
+            started |= zip(waiting, results, strict=True)
         values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
         exchanges = [one.exchange() for one in episodes] if self.scorers else []
         for name, scorer in self.scorers.items():
@@ -190,31 +195,51 @@ def _trainer_state(progress: TrainingProgress) -> Any:
     return TrainerState(global_step=progress.iteration, max_steps=progress.num_iterations)
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Add the name of the reward function to an error."""
+    try:
+        yield
+    except NipAstraError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the reward function {name!r} failed: {type(error).__name__}: {error}. Correct it, "
+            "then resume the run."
+        ) from error
+
+
+async def _named(name: str, result: Awaitable[Any]) -> Any:
+    with _naming(name):
+        return await result
+
+
 async def _all_of(results: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*results))
 
 
 def _checked_values(name: str, values: Any, count: int) -> list[float | None]:
-    found = list(values)
+    with _naming(name):
+        found = list(values)
     if len(found) != count:
         raise TaskError(
             f"the reward function {name!r} returned {counted(len(found), 'value')} for "
             f"{counted(count, 'completion')}. Return one for each."
         )
-    return [_checked_value(name, value) for value in found]
+    return [None if value is None else _checked_value(name, value) for value in found]
 
 
-def _checked_value(name: str, value: Any) -> float | None:
+def _checked_value(name: str, value: Any) -> float:
     try:
-        number = math.nan if value is None else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.inf
-    if math.isinf(number):
+        number = math.nan
+    if not math.isfinite(number):
         raise TaskError(
             f"the reward function {name!r} returned {str(value)[:80]!r}. Return finite numbers, or "
             "None where it does not apply."
         )
-    return None if math.isnan(number) else number
+    return number
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.language_models.services.chat import FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.utils.actors import ActorOptions, using_actors
 from tests.kit import actors_here
@@ -53,8 +53,6 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
         (alone,) = ask(model, request)
         assert texts(alone) == texts(outcome)
         for first, second in zip(alone.samples, outcome.samples, strict=True):
-            assert isinstance(first, ChatAnswer)
-            assert isinstance(second, ChatAnswer)
             assert first.token_logprobs == pytest.approx(second.token_logprobs, abs=1e-4)
     model.num_threads = 3
     monkeypatch.setattr(model.language_model, "num_parameters", lambda: 100_000_000)
@@ -94,7 +92,6 @@ def test_logprobs_are_those_of_the_model_for_the_tokens_of_the_text(model: Local
     )
     outcome = next(outcome for outcome in outcomes if outcome.usage.completion_tokens == 6)
     (answer,) = outcome.samples
-    assert isinstance(answer, ChatAnswer)
     assert answer.finish_reason is FinishReason.LENGTH
     backend = model.language_model
     context = model._prompt_of(json.dumps(saying("hello").messages))
@@ -111,10 +108,8 @@ def test_a_stop_text_cuts_the_answer_and_its_logprobs(model: LocalChatModel) -> 
     middle = texts(whole)[0][4:6]
     (cut,) = ask(model, saying("hello", seed=3, max_tokens=12, stop=(middle,), needs_logprobs=True))
     (answer,) = cut.samples
-    assert isinstance(answer, ChatAnswer)
     assert answer.text == texts(whole)[0].partition(middle)[0]
     assert answer.finish_reason is FinishReason.STOP
-    assert answer.token_logprobs is not None
     assert len(answer.token_logprobs) < 12
 
 
@@ -224,7 +219,6 @@ def test_answers_keep_to_a_response_format_beside_free_answers(
     assert len(set(texts(formed))) > 1
     assert texts(text) == texts(free)
     assert texts(cut)[0].startswith("{")
-    assert isinstance(cut.samples[0], ChatAnswer)
     assert cut.samples[0].finish_reason is FinishReason.LENGTH
     with using_actors(ActorOptions(2)):
         model = LocalChatModel(byte_model, name="bytes", num_batches=2)

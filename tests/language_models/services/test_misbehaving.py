@@ -19,7 +19,7 @@ pytest.importorskip("openai")
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
 from nip_astra.language_models.services import fine_tuning, http_client, http_training, retrying
-from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure, LimitParameters
+from nip_astra.language_models.services.chat import ChatFailure, LimitParameters
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
@@ -34,9 +34,9 @@ from nip_astra.language_models.services.training import TrainServiceParameters
 from tests.kit.misbehaving import MISBEHAVIOURS, misbehaving
 from tests.language_models.services.requests import ask, saying
 
-LONGEST = 5.0
+LONGEST = 12.0
 LIMITS = LimitParameters(
-    num_retries=1, backoff=0.01, attempt_timeout=1.0, request_timeout=1.1, max_retry_after=0.1
+    num_retries=1, backoff=0.01, attempt_timeout=3.0, request_timeout=3.1, max_retry_after=0.1
 )
 
 
@@ -64,7 +64,7 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 
 def outcome_of_a_chat(address: str) -> str:
-    parameters = OpenAIChatModel.Parameters(base_url=f"{address}/v1", model="m", timeout=2.0)
+    parameters = OpenAIChatModel.Parameters(base_url=f"{address}/v1", model="m", timeout=4.0)
     model = RetryingChatModel(OpenAIChatModel(parameters), LIMITS)
     try:
         (outcome,) = ask(model, saying("hi", needs_logprobs=True))
@@ -75,12 +75,11 @@ def outcome_of_a_chat(address: str) -> str:
     if isinstance(sample, ChatFailure):
         assert sample.message
         return str(sample.reason)
-    assert isinstance(sample, ChatAnswer)
     return f"says {sample.text}"
 
 
 def outcome_of_training(address: str) -> str:
-    limits = {"patience_seconds": 1.0, "operation_timeout": 1.0, "max_answer_mib": 4.0}
+    limits = {"patience_seconds": 1.0, "operation_timeout": 3.0, "max_answer_mib": 4.0}
     connection = TrainingConnection(
         TrainServiceParameters(backend="http", base_url=address, **limits)
     )
@@ -92,7 +91,7 @@ def outcome_of_training(address: str) -> str:
 
 
 def outcome_of_a_job(address: str) -> str:
-    parameters = FineTuningParameters(base_url=f"{address}/v1", timeout=2.0, limits=LIMITS)
+    parameters = FineTuningParameters(base_url=f"{address}/v1", timeout=4.0, limits=LIMITS)
     service = OpenAIFineTuning(parameters)
     message = {"role": "user", "content": "hi"}
 

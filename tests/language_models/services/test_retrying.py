@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from nip_astra import progress
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
@@ -176,28 +175,6 @@ def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     assert "100 s" in failure(first).message
     assert (texts(second), clock.now) == (["there"], 0.0)
     assert model.last_failure == failure(first).message
-
-
-def test_the_bar_shows_the_reason_of_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    bar = progress.open_progress(1, enabled=False)
-    monkeypatch.setattr(bar, "show_wait", shown.append)
-    monkeypatch.setattr(progress, "SECONDS_UNSHOWN", 0.02)
-
-    async def pause(seconds: float) -> None:
-        clock.now += seconds
-        await asyncio.sleep(0.1)
-
-    clock = Clock()
-    clock.pause = pause  # type: ignore[method-assign]
-    model = patient(
-        Model([failing(FailureReason.RATE_LIMITED, 30.0), "there"]), clock, label="judge"
-    )
-    assert texts(ask(model, saying("hi"))[0]) == ["there"]
-    bar.close()
-    message, end = shown
-    assert all(part in message for part in ("judge", "rate_limited", "30 s"))
-    assert end == ""
 
 
 def test_an_attempt_that_takes_too_long_is_given_up() -> None:

@@ -13,11 +13,7 @@ from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
 from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.services.training import (
-    LocalTrainingService,
-    Loss,
-    TrainingService,
-)
+from nip_astra.language_models.services.training import LocalTrainingService, Loss, TrainingService
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.samples import collate
 from nip_astra.trainers.ast.dpo import AstDpoTrainer

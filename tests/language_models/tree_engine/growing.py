@@ -51,7 +51,6 @@ def grow(
         )
         drawn = turns.generation
         ids = [row[mask].tolist() for row, mask in zip(drawn.ids_BT, drawn.mask_BT, strict=True)]
-        assert turns.span_logprobs_CT is not None
         levels.append(Level(ids, drawn.logprobs_BT, turns.span_logprobs_CT))
         shared = [[4, *tokens(0, 3)] for _ in ids]
         contexts = [

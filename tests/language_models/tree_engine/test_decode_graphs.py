@@ -50,7 +50,6 @@ class Recorder:
 
 
 def fix(model: HuggingFaceLanguageModel, capture: Callable | None, **how: bool) -> None:
-    assert model._decoder is not None
     model._steps = FixedSteps(model._decoder, capture, is_required=how.get("is_required", False))
     model._snapshot = model._new_snapshot()
 
@@ -132,16 +131,16 @@ def test_a_level_too_large_for_fixed_shapes_is_decoded_without(
 def test_sizes_used_longest_ago_are_forgotten(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Numbers of a token's keys and values, tokens of the largest size, bytes of a number.
-    one_size = 2 * 2 * 2 * 8 * (128 * 128) * 4
-    monkeypatch.setattr(decode_graphs, "max_bytes", lambda device: one_size)
+    # Numbers of a token's keys and values, tokens of 8 and 128 rows, bytes of a number.
+    limit = 2 * 2 * 2 * 8 * ((8 + 128) * 128) * 4
+    monkeypatch.setattr(decode_graphs, "max_bytes", lambda device: limit)
     recorder = Recorder(is_counter=True)
     fix(tiny_model, recorder)
-    grow(tiny_model)
-    grow(tiny_model)
+    for _ in range(2):
+        # Of 8, 32 and 128 rows, the last leave no room for any used before.
+        grow(tiny_model)
+        assert [num_rows for num_rows, _ in tiny_model._steps._steps] == [128]
     assert recorder.count == 6
-    assert tiny_model._steps is not None
-    assert len(tiny_model._steps._steps) == 1
 
 
 def test_padding_is_less_than_half() -> None:
@@ -215,7 +214,6 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
         steps=FixedSteps(decoder, None, is_required=False),
     )
     passes = session._read(CONTEXTS, 1, 6)
-    assert session.steps is not None
     fixed = None
     if is_fixed:
         fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)

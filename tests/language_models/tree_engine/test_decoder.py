@@ -96,7 +96,6 @@ MODULES = {
 def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     module = MODULES[name]()
     decoder = build_decoder(module)
-    assert decoder is not None
     sequences = [[2, 4, 6, 7, 8], [2, 4, 6, 9], [2, 5, 6, 7, 8, 9, 10]]
     trie = build_trie(sequences)
     for weights in (
@@ -176,7 +175,6 @@ def test_other_architectures_play_trees(gpt2: HuggingFaceLanguageModel) -> None:
     turns = session.generate(
         contexts, 2, uniforms, SamplingOptions(max_new_tokens=3), spans=[(2, 4), (3, 4)]
     )
-    assert turns.span_logprobs_CT is not None
     expected = gpt2.module(torch.tensor([contexts[1]])).logits[0, 2].log_softmax(-1)[9]
     assert torch.allclose(turns.span_logprobs_CT[1, 0], expected, atol=1e-4)
     assert float(turns.span_logprobs_CT[1, 1].detach()) == 0.0
@@ -215,8 +213,6 @@ def test_entropies_and_hidden_states_come_from_the_same_pass(
     with model.counting() as spent, torch.no_grad():
         result = model.token_scores(*rows, needs_entropy=True, needs_hidden=True)
     assert spent.head_rows == 5
-    assert result.entropy_BT is not None
-    assert result.hidden_BTX is not None
     assert result.hidden_BTX.shape == (2, 3, model.hidden_size)
     assert torch.equal(result.logprobs_BT, model.logprobs(*rows))
     for row, context in enumerate([[2, 4, 6, 7], [2, 4]]):
@@ -272,7 +268,6 @@ def test_a_target_on_the_attackers_weights_keeps_its_own_options(tiny_model_dir:
 
     attacker = load_backend(tiny_model_dir, lora={"rank": 2})
     target = attacker.base_for(parameters(max_batch_tokens=256, decode_graphs="never"))
-    assert isinstance(target, HuggingFaceLanguageModel)
     assert target.module is attacker.module
     assert (target.max_batch_tokens, attacker.max_batch_tokens) == (256, 8192)
     assert (target._decode_graphs, attacker._decode_graphs) == ("never", "auto")

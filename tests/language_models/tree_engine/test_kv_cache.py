@@ -41,7 +41,6 @@ def test_the_kept_prompt_with_the_longest_common_beginning_is_found() -> None:
         elif most < BLOCK_TOKENS:
             assert (result, length) == (None, 0)
         else:
-            assert result is not None
             assert (length, result.ids[:length]) == (most, ids[:most])
         if ids not in known:
             kept.add(prompt_of(*ids), None)

@@ -66,7 +66,6 @@ def test_caches_of_long_conversations_are_seldom_copied(
 ) -> None:
     options = SamplingOptions(max_new_tokens=3, min_new_tokens=3)
     session, rows, places = tiny_model.open_session(), [[2, 4, 6], [2, 4, 7]], set()
-    assert isinstance(session, sessions.CachedSession)
     for turn in range(14):
         uniforms = uniforms_of(2, 3, seed=turn)
         drawn = session.generate(rows, 1, uniforms, options).generation
@@ -111,7 +110,6 @@ def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLangu
 
 def test_contexts_that_continue_no_row_are_read_anew(tiny_model: HuggingFaceLanguageModel) -> None:
     session = tiny_model.open_session()
-    assert isinstance(session, sessions.CachedSession)
     uniforms = uniforms_of(2, 5)
     first = session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS).generation
     other = [[2, 4, 9, 9, 9, 9, 9, 9, 9], [2, 8, 8, 8, 8, 8, 8, 8]]

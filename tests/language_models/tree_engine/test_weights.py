@@ -145,9 +145,7 @@ def test_a_step_of_any_optimizer_is_sampled_from(
     assert gap(tiny_model) < 1e-4
 
 
-def test_unchanged_weights_are_not_copied_again(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
+def test_unchanged_weights_are_not_copied_again(tiny_model: HuggingFaceLanguageModel) -> None:
     gap(tiny_model)
     first = tiny_model._snapshot.of(tiny_model.parameters())
     gap(tiny_model)

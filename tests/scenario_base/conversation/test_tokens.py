@@ -31,13 +31,6 @@ def test_context_equals_the_rendered_template(first_is_own: bool) -> None:
     assert chat.context(turns) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_own_turns_are_assistant_and_the_others_are_user() -> None:
-    tokenizer = make_tokenizer()
-    chat = ChatFormat(tokenizer)
-    ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, chat.encode("fine"))])
-    assert tokenizer.decode(ids) == "<bos> <user> hello <end> <assistant> fine <end> <assistant>"
-
-
 def test_kept_tokens_are_those_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_module, "MAX_KEPT_TEXTS", 3)
     tokenizer = make_tokenizer()
@@ -65,20 +58,15 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_used() -> None:
     assert decode_all(tokenizer, [tokenizer.encode("hello")]) == ["HELLO"]
 
 
-def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:
-    chat = ChatFormat(make_tokenizer())
-    # Unlike the tokenizer on any text: an unknown word in the middle.
-    sampled = (7, 1, 8)
-    ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, sampled)])
-    assert tuple(ids[-5:-2]) == sampled
-
-
 @pytest.mark.parametrize("separator", [None, ".", "", "the cat"])
-def test_the_last_turn_is_found_in_its_context(separator: str | None) -> None:
+def test_the_last_turn_stays_as_sampled_and_is_located_in_its_context(
+    separator: str | None,
+) -> None:
     tokenizer = make_tokenizer()
     speech: ChatFormat | PlainFormat = ChatFormat(tokenizer)
     if separator is not None:
         speech = PlainFormat(tokenizer, separator=separator)
+    # Unlike the tokenizer on any text: an unknown word in the middle.
     turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
     context = speech.context(turns)
     start, stop = speech.last_turn_span(turns, context)

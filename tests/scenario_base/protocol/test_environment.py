@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 from torchrl.envs import check_env_specs
 
 from nip_astra.errors import ConfigurationError
@@ -36,19 +37,43 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
 ) -> None:
     game = build_game(
         protocol,
-        {"include_linear_message_space": True},
+        {"include_linear_message_space": True, "message_size": 2},
         protocol_common={"zero_knowledge": zero_knowledge},
     )
-    environment = game.train_environment
+    environment, handler = game.train_environment, game.protocol_handler
     assert environment is not None
     check_env_specs(environment)
+    torch.manual_seed(1)
     rollout = environment.rollout(20, break_when_any_done=False)
-    assert rollout["next", "done"].any()
+    done = rollout["next", "done"].squeeze(-1)
+    assert done.any()
     assert rollout["next", "done"].equal(rollout["next", "terminated"])
-    # After an end another datapoint is played from round 0.
-    rounds, done = rollout["round"], rollout["next", "done"].squeeze(-1)
-    assert (rounds[:, 1:][done[:, :-1]] == 0).all()
-    assert (rounds[:, 1:] == rounds[:, :-1] + 1)[~done[:, :-1]].all()
+    # After an end another datapoint is played from round 0, without messages or decisions.
+    for name in ("round", "message", "linear_message", "message_history", "has_decided"):
+        assert not rollout[name][:, 1:][done[:, :-1]].any(), name
+    assert (rollout["round"][:, 1:] == rollout["round"][:, :-1] + 1)[~done[:, :-1]].all()
+    # Only messages of agents with a turn are sent, and no agent has one after its decision.
+    frames = rollout.reshape(-1)
+    turn = frames["round"], frames["seed"], frames["has_decided"]
+    assert frames["active_mask"].equal(handler.active_mask(*turn))
+    assert frames["can_decide"].equal(handler.can_decide(*turn))
+    assert frames["question_round"].equal(handler.question_round(*turn[:2]))
+    for name in ("message", "linear_message"):
+        sent = one_hot(frames["agents", name], frames[name].shape[-1])
+        sent = (sent * frames["active_mask"][..., None, None]).sum(1).float()
+        assert frames["next", name].equal(sent)
+        history = frames["next", f"{name}_history"]
+        assert history[torch.arange(len(history)), frames["round"]].equal(sent)
+
+
+def test_verifiers_of_zero_knowledge_end_apart() -> None:
+    game = build_game("nip", protocol_common={"zero_knowledge": True})
+    assert game.train_environment is not None
+    torch.manual_seed(1)
+    rollout = game.train_environment.rollout(20, break_when_any_done=False)
+    verifier, adversary, simulator = rollout["next", "has_decided"][..., 1:].unbind(-1)
+    assert (verifier ^ adversary).any()
+    assert simulator.equal(adversary)
 
 
 def test_the_number_of_frames_must_fill_the_environments() -> None:

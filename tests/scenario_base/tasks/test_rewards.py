@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from nip_astra.scenario_base.tasks.base import Episode, Task, TrainingProgress, 
 from nip_astra.scenario_base.tasks.dataset import DatasetTask, RowEnvironment, hold_out
 from nip_astra.scenario_base.tasks.rewards import REWARDS, episode_figures
 from nip_astra.scorers.base import Message
-from tests.scenario_base.tasks.test_tasks import task_of
+from tests.scenario_base.tasks.test_tasks import task_of, write
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 
@@ -74,20 +72,15 @@ FUNCTIONS = [by_length_of_ids, by_length, by_format, by_box, for_math, later, wi
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    REWARDS.get("exact")
-    before = REWARDS.snapshot()
+def _registered(no_plugins_left: None) -> None:
     for function in FUNCTIONS:
         REWARDS.register(function.__name__)(function)  # type: ignore[arg-type]
-    yield
-    REWARDS.restore(before)
 
 
 def dataset(folder: Path, rows: list[dict[str, Any]], *names: str, **weights: float) -> Task:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write(folder, "rows.jsonl", *rows)
     functions = {name: {"function": name, "weight": weights.get(name, 1.0)} for name in names}
-    return task_of("dataset", train=str(file), reward="functions", functions=functions)
+    return task_of("dataset", train=file, reward="functions", functions=functions)
 
 
 def rated(task: Task, *answers: str) -> list[Episode]:
@@ -112,20 +105,13 @@ def test_functions_of_trl_get_the_same_arguments(tmp_path: Path) -> None:
     task = dataset(tmp_path, rows, *plain, by_length=0.5, for_math=2.0)
     task.progress = TrainingProgress(3, 12)
     first, second = rated(task, "\\boxed{2} so 2", "yes")
-    assert first.rewards == {
-        "by_length_of_ids": 3.0,
-        "by_length": 14.0,
-        "by_box": 1.0,
-        "for_math": 1.0,
-        "later": 0.0,
-        "with_logs": 0.0,
-    }
+    assert first.rewards == dict(zip(plain, [3.0, 14.0, 1.0, 1.0, 0.0, 0.0], strict=True))
     assert first.is_right(3.0) is True
     assert first.is_right(3.5) is False
     assert first.reward == 3.0 + 0.5 * 14.0 + 1.0 + 2.0
     assert second.rewards["for_math"] is None
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
-    assert [one.extra["upper"] for one in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
+    assert [episode.extra["upper"] for episode in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
     figures = episode_figures([first, second])
     assert figures["step"] == 3.0
     assert figures["progress"] == 0.25
@@ -150,16 +136,17 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
         return [None] * len(completions)
 
     REWARDS.register("columns")(columns)
-    task = dataset(
-        tmp_path,
-        [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}],
-        "columns",
-    )
+    rows = [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}]
+    task = dataset(tmp_path, rows, "columns")
     assert [one.reward for one in rated(task, "x", "y")] == [None, None]
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
-@pytest.mark.parametrize("values", [[math.inf, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]]])
+@pytest.mark.parametrize(
+    "values",
+    [[math.inf, 0.0], [math.nan, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]], None],
+    ids=str,
+)
 def test_wrong_values_are_refused_by_the_name_of_the_function(
     tmp_path: Path, values: list[Any]
 ) -> None:
@@ -169,6 +156,20 @@ def test_wrong_values_are_refused_by_the_name_of_the_function(
         rated(task, "x", "y")
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_function_that_fails_is_named(tmp_path: Path, is_async: bool) -> None:
+    def by_answer(completions: Any) -> list[float]:
+        raise KeyError("answer")
+
+    async def later_by_answer(completions: Any) -> list[float]:
+        return by_answer(completions)
+
+    REWARDS.register("by_answer")(later_by_answer if is_async else by_answer)
+    task = dataset(tmp_path, [{"prompt": "a"}], "by_answer")
+    with pytest.raises(TaskError, match=r"'by_answer'.*KeyError.*'answer'"):
+        rated(task, "x")
+
+
 def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="ground_truth"):
         dataset(tmp_path, [{"prompt": "a"}], "by_box")
@@ -176,21 +177,18 @@ def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Pat
 
 @pytest.mark.parametrize("reward", [{}, {"function": "exact", "scorer": {"_type": "profanity"}}])
 def test_a_reward_is_a_function_or_a_scorer(tmp_path: Path, reward: dict[str, Any]) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    rows = str(tmp_path / "rows.jsonl")
+    rows = write(tmp_path, "rows.jsonl", {"prompt": "a"})
     with pytest.raises(ConfigurationError, match="'mine'"):
         task_of("dataset", train=rows, reward="functions", functions={"mine": reward})
 
 
 def test_a_scorer_is_a_reward_beside_functions(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    rows = write(tmp_path, "rows.jsonl", {"prompt": "a"}, {"prompt": "b"})
     source = "def f(completions):\n    return [0.25 if 'x' in one else None for one in completions]"
     (tmp_path / "own.py").write_text(source)
     scorer = {"_type": "python", "function": f"{tmp_path / 'own.py'}:f"}
     functions = {"own": {"scorer": scorer, "weight": -2.0}, "later": {"function": "later"}}
-    task = task_of(
-        "dataset", train=str(tmp_path / "rows.jsonl"), reward="functions", functions=functions
-    )
+    task = task_of("dataset", train=rows, reward="functions", functions=functions)
     assert isinstance(task, DatasetTask)
     assert len(task.scorers) == 1
     first, second = rated(task, "yx", "y")
@@ -239,17 +237,16 @@ def test_the_answers_of_rows_are_not_read_where_functions_reward(tmp_path: Path)
     ],
 )
 def test_wrong_messages_are_refused_with_their_line(tmp_path: Path, prompt: list[Any]) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"prompt": "fine"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
+    file = write(tmp_path, "rows.jsonl", {"prompt": "fine"}, {"prompt": prompt})
     with pytest.raises(DataError, match="line 2"):
-        read_prompts(str(file), None)
+        read_prompts(file, None)
 
 
 def test_rows_of_parquet_are_those_of_jsonl(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": CONVERSATION, "answer": "2"}, {"prompt": CONVERSATION[1:], "answer": "3"}]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path, "rows.jsonl", *rows)
     parquet, jsonl = (
         read_prompts(str(tmp_path / f"rows.{end}"), None) for end in ("parquet", "jsonl")
     )

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from nip_astra.errors import DataError, ParameterError
-from nip_astra.scenario_base.tasks.base import TASKS, Environment, Episode, Split, Task, build_task
+from nip_astra.scenario_base.tasks.base import (
+    TASKS,
+    Environment,
+    Episode,
+    Reaction,
+    Split,
+    Task,
+    build_task,
+)
 from nip_astra.scenario_base.tasks.library import (
     CountdownEnvironment,
     GuessNumberEnvironment,
@@ -20,6 +28,7 @@ from nip_astra.scenario_base.tasks.library import (
 )
 from nip_astra.scorers.base import Message
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
@@ -70,19 +79,11 @@ def test_arithmetic_rewards_the_number_and_nothing_else(level: int) -> None:
     task = task_of("arithmetic", levels=[level])
     for index in range(20):
         environment = task.environment("train", index)
-        problem = opening(environment).rstrip("=")
-        right = eval(problem)
-        for said, reward in (
-            (f" {right} ", 1.0),
-            (str(right + 1), 0.0),
-            (f"{right}.", 0.0),
-            (f"{right} {right}", 0.0),
-            ("", 0.0),
-            ("\u0663", 0.0),
-        ):
-            reaction = environment.step(said)
-            assert (reaction.reward, reaction.is_over) == (reward, True)
+        right = eval(opening(environment).rstrip("="))
         assert environment.solution == str(right)
+        assert environment.step(f" {right} ") == Reaction(reward=1.0)
+        for wrong in (str(right + 1), f"{right}.", f"{right} {right}", "", "\u0663"):
+            assert environment.step(wrong) == Reaction(reward=0.0)
 
 
 def test_a_level_that_is_not_there_is_refused() -> None:
@@ -99,7 +100,7 @@ def test_countdown_has_a_solution_and_rewards_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "reward"),
+    ("expression", "reward"),
     [
         ("(2+3)*4", 1.0),
         (" 4 * (3 + 2) ", 1.0),
@@ -115,9 +116,9 @@ def test_countdown_has_a_solution_and_rewards_it() -> None:
         ("23+4", 0.0),
     ],
 )
-def test_countdown_reads_expressions_and_runs_nothing(said: str, reward: float) -> None:
+def test_countdown_reads_expressions_and_runs_nothing(expression: str, reward: float) -> None:
     environment = CountdownEnvironment([2, 3, 4], 20, "(2+3)*4", valid_reward=0.25)
-    assert environment.step(said).reward == reward
+    assert environment.step(expression).reward == reward
 
 
 def test_products_bind_before_sums_and_from_the_left() -> None:
@@ -154,12 +155,13 @@ def test_rows_are_rated_by_their_answers(tmp_path: Path) -> None:
     environment = exact.environment("train", 5)
     assert opening(environment) == "capital of France"
     assert environment.solution == "Paris"
-    said = ("Paris", " Paris\n", "It is Paris", "Rome")
-    assert [environment.step(one).reward for one in said] == [1, 1, 0, 0]
+    answers = ("Paris", " Paris\n", "It is Paris", "Rome")
+    assert [environment.step(answer).reward for answer in answers] == [1, 1, 0, 0]
     assert exact.num_problems("train") == 1
     assert opening(exact.environment("dev", 0)) == "of Italy"
     holds = task_of("dataset", train=train, test=test, reward="contains")
-    assert [holds.environment("train", 0).step(one).reward for one in said] == [1, 1, 1, 0]
+    environment = holds.environment("train", 0)
+    assert [environment.step(answer).reward for answer in answers] == [1, 1, 1, 0]
 
 
 def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> None:
@@ -175,20 +177,38 @@ def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> 
     for text in ("abc", "abcd"):
         environment = task.environment("train", 0)
         assert environment.step(text).reward is None
-        said = [Message("user", "short"), Message("assistant", text)]
-        episodes.append(Episode(environment, said))
+        messages = [Message("user", "short"), Message("assistant", text)]
+        episodes.append(Episode(environment, messages))
     task.rate(episodes)
     assert [episode.reward for episode in episodes] == [1.0, 0.0]
 
 
-def test_long_prompts_are_cut_in_messages_and_empty_answers_hold_nothing(tmp_path: Path) -> None:
-    one = write(tmp_path, "one.jsonl", {"prompt": "1+" * 5000, "answer": "4"})
-    with pytest.raises(DataError, match=r"'1\+1") as caught:
-        task_of("dataset", train=one, test=one)
-    assert len(str(caught.value)) < 200
-    test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": " "})
-    with pytest.raises(DataError, match="'c'"):
-        task_of("dataset", train=one, test=test, reward="contains")
+ROW, WITHOUT = {"prompt": "c", "answer": "d"}, {"prompt": "a", "solution": "b"}
+LONG = {"prompt": "1+" * 5000, "answer": "4"}
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "options", "fact"),
+    [
+        (WITHOUT, ROW, {}, r"'answer'.* solution"),
+        (ROW, ROW, {}, "'c'"),
+        (LONG, LONG, {}, r"'1\+1"),
+        (WITHOUT, ROW, {"reward": "scorer"}, r"task\.scorer"),
+        (LONG, {"prompt": "c", "answer": " "}, {"reward": "contains"}, "'c'"),
+    ],
+    ids=["no answer", "a problem in both", "a long one in both", "no scorer", "an empty answer"],
+)
+def test_unusable_data_are_reported_by_their_prompts(
+    train: dict[str, object],
+    test: dict[str, object],
+    options: dict[str, Any],
+    fact: str,
+    tmp_path: Path,
+) -> None:
+    files = {"train": write(tmp_path, "a.jsonl", train), "test": write(tmp_path, "b.jsonl", test)}
+    with pytest.raises(DataError, match=fact) as caught:
+        task_of("dataset", **files, **options)
+    assert len(str(caught.value)) < 400
 
 
 def test_a_prompt_that_does_not_fit_is_reported_before_it_is_drawn(cli: CommandLine) -> None:
@@ -202,20 +222,7 @@ def test_a_prompt_that_does_not_fit_is_reported_before_it_is_drawn(cli: CommandL
         task: {task: {_type: dataset, train: train.jsonl, test: test.jsonl}}
         """,
     )
-    said = refused(cli("--parameters", "data.yaml"))
-    assert "'1+1+" in said
-    assert "test.jsonl" in said
-
-
-def test_missing_fields_of_a_data_set_are_reported(tmp_path: Path) -> None:
-    train = write(tmp_path, "train.jsonl", {"prompt": "a", "solution": "b"})
-    test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": "d"})
-    with pytest.raises(DataError, match=r"'answer'.* solution"):
-        task_of("dataset", train=train, test=test)
-    with pytest.raises(DataError, match="'c'"):
-        task_of("dataset", train=test, test=test)
-    with pytest.raises(DataError, match=r"task\.scorer"):
-        task_of("dataset", train=train, test=test, reward="scorer")
+    assert says(refused(cli("--parameters", "data.yaml")), "'1+1+", "test.jsonl")
 
 
 DOUBLING = """

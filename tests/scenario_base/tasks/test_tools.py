@@ -10,14 +10,12 @@ from typing import Annotated, Any
 import pytest
 import torch
 from pydantic import Field
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nip_astra.errors import ConfigurationError, SandboxUnavailableError, TaskError
 from nip_astra.language_models.base import SamplingOptions, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
-from nip_astra.scenario_base.agents import ConversationAgent, load_language_model
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks import tools
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
@@ -33,40 +31,41 @@ from nip_astra.scenario_base.tasks.tools import (
 )
 from nip_astra.scorers.base import Message
 from nip_astra.utils import sandbox
+from tests.kit.tiny import load_backend, make_byte_tokenizer, make_language_model
 
 # As in Qwen 2.5's template.
 TEMPLATE = """
 {%- if tools %}
-    {{- '<|im_start|>system\\nYou are helpful.\\n# Tools\\n<tools>' }}
+    {{- '<start>system\\nYou are helpful.\\n# Tools\\n<tools>' }}
     {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
-    {{- "\\n</tools><|im_end|>\\n" }}
+    {{- "\\n</tools><end>\\n" }}
 {%- endif %}
 {%- for m in messages %}
     {%- if m.role == "assistant" and m.tool_calls %}
-        {{- '<|im_start|>assistant' }}
+        {{- '<start>assistant' }}
         {%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
         {%- for call in m.tool_calls %}
             {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\\n' }}
+        {{- '<end>\\n' }}
     {%- elif m.role == "tool" %}
         {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
-            {{- '<|im_start|>user' }}
+            {{- '<start>user' }}
         {%- endif %}
         {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
         {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
-            {{- '<|im_end|>\\n' }}
+            {{- '<end>\\n' }}
         {%- endif %}
-    {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- else %}{{- '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+{%- if add_generation_prompt %}{{- '<start>assistant\\n' }}{%- endif %}
 """
 PLAIN_TEMPLATE = (
-    "{%- for m in messages %}{{- '<|im_start|>' + {'user': 'u', 'assistant': 'a'}[m.role] + "
-    "m.content + '<|im_end|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>a' }}{%- endif %}"
+    "{%- for m in messages %}{{- '<start>' + {'user': 'u', 'assistant': 'a'}[m.role] + "
+    "m.content + '<end>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<start>a' }}{%- endif %}"
 )
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
@@ -114,38 +113,9 @@ class SumTask(Task):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceLanguageModel:
-    """A random model with a token per character."""
+    """A random model with a token per byte."""
     folder = tmp_path_factory.mktemp("tools")
-    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    words = [*special, "\n", *map(chr, range(32, 127))]
-    raw = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.4,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    parameters = HuggingFaceLanguageModel.Parameters(model=str(folder))
-    loaded: Any = load_language_model(
-        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
-    )
-    return loaded
+    return load_backend(make_language_model(folder, window=4096, tokenizer=make_byte_tokenizer()))
 
 
 @pytest.fixture
@@ -161,8 +131,8 @@ def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> An
     ) -> tuple[TaskRollout, TokenCount]:
         tokenizer = model.tokenizer
         tokenizer.chat_template = template
-        said = [token for turn in turns for token in (*tokenizer.encode(turn), 2)]
-        queue = iter(said)
+        end = tokenizer.eos_token_id
+        queue = iter([token for turn in turns for token in (*tokenizer.encode(turn), end)])
 
         def draw(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
             token = torch.tensor([next(queue)])
@@ -181,7 +151,7 @@ def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> An
 
 def texts(rollout: TaskRollout) -> list[str]:
     """Tool results in the policy's context."""
-    return [one.text for one in rollout.episodes[0].messages if one.role == "tool"]
+    return [item.text for item in rollout.episodes[0].messages if item.role == "tool"]
 
 
 def test_a_function_is_described_by_its_docstring_and_type_hints() -> None:
@@ -230,7 +200,7 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
 ) -> None:
     calls = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n' + ADD
     rollout, spent = play(calls, "5")
-    (one,) = rollout.trajectories
+    (trajectory,) = rollout.trajectories
     tokenizer = model.tokenizer
     function = {"name": "add", "arguments": {"a": 2}}
     expected = tokenizer.apply_chat_template(
@@ -251,30 +221,25 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
         tools=[json.loads(tool_of(f).described) for f in (add, Sums().submit, Sums().shout)],
         tokenize=False,
     )
-    assert tokenizer.decode(one.tokens) == expected.removesuffix("\n")
-    own = tokenizer.decode(one.tokens[one.loss_mask])
-    assert own == f"{calls}<|im_end|>5<|im_end|>"
-    assert one.reward == 1.0
-    assert one.num_turns == 2
+    assert tokenizer.decode(trajectory.tokens) == expected.removesuffix("\n")
+    own = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
+    assert own == f"{calls}<end>5<end>"
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
     assert [role for role, _ in rollout.episodes[0].messages] == [
         *("user", "assistant", "tool", "tool", "assistant")
     ]
     # Each token except the last is forwarded once.
-    assert spent.forwarded == len(one) - 1
-    plain = model.logprobs(
-        one.tokens[None, :1],
-        torch.ones(1, 1, dtype=torch.bool),
-        one.tokens[None, 1:],
-        torch.ones(1, len(one) - 1, dtype=torch.bool),
-    )[0].detach()
-    assert one.logprobs is not None
-    torch.testing.assert_close(
-        one.logprobs[one.loss_mask], plain[one.loss_mask[1:]], atol=1e-4, rtol=0
-    )
+    assert spent.forwarded == len(trajectory) - 1
+    first, rest = trajectory.tokens[None, :1], trajectory.tokens[None, 1:]
+    are_read = torch.ones_like(first).bool(), torch.ones_like(rest).bool()
+    recomputed = model.logprobs(first, are_read[0], rest, are_read[1])[0].detach()
+    assert trajectory.logprobs is not None
+    own_T = trajectory.loss_mask
+    torch.testing.assert_close(trajectory.logprobs[own_T], recomputed[own_T[1:]], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "fact"),
+    ("message", "kind", "fact"),
     [
         ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "unknown", "add, submit"),
         ('<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>', "malformed", "JSON"),
@@ -291,9 +256,9 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     ],
 )
 def test_a_wrong_call_is_answered_and_counted_and_the_episode_goes_on(
-    play: Any, said: str, kind: str, fact: str
+    play: Any, message: str, kind: str, fact: str
 ) -> None:
-    rollout, _ = play(said, "5", max_calls=4, max_result_tokens=100)
+    rollout, _ = play(message, "5", max_calls=4, max_result_tokens=100)
     answers = texts(rollout)
     assert fact in answers[-1]
     assert len(answers) == (5 if kind == "many" else 1)
@@ -345,12 +310,12 @@ def test_a_template_without_tools_has_them_in_text(
     text = model.tokenizer.decode(rollout.trajectories[0].tokens)
     assert "calc(expression): Value of" in text
     assert text.count("calc(expression)") == 1
-    assert "<|im_start|>u14<|im_end|>" in text
+    assert "<start>u14<end>" in text
     # An answer may look like a call of a tool that does not exist.
     silent, _ = play("f(5)", template=PLAIN_TEMPLATE, offered=offered, describe=False)
     assert not texts(silent)
     text = model.tokenizer.decode(silent.trajectories[0].tokens)
-    assert text == "<|im_start|>u2+3?<|im_end|><|im_start|>af(5)<|im_end|>"
+    assert text == "<start>u2+3?<end><start>af(5)<end>"
 
 
 @pytest.mark.parametrize("has_bubblewrap", [True, False])
@@ -362,12 +327,8 @@ def test_programs_run_in_the_sandbox_or_the_interpreter(
     if not has_bubblewrap:
         pytest.importorskip("pydantic_monty")
         monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
-    (tool,) = build_tools(
-        ToolUseParameters(
-            offered={"run": ToolParameters(function="python", options={"cpu_seconds": 1})}
-        ),
-        None,
-    )
+    run = ToolParameters(function="python", options={"cpu_seconds": 1})
+    (tool,) = build_tools(ToolUseParameters(offered={"run": run}), None)
     assert list(tool.parameters["properties"]) == ["code"]
     assert tool.concurrency > 1
     box = tools.Toolbox.of([tool])

@@ -22,6 +22,7 @@ from nip_astra.scenario_base.text.game import (
     parse_messages,
     random_stance,
 )
+from tests.kit.messages import says
 from tests.kit.text_games import PROMPTS, FakeChatModel, build_text_game, play
 
 SEQUENTIAL = {"max_message_rounds": 6, "sequential": True}
@@ -166,21 +167,6 @@ def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: P
     assert heard == SEES[name]
 
 
-def test_mnips_second_prover_never_reads_a_question_to_the_first(tmp_path: Path) -> None:
-    game = build_text_game("mnip", tmp_path)
-    model = FakeChatModel(lambda request, _: "To prover0: secret\nTo prover1: open")
-    (end,) = play(game, model)
-    read = {
-        agent: "".join(part["content"] for part in move.prompt if part["role"] == "user")
-        for node in end.path()
-        for agent, move in node.moves.items()
-    }
-    assert "secret" in read["prover0"]
-    assert "open" not in read["prover0"]
-    assert "secret" not in read["prover1"]
-    assert "open" in read["prover1"]
-
-
 def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> None:
     game = build_text_game("nip", tmp_path, nip={"max_message_rounds": 3})
     answers = iter(["Why? ", "Since.", "Decision: accept"])
@@ -246,9 +232,8 @@ def test_a_missing_or_broken_prompt_is_reported(tmp_path: Path) -> None:
     (tmp_path / "prover.jinja").write_text("{% block openin %}{% endblock %}")
     with pytest.raises(ConfigurationError) as caught:
         load_prompts(tmp_path, {"prover": "prover", "verifier": "verifier"}, "nip")
-    text = str(caught.value)
-    assert "prover.jinja has the block 'openin'; known: system, opening, turn" in text
-    assert "verifier has no prompt; write one of verifier.nip.jinja, verifier.jinja" in text
+    assert says(caught.value, "prover.jinja", "'openin'", "opening")
+    assert says(caught.value, "verifier.nip.jinja", "verifier.jinja")
     (tmp_path / "prover.jinja").write_text("{% if %}")
     with pytest.raises(ConfigurationError, match=r"prover\.jinja is not a valid template"):
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
@@ -274,7 +259,8 @@ TWO = ("prover0_channel", "prover1_channel")
 @pytest.mark.parametrize(
     ("text", "decision"),
     [
-        ("Decision: accept", ACCEPT),
+        (decision_text(REJECT), REJECT),
+        (decision_text(ACCEPT), ACCEPT),
         ("I am sure.\nDECISION:  Reject.", REJECT),
         ("**Decision**: accept", ACCEPT),
         ('decision: "reject"', REJECT),
@@ -290,45 +276,41 @@ def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) 
     assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
 
 
-@pytest.mark.parametrize("decision", [REJECT, ACCEPT])
-def test_a_written_decision_is_read_back(decision: int) -> None:
-    assert parse_answer(decision_text(decision), ("main",), may_decide=True).decision == decision
+@pytest.mark.parametrize(
+    ("text", "may", "must"),
+    [
+        ("Decision: accept. Decision: reject.", True, False),
+        ("Decision: accept", False, False),
+        ("What is it?", True, True),
+        ("  \n", True, False),
+    ],
+)
+def test_an_answer_that_cannot_be_used_has_a_fault(text: str, may: bool, must: bool) -> None:
+    parsed = parse_answer(text, ("main",), may_decide=may, must_decide=must)
+    assert (bool(parsed.fault), parsed.decision, parsed.messages) == (True, CONTINUE, {})
 
 
 @pytest.mark.parametrize(
-    ("text", "may", "must", "fault"),
+    ("text", "messages"),
     [
-        ("Decision: accept. Decision: reject.", True, False, "it decides both ways"),
-        ("Decision: accept", False, False, "it decides where it cannot"),
-        ("What is it?", True, True, "it holds no decision, in the last turn"),
-        ("  \n", True, False, "it is empty"),
+        (
+            "Hm.\nTo prover0: Which line?\nSay why.\n**to PROVER1:** And you?",
+            {"prover0_channel": "Which line?\nSay why.", "prover1_channel": "And you?"},
+        ),
+        ("To prover1: Hi", {"prover1_channel": "Hi"}),
+        ("Hi", {}),
+        ("To prover1:", {}),
     ],
 )
-def test_an_answer_that_cannot_be_used_has_a_fault(
-    text: str, may: bool, must: bool, fault: str
+def test_messages_to_several_channels_stand_below_their_headings(
+    text: str, messages: dict[str, str]
 ) -> None:
-    parsed = parse_answer(text, ("main",), may_decide=may, must_decide=must)
-    assert (parsed.fault, parsed.decision, parsed.messages) == (fault, CONTINUE, {})
-
-
-def test_messages_to_several_channels_stand_below_their_headings_and_lose_them() -> None:
-    text = "Hm.\nTo prover0: Which line?\nSay why.\n**to PROVER1:** And you?"
     parsed = parse_answer(text, TWO, may_decide=True)
-    assert parsed.messages == {
-        "prover0_channel": "Which line?\nSay why.",
-        "prover1_channel": "And you?",
-    }
+    assert parsed.messages == messages
+    assert (parsed.fault == "") is bool(messages)
 
 
-def test_an_unnamed_channel_gets_nothing_and_a_channel_must_be_named() -> None:
-    assert parse_answer("To prover1: Hi", TWO, may_decide=True).messages == {
-        "prover1_channel": "Hi"
-    }
-    assert parse_answer("Hi", TWO, may_decide=True).fault == "it names no channel to send in"
-    assert parse_answer("To prover1:", TWO, may_decide=True).fault != ""
-
-
-def test_a_longer_title_is_not_taken_for_a_shorter_one() -> None:
+def test_a_longer_title_is_not_taken_for_a_shorter_and_a_quotation_for_a_decision() -> None:
     names = ("prover", "prover chat", "prover_0_verifier")
     text = "To prover chat: a\nTo prover: b\nTo prover 0 verifier: c\nTo prover: d"
     assert parse_messages(text, names).messages == {
@@ -337,8 +319,6 @@ def test_a_longer_title_is_not_taken_for_a_shorter_one() -> None:
         "prover_0_verifier": "c",
     }
     assert channel_title("prover0_channel") == "prover0"
-
-
-def test_an_agent_that_does_not_decide_may_quote_a_decision() -> None:
+    # An agent that does not decide may quote a decision.
     parsed = parse_messages("Say decision: accept!", ("main",))
     assert (parsed.messages, parsed.decision) == ({"main": "Say decision: accept!"}, CONTINUE)

@@ -13,7 +13,8 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs import native_layers as native
 from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, AttentionLayer, GraphBody, SumsNorm
 from nip_astra.scenarios.graphs.compiled import SWITCH, NativeCode
-from nip_astra.scenarios.graphs.formulas import Network, Pairs
+from nip_astra.scenarios.graphs.formulas import Pairs
+from tests.kit.recording import record_calls
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,
@@ -25,6 +26,8 @@ from tests.scenarios.graph_isomorphism.frames import (
 from tests.scenarios.graph_isomorphism.test_bodies import SIZES, close, random_order
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "layers": {"num_transformer_layers": 2},
     "dual": {"use_dual_gnn": True},
     "digits": {"gnn_output_digits": 2},
     "norm": {"use_batch_norm": True},
@@ -32,17 +35,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"transformer_dropout": 0.5},
     "sigmoid": {"activation_function": "sigmoid"},
 }
-OPTIONS["all"] = {name: value for of_one in OPTIONS.values() for name, value in of_one.items()}
+OPTIONS["all"] = {name: value for option in OPTIONS.values() for name, value in option.items()}
 IS_RANDOM = ("noise", "dropout")
 
 
-def body_and_frames(**options: Any) -> tuple[GraphBody, Frames]:
-    shape = agent_shape(7)
+def body_and_frames(*, num_linear: int = 0, **options: Any) -> tuple[GraphBody, Frames]:
+    shape = agent_shape(7, num_linear=num_linear)
     return graph_body(shape, **options), graph_frames(7, SIZES, shape)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_in_play_the_order_of_nodes_still_makes_no_difference(option: str) -> None:
+def test_the_order_of_nodes_orders_their_representations_and_nothing_else(option: str) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
     body.eval()
     order = random_order(frames)
@@ -65,7 +68,7 @@ def test_only_random_options_differ_between_calls(option: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_weight_learns_and_can_be_learnt_twice(option: str) -> None:
-    body, frames = body_and_frames(**OPTIONS[option])
+    body, frames = body_and_frames(num_linear=2, **OPTIONS[option])
     representation = body(frames)
     loss = representation[GRAPHS].square().sum() + representation[NODES].square().sum()
     weights = list(body.parameters())
@@ -73,9 +76,17 @@ def test_every_weight_learns_and_can_be_learnt_twice(option: str) -> None:
     assert all(bool(gradient.any()) for gradient in gradients)
     squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
     seconds = torch.autograd.grad(squares, weights, allow_unused=True)
-    found = [second for second in seconds if second is not None]
-    assert len(found) > len(weights) / 2
-    assert all(bool(second.isfinite().all()) for second in found)
+    present = [second for second in seconds if second is not None]
+    assert len(present) > len(weights) / 2
+    assert all(bool(second.isfinite().all()) for second in present)
+
+
+def test_the_weights_of_the_graph_network_are_known() -> None:
+    body, _ = body_and_frames()
+    known = {id(parameter) for parameter in body.gnn_parameters()}
+    names = {name.split(".")[0] for name, p in body.named_parameters() if id(p) in known}
+    assert names == {"node_input", "gnn_layers"}
+    assert len(known) == 1 + 4 * len(body.gnn_layers)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -111,77 +122,33 @@ def test_options_without_c_code_use_torch(
     option: str, in_play: list[str], while_learning: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
-    called: list[str] = []
-    call = NativeCode.call
-    monkeypatch.setattr(
-        NativeCode,
-        "call",
-        lambda code, *given: (called.append(code.source.stem), call(code, *given)),
-    )
+    calls = record_calls(monkeypatch, NativeCode, "call")
     for is_learning, expected in ((False, in_play), (True, while_learning)):
         body.train(is_learning)
-        called.clear()
+        calls.clear()
         body(frames)
-        assert called == expected
+        assert [call.arguments[0].source.stem for call in calls] == expected
 
 
 def test_a_dual_network_also_reads_graphs_without_messages() -> None:
     body, frames = body_and_frames(use_dual_gnn=True, use_pair_invariant_pooling=False)
-    unsaid = frames | {name: torch.zeros_like(frames[name]) for name in ("message_history",)}
     seen: list[Tensor] = []
     body.pooling.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     body(frames)
-    body(unsaid)
-    said, silent = seen
-    width = body.node_input.out_features
-    assert said.shape[2] == 2 * width
-    close(said[:, :, width:], silent[:, :, width:])
-    close(silent[:, :, :width], silent[:, :, width:])
-    assert not torch.allclose(said[:, :, :width], said[:, :, width:], atol=1e-2)
-
-
-def network_of(nodes: int = 5, width: int = 16) -> tuple[Network, list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) / 4
-
-    edges = torch.rand(2, 2, nodes, nodes, generator=generator).round()
-    network = Network(
-        numbers(2, 3, 2 * nodes),
-        ((edges + edges.transpose(-1, -2)) > 1).float(),
-        torch.ones(2, 2, nodes, dtype=torch.bool),
-        numbers(2, 1, 2 * nodes),
-        numbers(width, 4),
-        torch.eye(width),
-        torch.zeros(width),
-        torch.zeros(width, 1),
-    )
-    weights = [numbers(32, width), numbers(32), numbers(width, 32), numbers(width)]
-    return network, [weight.requires_grad_() for weight in weights]
-
-
-def test_nodes_are_rounded_and_learn_as_if_they_were_not() -> None:
-    network, weights = network_of()
-    exact, _ = native.tanh_network(network, weights)
-    tokens, sums = native.tanh_network(network, weights, digits=2)
-    hundredths = tokens.detach() * 100
-    assert torch.allclose(hundredths, hundredths.round(), atol=1e-3)
-    assert 0 < (tokens - exact).detach().abs().max().item() <= 0.005 + 1e-6
-    torch.testing.assert_close(sums, tokens.unflatten(1, (2, 5)).sum(2))
-    factors = torch.randn_like(tokens)
-    for one, other in zip(
-        torch.autograd.grad((tokens * factors).sum(), weights),
-        torch.autograd.grad((exact * factors).sum(), weights),
-        strict=True,
-    ):
-        close(one, other)
+    body(frames | {"message_history": torch.zeros_like(frames["message_history"])})
+    (with_messages, plain), (without, other) = (sums.chunk(2, dim=2) for sums in seen)
+    close(plain, other)
+    close(without, other)
+    assert not torch.allclose(with_messages, plain, atol=1e-2)
 
 
 def test_sums_are_normalised_over_frames_and_graphs_while_learning() -> None:
-    norm = SumsNorm(3)
+    norm = SumsNorm(3).eval()
     sums = 4 * torch.randn(50, 2, 3) + 7
-    normed = norm(sums)
+    # Before anything was learnt, by those at hand.
+    close(norm(sums).mean((0, 1)), torch.zeros(3))
+    assert int(norm.num_batches_tracked) == 0
+    normed = norm.train()(sums)
     close(normed.mean((0, 1)), torch.zeros(3))
     close(normed.var((0, 1), unbiased=False), torch.ones(3))
     # A single minibatch was seen: in play, the running statistics are used.
@@ -200,13 +167,6 @@ def test_running_means_are_plain_at_first_and_forget_later() -> None:
     assert norm.running_mean.item() == pytest.approx(5.5)
     norm(105.5 + torch.tensor([-1.0, 1.0]).view(1, 2, 1))
     assert norm.running_mean.item() == pytest.approx(15.5)
-
-
-def test_before_anything_was_learnt_sums_are_normalised_by_those_at_hand() -> None:
-    norm = SumsNorm(3).eval()
-    normed = norm(4 * torch.randn(50, 2, 3) + 7)
-    close(normed.mean((0, 1)), torch.zeros(3))
-    assert int(norm.num_batches_tracked) == 0
 
 
 def test_noise_is_a_share_of_each_sum_and_the_same_for_both_graphs() -> None:

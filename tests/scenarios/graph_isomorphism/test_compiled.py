@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from nip_astra.scenarios.graphs import compiled as native_code
 from nip_astra.scenarios.graphs.compiled import CACHE, NativeCode
+from tests.kit.messages import says
 
 ADD_ONE = """
 #include <stdint.h>
@@ -81,32 +83,46 @@ def test_compiled_code_is_reused_until_the_text_changes(
     assert first in compiled_files(tmp_path)
 
 
-@needs_compiler
-def test_code_that_does_not_compile_is_left_to_torch(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def write_failing_compiler(source: Path, patch: pytest.MonkeyPatch) -> None:
+    compiler = source.parent / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\nmore\\n' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    patch.setenv("CC", str(compiler))
+
+
+def take_compilers_away(source: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("CC", raising=False)
+    patch.setenv("PATH", "")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        pytest.param(
+            lambda source, patch: source.write_text("int broken("), "error", marks=needs_compiler
+        ),
+        (write_failing_compiler, "refus\N{REPLACEMENT CHARACTER}"),
+        (take_compilers_away, "cc, gcc or clang"),
+    ],
+    ids=["wrong code", "output in any encoding", "no compiler"],
+)
+def test_code_that_cannot_be_compiled_is_left_to_torch_with_the_reason(
+    prepare: Callable[[Path, pytest.MonkeyPatch], object],
+    reason: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source.write_text("int broken(")
+    prepare(source, monkeypatch)
     with caplog.at_level(logging.INFO):
         assert NativeCode(source).library() is None
         assert NativeCode(source).library() is None
     (line,) = caplog.messages
-    assert line.startswith("added.c is not compiled, torch is used: the compiler fails: ")
-    assert "error" in line
+    assert says(line, "added.c", reason)
     assert "\n" not in line
+    assert says(NativeCode(source).why_absent(), reason)
     assert compiled_files(tmp_path) == []
-
-
-def test_without_a_compiler_it_is_left_to_torch(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", "")
-    with caplog.at_level(logging.INFO):
-        assert NativeCode(source).library() is None
-    assert caplog.messages == [
-        "added.c is not compiled, torch is used: there is no C compiler (cc, gcc or clang)"
-    ]
-    assert NativeCode(source).why_absent() == "there is no C compiler (cc, gcc or clang)"
 
 
 @needs_compiler
@@ -176,8 +192,7 @@ def test_nothing_is_kept_below_a_folder_of_others(
         pytest.skip("only the root user gives folders away")
     with caplog.at_level(logging.INFO):
         assert NativeCode(source).why_absent() is None
-    told = f"others may write to {tmp_path / folder}"
-    assert whose == "of somebody else" or any(told in line for line in caplog.messages)
+    assert says(caplog.text, tmp_path / folder)
     assert compiled_files(tmp_path) == []
 
 
@@ -210,16 +225,6 @@ def test_a_custom_compiler_may_have_arguments_or_be_missing(
     cc = next(filter(shutil.which, ("cc", "gcc", "clang")))
     monkeypatch.setenv("CC", given.format(cc=cc))
     assert NativeCode(source).why_absent() is None
-
-
-def test_compiler_output_may_have_any_encoding(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\n' >&2\nexit 1\n")
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    assert NativeCode(source).why_absent() == "the compiler fails: refus\N{REPLACEMENT CHARACTER}"
 
 
 @needs_compiler

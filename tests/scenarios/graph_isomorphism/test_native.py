@@ -254,6 +254,28 @@ def test_mismatched_inputs_are_refused_by_torch(other: dict[str, Tensor]) -> Non
         native.tanh_network(*small_network(**other))
 
 
+def test_nodes_are_rounded_and_learn_as_if_they_were_not() -> None:
+    edges = torch.rand(2, 2, 5, 5, generator=torch.Generator().manual_seed(0)).round()
+    given, _ = small_network(
+        sent_BPS=numbers((2, 3, 10))[0].detach(),
+        adjacency_B2nn=((edges + edges.transpose(-1, -2)) > 1).float(),
+        input_DP=numbers((16, 4))[0].detach(),
+        node_ED=torch.eye(16),
+        bias_E=torch.zeros(16),
+        message_EL=torch.zeros(16, 1),
+    )
+    weights = numbers((32, 16), (32,), (16, 32), (16,))
+    exact, _ = native.tanh_network(given, weights)
+    tokens, sums = native.tanh_network(given, weights, digits=2)
+    hundredths = tokens.detach() * 100
+    assert torch.allclose(hundredths, hundredths.round(), atol=1e-3)
+    assert 0 < (tokens - exact).detach().abs().max().item() <= 0.005 + 1e-6
+    torch.testing.assert_close(sums, tokens.unflatten(1, (2, 5)).sum(2))
+    torch.testing.assert_close(
+        gradients_of(tokens, weights), gradients_of(exact, weights), rtol=1e-4, atol=2e-5
+    )
+
+
 HOLE = torch.tensor([True, False, True, True, False]).expand(2, 2, 5)
 
 
@@ -284,13 +306,12 @@ def test_padding_between_the_nodes_of_a_graph_is_left_out() -> None:
     ids=lambda other: next(iter(other)),
 )
 def test_pairs_that_do_not_fit_are_refused_by_torch(other: dict[str, Tensor]) -> None:
-    weights = LayerWeights(*tokens_of("graphs", 1, 1)[2][2:])
     nodes = torch.ones(2, 10, WIDTH)
     pairs = Pairs(torch.ones(2, 2, WIDTH), nodes, torch.ones(2, 2, 5, dtype=torch.bool))
-    native.read(pairs, weights).graphs()
-    for ask in (PairReading.graphs, PairReading.nodes):
+    native.read(pairs, layer_weights()).graphs()
+    for name in ("graphs", "nodes"):
         with pytest.raises((RuntimeError, ValueError)):
-            getattr(native.read(pairs._replace(**other), weights), ask.__name__)()
+            getattr(native.read(pairs._replace(**other), layer_weights()), name)()
 
 
 @pytest.fixture

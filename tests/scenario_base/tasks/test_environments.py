@@ -1,0 +1,434 @@
+"""Environments with Gymnasium's and OpenEnv's interfaces, in this process and at a server."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra import resolve_experiment, run_experiment
+from nip_astra.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    ParameterError,
+    ServiceBusyError,
+    ServiceUnreachableError,
+    TaskError,
+)
+from nip_astra.scenario_base.tasks.base import Environment, opening_of, reaction_of
+from nip_astra.scorers.base import Message
+from tests.kit.experiments import metrics_of
+from tests.kit.tiny import make_byte_tokenizer, make_language_model
+from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
+
+HAS_OPENENV = importlib.util.find_spec("openenv") is not None
+
+GYMNASIUM = """
+import random
+
+class Guess:
+    closed = 0
+
+    def __init__(self, most=3):
+        self.most = most
+
+    def reset(self, *, seed=None, options=None):
+        self.hidden = random.Random(seed).randrange(self.most)
+        self.turns = 0
+        return f"0 to {self.most - 1}", {}
+
+    def step(self, action):
+        self.turns += 1
+        is_right = action.strip() == str(self.hidden)
+        reward = 1.0 if is_right else -0.25 * (self.turns > 1)
+        return "no", reward, is_right, self.turns == 3, {}
+
+    def close(self):
+        Guess.closed += 1
+
+class Pixels(Guess):
+    def reset(self, *, seed=None):
+        return [0, 1], {}
+
+class Old(Guess):
+    def step(self, action):
+        return "no", 0.0, True, {}
+
+class Space:
+    pass
+
+class Box(Guess):
+    observation_space = Space()
+"""
+OPENENV = """
+from typing import Annotated
+import random
+from pydantic import BaseModel, StringConstraints
+
+class Action(BaseModel):
+    model_config = {"title": "Guess"}
+    metadata: dict = {}
+    text: Annotated[str, StringConstraints(max_length=5)]
+
+class TwoTexts(Action):
+    more: str
+
+class Observation(BaseModel):
+    done: bool = False
+    reward: float | None = None
+    metadata: dict = {}
+    hint: str = ""
+    turns: int = 0
+
+class Wide(Observation):
+    other: str | None = None
+
+class Guess:
+    closed = 0
+
+    def __init__(self, most=3):
+        self.most = most
+
+    def reset(self, seed=None):
+        self.hidden = random.Random(seed).randrange(self.most)
+        self.turns = 0
+        return Observation(hint=f"0 to {self.most - 1}")
+
+    def step(self, action: Action) -> Observation:
+        self.turns += 1
+        is_right = action.text.strip() == str(self.hidden)
+        reward = 1.0 if is_right else -0.25 if self.turns > 1 else None
+        return Observation(hint="no", reward=reward, done=is_right or self.turns == 3)
+
+    @property
+    def state(self):
+        return {"turns": self.turns}
+
+    def close(self):
+        Guess.closed += 1
+
+class Unseeded(Guess):
+    def reset(self):
+        return super().reset(0)
+
+class Two(Guess):
+    def step(self, action: TwoTexts) -> Observation:
+        return Observation()
+
+class Broad(Guess):
+    def step(self, action: Action) -> Wide:
+        return Wide(hint="a", other="b", done=False)
+
+class Bare(Guess):
+    def step(self, action):
+        return Observation()
+"""
+SOURCES = {"gymnasium": GYMNASIUM, "openenv": OPENENV}
+each_kind = pytest.mark.parametrize("kind", SOURCES)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Write the environments of a kind into a file."""
+
+    def write_source(kind: str) -> Path:
+        path = tmp_path / f"own_{kind}.py"
+        path.write_text(SOURCES[kind])
+        return path
+
+    return write_source
+
+
+def own(environment: Environment) -> Any:
+    """The object of the user's class."""
+    session = getattr(environment, "_session", environment)
+    return session._environment
+
+
+@each_kind
+def test_the_return_of_an_episode_is_its_reward(kind: str, write: Callable[[str], Path]) -> None:
+    task = task_of(kind, environment=f"{write(kind)}:Guess", arguments={"most": 2})
+    environment = task.environment("train", 0)
+    assert opening_of(environment) == [Message("user", "0 to 1")]
+    guess = own(environment)
+    for _ in range(2):
+        wrong = reaction_of(environment, str(1 - guess.hidden))
+        assert wrong == ([Message("user", "no")], None, False)
+    assert reaction_of(environment, f" {guess.hidden} ") == ([], 0.75, True)
+    environment.close()
+    assert type(guess).closed == 1
+    opening_of(environment)
+    assert [reaction_of(environment, "x").is_over for _ in range(3)] == [False, False, True]
+
+
+@each_kind
+def test_problems_are_seeds_that_no_split_shares(kind: str, write: Callable[[str], Path]) -> None:
+    name = f"{write(kind)}:Guess"
+    task = task_of(kind, environment=name)
+    seeds = {s: {task.environment(s, n).columns for n in range(50)} for s in SPLITS}
+    assert all(len(distinct) == 50 for distinct in seeds.values())
+    assert not seeds["train"] & seeds["test"] | seeds["dev"] & seeds["test"]
+    other = task_of(kind, environment=name, seed=1)
+    assert other.environment("test", 3).columns == task.environment("test", 3).columns
+    assert other.environment("train", 3).columns != task.environment("train", 3).columns
+    assert task.num_problems("train") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "fact"),
+    [
+        ("gymnasium", "Nothing", {}, "Nothing"),
+        ("gymnasium", "Guess", {"arguments": {"least": 1}}, "Guess"),
+        ("gymnasium", "Box", {}, "Box"),
+        ("openenv", "Two", {}, "text, more"),
+        ("openenv", "Guess", {"action_field": "metadata"}, "text"),
+        ("openenv", "Broad", {}, "hint, other"),
+        ("openenv", "Guess", {"observation_field": "turns"}, "hint"),
+        ("openenv", "Bare", {}, "step of"),
+    ],
+)
+def test_environments_that_fail_or_have_no_single_text_are_refused(
+    kind: str, name: str, options: dict[str, Any], fact: str, write: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigurationError, match=fact):
+        task_of(kind, environment=f"{write(kind)}:{name}", **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "fact"),
+    [
+        ("gymnasium", "Pixels", {}, "reset of Pixels"),
+        ("gymnasium", "Old", {}, "step of Old"),
+        ("openenv", "Broad", {"observation_field": "other"}, "other"),
+    ],
+)
+def test_wrong_returns_name_the_environment_or_the_field(
+    kind: str, name: str, options: dict[str, Any], fact: str, write: Callable[[str], Path]
+) -> None:
+    task = task_of(kind, environment=f"{write(kind)}:{name}", **options)
+    environment = task.environment("train", 0)
+    with pytest.raises(TaskError, match=fact):
+        reaction_of(environment, opening_of(environment)[0].text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("gymnasium", ()), ("openenv", ("task.task.address=null",))]
+)
+def test_a_policy_trains_in_it(
+    kind: str, more: tuple[str, ...], write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    overrides = [
+        *more,
+        f"task.task.environment={write(kind)}:Guess",
+        "task.task.num_test=4",
+        "task.policy.max_new_tokens=2",
+        "training.num_iterations=2",
+        "training.num_episodes_per_experience=4",
+    ]
+    resolved = resolve_experiment(trainer="self_hosted_grpo", scenario=kind, overrides=overrides)
+    run = run_experiment(resolved, runs_dir=str(tmp_path / "runs"), run_id="one", progress=False)
+    assert 0 < run.results["after"]["num_answers"] <= 4
+    assert run.results["after"].get("environment/rejected_actions", 0) == 0
+    rewards = metrics_of(run.run_directory.path)[0]["rollout/reward_mean"]
+    assert -0.5 <= rewards <= 1
+
+
+# ---- Gymnasium
+
+
+def test_an_id_is_made_by_gymnasium() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Echo(gymnasium.Env[str, str]):  # type: ignore[misc, name-defined]
+        observation_space = gymnasium.spaces.Text(20)
+        action_space = gymnasium.spaces.Text(20)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return str(int(self.np_random.integers(100))), {}
+
+        def step(self, action: str) -> Any:
+            return action, float(len(action)), True, False, {}
+
+    gymnasium.register("nip_astra/Echo-v0", entry_point=Echo)
+    environment = task_of("gymnasium", environment="nip_astra/Echo-v0").environment("train", 0)
+    assert opening_of(environment)[0].text.isdigit()
+    assert reaction_of(environment, "abc").reward == 3.0
+    with pytest.raises(ConfigurationError, match="Box"):
+        task_of("gymnasium", environment="CartPole-v1")
+    with pytest.raises(ConfigurationError, match="Nothing"):
+        task_of("gymnasium", environment="nip_astra/Nothing-v0")
+
+
+@pytest.mark.slow
+def test_games_of_textarena_are_played_by_one_player_from_a_seed(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    task = task_of("gymnasium", environment="textarena:GuessTheNumber-v0")
+    state = random.getstate()
+
+    def played(index: int, between: Callable[[], object]) -> list[Any]:
+        environment = task.environment("train", index)
+        results: list[Any] = [opening_of(environment)]
+        for guess in range(1, 21):
+            between()
+            results.append(reaction_of(environment, f"[{guess}]"))
+            if results[-1].is_over:
+                break
+        return results
+
+    first = played(0, lambda: None)
+    assert first == played(0, lambda: opening_of(task.environment("train", 1)))
+    assert random.getstate() == state
+    games = sorted((played(index, lambda: None) for index in range(8)), key=len)
+    assert len(games[0]) < len(games[-1])
+    (opening,), reaction, *_, last = games[-1]
+    assert "between 1 and 20" in opening.text
+    assert opening.text not in reaction.messages[0].text
+    assert last.is_over
+    assert 0.0 <= last.reward <= 1.0
+    for name in ("Chess-v0", "Nothing-v0"):
+        with pytest.raises(ConfigurationError, match=name):
+            task_of("gymnasium", environment=f"textarena:{name}")
+    model = make_language_model(tmp_path / "m", window=16384, tokenizer=make_byte_tokenizer())
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo",
+        scenario="gymnasium",
+        overrides=[
+            "task.task.environment=textarena:FrozenLake-v0",
+            f"task.policy.language_model.model={model}",
+            "task.task.num_test=2",
+            "task.policy.max_new_tokens=4",
+            "training.num_iterations=1",
+            "training.num_episodes_per_experience=2",
+        ],
+    )
+    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="g", progress=False)
+    assert result.results["after"]["num_answers"] == 2
+
+
+# ---- OpenEnv
+
+
+def test_a_rejected_action_is_answered_and_counted(write: Callable[[str], Path]) -> None:
+    file = write("openenv")
+    environment: Any = task_of("openenv", environment=f"{file}:Guess").environment("train", 0)
+    opening_of(environment)
+    (message,), reward, is_over = reaction_of(environment, "much too long")
+    assert message.text.startswith("Error: ")
+    assert (reward, is_over, environment.figures["rejected_actions"]) == (None, False, 1)
+    assert opening_of(task_of("openenv", environment=f"{file}:Unseeded").environment("test", 0))
+    with pytest.raises((ParameterError, ValueError), match="address"):
+        task_of("openenv")
+
+
+def test_an_address_needs_the_package_and_an_environment() -> None:
+    kind = ServiceUnreachableError if HAS_OPENENV else MissingDependencyError
+    with pytest.raises(kind, match="127"):
+        task_of("openenv", address="http://127.0.0.1:9")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """The echo environment of OpenEnv's template, served with two sessions."""
+    import openenv.cli
+    import uvicorn
+
+    template = Path(openenv.cli.__file__).parent / "templates" / "openenv_env"
+    names = {"NAME": "echo_env", "CLASS_NAME": "Echo", "TITLE_NAME": "Echo"}
+    folder = tmp_path_factory.mktemp("server") / "echo_env"
+    for path in template.rglob("*.py"):
+        text = path.read_text()
+        where = str(path.relative_to(template))
+        for name, value in names.items():
+            text = text.replace(f"__ENV_{name}__", value)
+            where = where.replace(f"__ENV_{name}__", value)
+        (folder / where).parent.mkdir(parents=True, exist_ok=True)
+        (folder / where).write_text(text.replace("max_concurrent_envs=1", "max_concurrent_envs=2"))
+    sys.path.insert(0, str(folder.parent))
+    module = importlib.import_module("echo_env.server.app")
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(module.app, log_level="error"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
+    thread.start()
+    while not running.started:
+        thread.join(0.05)
+    address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+    def stop() -> None:
+        running.force_exit = running.should_exit = True
+        thread.join(30)
+
+    yield address, stop
+    stop()
+    sys.path.remove(str(folder.parent))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not HAS_OPENENV or importlib.util.find_spec("verifiers") is None,
+    reason="openenv-core and verifiers are not installed together",
+)
+def test_the_taskset_openenv_of_verifiers_plays(server: tuple[str, Any]) -> None:
+    address, _ = server
+    task = task_of(
+        "verifiers",
+        taskset="openenv",
+        options={"base_url": address, "resets": [{}, {}, {}]},
+        num_test=1,
+        num_dev=1,
+    )
+    environment = task.environment("train", 0)
+    (opening,) = opening_of(environment)
+    assert "Echo environment ready!" in opening.text
+    (answer,) = reaction_of(environment, "hello").messages
+    assert '"echoed_message": "hello"' in answer.text
+    environment.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_OPENENV, reason="openenv-core is not installed")
+def test_a_server_plays_as_many_sessions_as_it_allows(
+    server: tuple[str, Any], tmp_path: Path
+) -> None:
+    address, stop = server
+    with pytest.raises(ConfigurationError, match="schema"):
+        task_of("openenv", address=f"{address}/docs")
+    overrides = [
+        f"task.task.address={address}",
+        "task.task.concurrency=2",
+        "task.task.num_test=3",
+        "task.max_turns=2",
+        "task.policy.max_new_tokens=2",
+        "training.num_iterations=1",
+        "training.num_episodes_per_experience=2",
+        "self_hosted_grpo.group_size=3",
+    ]
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo", scenario="openenv", overrides=overrides
+    )
+    result = run_experiment(resolved, runs_dir=str(tmp_path / "runs"), run_id="o", progress=False)
+    # The echo never ends an episode.
+    assert result.results["after"]["mean_reward"] == 0
+    assert result.results["after"]["environment/lost"] == 0
+    task = task_of("openenv", address=address, concurrency=9, timeout_seconds=5)
+    three = [task.environment("train", n) for n in range(3)]
+    assert opening_of(three[0])[0].text == "Echo environment ready!"
+    assert reaction_of(three[0], "hello") == ([Message("user", "hello")], None, False)
+    assert three[0]._return == pytest.approx(0.5)  # type: ignore[attr-defined]
+    opening_of(three[1])
+    with pytest.raises(ServiceBusyError, match="concurrency"):
+        opening_of(three[2])
+    three[1].close()
+    stop()
+    lost = reaction_of(three[0], "hello")
+    assert (lost.reward, lost.is_over, three[0].figures["lost"]) == (None, True, 1)
+    with pytest.raises(ServiceUnreachableError, match="127"):
+        opening_of(three[1])
