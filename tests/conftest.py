@@ -53,8 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed", "skipped")
     }
     if any(counts.values()):
-        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        terminalreporter.write_line(f"tests of the sandbox: {told}")
+        shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        terminalreporter.write_line(f"tests of the sandbox: {shown}")
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ EVERY = [
 def test_every_error_refines_a_builtin_and_stays_equal_through_pickling(
     cls: type[NipAstraError],
 ) -> None:
-    builtins = [one for one in cls.__mro__ if one.__module__ == "builtins"]
+    builtins = [item for item in cls.__mro__ if item.__module__ == "builtins"]
     assert cls is NipAstraError or builtins[0] is not Exception
     error = EXAMPLES.get(cls.__name__) or cls("the value, the fault, the next step")
     copy = pickle.loads(pickle.dumps(error))

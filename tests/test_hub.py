@@ -53,7 +53,7 @@ class Hub:
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
         files = [path for path in folder_path.rglob("*") if path.is_file()]
-        self.calls.append((repo_id, {one.name: one.read_bytes() for one in files}))
+        self.calls.append((repo_id, {item.name: item.read_bytes() for item in files}))
 
 
 @pytest.fixture
@@ -82,14 +82,18 @@ def test_weights_tokenizer_and_card_are_published_and_nothing_private(
     assert "nip-astra --trainer ast_dpo" in card
 
 
-def test_a_dry_run_writes_the_folder_alone(run: Path, hub: type[Hub], tmp_path: Path) -> None:
+def test_a_dry_run_writes_the_folder_alone(
+    run: Path, hub: type[Hub], tmp_path: Path, cli: CommandLine
+) -> None:
     target = tmp_path / "out"
-    assert push_to_hub(run, "me/a", folder=target, dry_run=True) == str(target)
+    cli.ok("push", str(run), "me/a", "--dry-run", "--output", str(target))
     assert hub.calls == []
-    assert (target / "README.md").is_file()
+    assert (target / "model.safetensors").read_bytes() == b"weights"
     assert "license:" not in (target / "README.md").read_text()
     with pytest.raises(ConfigurationError, match="out"):
         push_to_hub(run, "me/a", folder=target, dry_run=True)
+    other = tmp_path / "other"
+    assert push_to_hub(run, "me/a", folder=other, dry_run=True) == str(other)
 
 
 def test_unpublishable_runs_are_refused(run: Path, hub: type[Hub], tmp_path: Path) -> None:
@@ -105,8 +109,3 @@ def test_unpublishable_runs_are_refused(run: Path, hub: type[Hub], tmp_path: Pat
         push_to_hub(run, "me/a")
     with pytest.raises(RunDirectoryError, match="model"):
         push_to_hub(write_run(tmp_path / "two"), "me/a")
-
-
-def test_the_command_writes_a_folder(cli: CommandLine, run: Path, tmp_path: Path) -> None:
-    cli.ok("push", str(run), "me/a", "--dry-run", "--output", str(tmp_path / "out"))
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights"

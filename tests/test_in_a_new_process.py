@@ -34,8 +34,8 @@ def numbers_of_a_game(seed: int) -> list[object]:
     """Final weights of provers and verifiers."""
     trainer = toy_trainer(seed=seed)
     trainer.train()
-    found: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
-    return found
+    result: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
+    return result
 
 
 def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
@@ -48,7 +48,7 @@ def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reported(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Output of a new process; its hash seed differs from this process's."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
@@ -59,22 +59,22 @@ def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def test_the_schema_that_ships_is_that_of_the_classes(told: dict[str, Any]) -> None:
+def test_the_schema_that_ships_is_that_of_the_classes(reported: dict[str, Any]) -> None:
     """In its own process: in this process other tests have registered names."""
     ships = (ROOT / "parameters" / "schema.json").read_text(encoding="utf-8")
     command = "python run.py schema > parameters/schema.json"
-    assert told["schema"] == json.loads(ships), f"write it anew: {command}"
+    assert reported["schema"] == json.loads(ships), f"write it anew: {command}"
 
 
 def test_equal_parameters_give_equal_numbers(
-    told: dict[str, Any], tiny_scenario: Path, tmp_path: Path
+    reported: dict[str, Any], tiny_scenario: Path, tmp_path: Path
 ) -> None:
     """In every family."""
     with toy_kind():
-        assert told["numbers"] == numbers_of_a_game(3) != numbers_of_a_game(4)
-    assert told["metrics"] == attacker_metrics(str(tiny_scenario), str(tmp_path), "here")
-    assert len(told["metrics"].splitlines()) == 2
+        assert reported["numbers"] == numbers_of_a_game(3) != numbers_of_a_game(4)
+    assert reported["metrics"] == attacker_metrics(str(tiny_scenario), str(tmp_path), "here")
+    assert len(reported["metrics"].splitlines()) == 2

@@ -118,12 +118,14 @@ def test_a_program_uses_all_that_nips_file_uses(file: str) -> None:
 
 
 def test_every_name_is_at_its_place_in_nip() -> None:
-    asked = {use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")}
-    for path in sorted({name.removeprefix("nip.") for name in asked} | set(FURTHER)):
+    imported = {
+        use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")
+    }
+    for path in sorted({name.removeprefix("nip.") for name in imported} | set(FURTHER)):
         assert find(f"nip_astra.nip.{path}") is not None
     for module, names in MODULES.items():
-        found = importlib.import_module(f"nip_astra.nip.{module}".rstrip("."))
-        assert [name for name in names if getattr(found, name) is None] == []
+        result = importlib.import_module(f"nip_astra.nip.{module}".rstrip("."))
+        assert [name for name in names if getattr(result, name) is None] == []
     with pytest.raises(ImportError):
         importlib.import_module("nip_astra.nip.utils.nothing")
 
@@ -200,10 +202,10 @@ def test_the_script_with_hosted_models_runs(
     import datasets
     import openai
 
-    asked: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def create(**request: Any) -> Any:
-        asked.append(request)
+        requests.append(request)
         token = SimpleNamespace(token="yes", logprob=-0.5, top_logprobs=[])
         token.top_logprobs = [token, SimpleNamespace(token="no", logprob=-1.0)]
         logprobs = SimpleNamespace(content=[token])
@@ -230,15 +232,15 @@ def test_the_script_with_hosted_models_runs(
     monkeypatch.setenv("OPENROUTER_API_KEY", "secret")
     run_script("benchmark", monkeypatch, tmp_path, "some/model", "--check_probs")
     assert json.loads((tmp_path / "shares.json").read_text()) == [0.5]
-    assert len(asked) == 4
-    assert asked[0]["top_logprobs"] == 2
+    assert len(requests) == 4
+    assert requests[0]["top_logprobs"] == 2
     # Absent unless requested, as in nip: its scripts test for it.
     for get_log_probs in (False, True):
-        (found,) = running._get_openrouter_response(
+        (result,) = running._get_openrouter_response(
             *("some/model", [], "secret"), get_log_probs=get_log_probs, get_top_logprobs=2
         )
-        assert (found["log_probs"] is not None) is get_log_probs
-        assert len(found["top_logprobs"]) == 1
+        assert (result["log_probs"] is not None) is get_log_probs
+        assert len(result["top_logprobs"]) == 1
 
 
 def test_grids_are_divided_and_skip_as_requested(
@@ -265,13 +267,13 @@ def test_grids_are_divided_and_skip_as_requested(
 
 
 def test_defaults_are_nips() -> None:
-    found = ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "eru10000"))
+    result = ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "eru10000"))
     given = DEFAULTS["RlTrainerParameters"]
     for name in ("num_iterations", "lr", "gamma", "minibatch_size", "use_shared_body"):
-        assert getattr(found.rl, name) == given[name]
-    assert (found.seed, found.interaction_protocol) == (6198, "nip")
-    assert (found.rl.grad_clipping, found.rl.clip_value) == ("joint", None)
-    prover = found.graph_isomorphism.agents["prover"]
+        assert getattr(result.rl, name) == given[name]
+    assert (result.seed, result.interaction_protocol) == (6198, "nip")
+    assert (result.rl.grad_clipping, result.rl.clip_value) == ("joint", None)
+    prover = result.graph_isomorphism.agents["prover"]
     assert (prover.num_transformer_layers, prover.use_dual_gnn) == (4, True)
     images = ours(HyperParameters("image_classification", "reinforce", "fashion_mnist"))
     assert images.reinforce.entropy_weight == 0
@@ -297,9 +299,9 @@ def test_values_that_nothing_reads_are_left_alone_and_mappings_stay_as_they_are(
         ppo={"kl_beta": 7.0},
         spg={"variant": "sos"},
     )
-    found = ours(given)
-    assert found.graph_isomorphism.agents["verifier"].body_lr_factor.actor == 0.5
-    assert found.ppo.kl_beta != 7.0
+    result = ours(given)
+    assert result.graph_isomorphism.agents["verifier"].body_lr_factor.actor == 0.5
+    assert result.ppo.kl_beta != 7.0
     assert shared == {"actor": 0.5, "critic": 0.25}
     assert HyperParameters.from_dict(given.to_dict()) == given
     assert given.get("rl.lmbda") == 0.5
@@ -422,7 +424,7 @@ def test_custom_expert_iteration_submits_supervised_jobs(method: str, tmp_path: 
     assert trainer._get_verifier_guess_replacement_proportion(0) == 0.5
     jobs = {key: examples for key, _, examples, options in parts.service.submitted}
     assert list(jobs) == ["run/prover/0", "run/verifier/0"]
-    assert all(one.messages[-1]["role"] == "assistant" for one in jobs["run/prover/0"])
+    assert all(item.messages[-1]["role"] == "assistant" for item in jobs["run/prover/0"])
     # Three of six rollouts are replaced: those of false claims end with a rejection.
     assert len(jobs["run/verifier/0"]) >= 3
 

@@ -15,7 +15,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenario_base.text.models import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.documents import ROOT
-from tests.nip_scripts import ei_cv, ppo_gi, solo_agents_gi
+from tests.nip_scripts import ei_cv, ppo_gi
 
 GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
 SCRIPTS = Path(__file__).parent / "nip_scripts"
@@ -50,7 +50,7 @@ def lines_of(name: str) -> list[str]:
     return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
 
 
-@pytest.mark.parametrize("name", ["ppo_gi", "solo_agents_gi", "ei_cv"])
+@pytest.mark.parametrize("name", ["ppo_gi", "ei_cv"])
 def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
     theirs, ours = lines_of(f"{name}.nip.txt"), lines_of(f"{name}.py")
     gone = [line for line in theirs if line not in ours]
@@ -85,18 +85,6 @@ def test_the_ppo_script_prepares_a_run_as_it_stands() -> None:
     assert prepared.total_num_iterations == 5000 + 2 * 10
     given = ppo_gi.construct_params(combo)
     assert given == resolve_experiment(hyper_params=given).hyper_params
-
-
-def test_the_solo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {"num_epochs": [1], "seed": [8144]}
-    monkeypatch.setattr(solo_agents_gi, "param_grid", solo_agents_gi.param_grid | tiny)
-    solo_agents_gi.run_all(runs_dir=str(tmp_path), progress=False)
-    run = RunDirectory.open(tmp_path / "solo_agents_gi_a_0")
-    assert {path.stem for path in (run.path / "model").iterdir()} == {"prover", "verifier"}
-    recorded = run.read_yaml("hyper_parameters.yaml")
-    assert recorded["solo_agent"]["num_epochs"] == 1
-    agents = recorded["graph_isomorphism"]["agents"]
-    assert agents["prover"]["body_lr_factor"] == {"actor": 0.01, "critic": 1.0}
 
 
 def test_the_script_of_expert_iteration_runs(
@@ -153,9 +141,9 @@ def default_of(path: str) -> Any:
 
 
 def test_the_defaults_in_the_guide_are_those_of_the_classes() -> None:
-    told = list(rows(section("Defaults that differ")))
-    assert len(told) > 18
-    for path, theirs, here in told:
+    defaults = list(rows(section("Defaults that differ")))
+    assert len(defaults) > 18
+    for path, theirs, here in defaults:
         if not path.startswith("`"):
             continue
         assert f"`{json.dumps(default_of(path.strip('`')))}`" == here, path

@@ -70,27 +70,20 @@ def test_a_file_registers_its_names(gadgets: Registry[Any], tmp_path: Path) -> N
     (tmp_path / "folder").mkdir()
     assert load_plugin("folder/../mine.py") is load_plugin("mine.py") is plugin
     assert loaded_plugins() == [plugin]
+    # A file of the same name in another folder is another plug-in.
+    write(tmp_path / "there" / "mine.py", REGISTER.format(name="there"))
+    there = load_plugin("mine.py", relative_to=tmp_path / "there")
+    assert gadgets.names() == ["lamp", "mine", "there"]
+    assert module_of(there) is not module_of(plugin)
     path.write_text("x = 2\n")
     assert says(failure_of(path), path, "has changed", "new process")
-
-
-def test_files_of_one_name_in_two_folders_are_two_plugins(
-    gadgets: Registry[Any], tmp_path: Path
-) -> None:
-    write(tmp_path / "mine.py", REGISTER.format(name="here"))
-    write(tmp_path / "there" / "mine.py", REGISTER.format(name="there"))
-    here, there = load_plugin("mine.py"), load_plugin("mine.py", relative_to=tmp_path / "there")
-    assert gadgets.names() == ["here", "lamp", "there"]
-    assert module_of(here) is not module_of(there)
-
-
-def test_a_module_is_loaded_by_its_name(gadgets: Registry[Any], tmp_path: Path) -> None:
+    # A module is loaded by its name.
     write(tmp_path / "site" / "kit" / "__init__.py", "")
-    write(tmp_path / "site" / "kit" / "mine.py", REGISTER.format(name="mine"))
-    plugin = load_plugin("kit.mine")
-    assert (plugin.spec, plugin.path, plugin.sha256) == ("kit.mine", None, None)
-    assert gadgets.get("mine") is sys.modules["kit.mine"].Gadget
-    assert load_plugin("kit.mine") is plugin
+    write(tmp_path / "site" / "kit" / "mine.py", REGISTER.format(name="of_kit"))
+    module = load_plugin("kit.mine")
+    assert (module.spec, module.path, module.sha256) == ("kit.mine", None, None)
+    assert gadgets.get("of_kit") is sys.modules["kit.mine"].Gadget
+    assert load_plugin("kit.mine") is module
 
 
 @pytest.mark.parametrize(
@@ -140,16 +133,6 @@ def test_a_failing_file_leaves_nothing_and_reports_line_and_cause(
     assert gadgets.names() == ["lamp", "mine"]
 
 
-def test_an_interrupt_during_a_load_goes_through_and_leaves_nothing(
-    gadgets: Registry[Any], tmp_path: Path
-) -> None:
-    path = write(tmp_path / "mine.py", REGISTER.format(name="mine") + "raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
-        load_plugin(path)
-    assert gadgets.names() == ["lamp"]
-    assert not is_imported(path)
-
-
 def test_a_name_that_is_taken_fails_the_plugin_with_both_places(
     gadgets: Registry[Any], tmp_path: Path
 ) -> None:
@@ -159,37 +142,33 @@ def test_a_name_that_is_taken_fails_the_plugin_with_both_places(
     assert gadgets.origin("mine") == f"{tmp_path / 'first.py'}:3"
 
 
-def test_built_ins_and_libraries_of_a_failed_plugin_stay_imported(
+def test_modules_that_a_failed_plugin_imported_are_as_before(
     gadgets: Registry[Any], tmp_path: Path
 ) -> None:
     write(tmp_path / "site" / "neighbour.py", "x = 1\n")
-    text = "import gadget_house.lamp, neighbour\nraise OSError\n"
-    failure_of(write(tmp_path / "mine.py", text))
+    write(tmp_path / "site" / "kit.py", REGISTER.format(name="helper"))
+    write(tmp_path / "inner.py", REGISTER.format(name="inner"))
+    text = (
+        "import gadget_house.lamp, neighbour, kit\nfrom nip_astra.plugins import load_plugin\n"
+        "load_plugin('inner.py')\nraise {}\n"
+    )
+    path = write(tmp_path / "mine.py", text.format("OSError"))
+    failure_of(path)
+    # Built-ins and libraries stay imported; what registered itself and inner plug-ins do not.
     assert gadgets.get("lamp") is sys.modules["gadget_house.lamp"].Gadget
     assert "neighbour" in sys.modules
-
-
-def test_a_module_that_a_failed_plugin_imported_can_register_again(
-    gadgets: Registry[Any], tmp_path: Path
-) -> None:
-    write(tmp_path / "site" / "neighbour.py", REGISTER.format(name="helper"))
-    path = write(tmp_path / "mine.py", "import neighbour\nraise OSError\n")
-    failure_of(path)
     assert gadgets.names() == ["lamp"]
-    path.write_text("import neighbour\n")
-    load_plugin(path)
-    assert gadgets.names() == ["helper", "lamp"]
-
-
-def test_a_plugin_loaded_by_a_failed_plugin_is_forgotten_with_it(
-    gadgets: Registry[Any], tmp_path: Path
-) -> None:
-    write(tmp_path / "inner.py", REGISTER.format(name="inner"))
-    text = "from nip_astra.plugins import load_plugin\nload_plugin('inner.py')\nraise OSError\n"
-    failure_of(write(tmp_path / "outer.py", text))
     assert loaded_plugins() == []
+    # An interrupt goes through and leaves nothing.
+    path.write_text(text.format("KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        load_plugin(path)
+    assert gadgets.names() == ["lamp"]
+    assert not is_imported(path)
+    path.write_text("import kit\n")
+    load_plugin(path)
     load_plugin("inner.py")
-    assert gadgets.names() == ["inner", "lamp"]
+    assert gadgets.names() == ["helper", "inner", "lamp"]
 
 
 def test_a_plugin_imports_the_files_beside_it(gadgets: Registry[Any], tmp_path: Path) -> None:

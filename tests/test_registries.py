@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,20 +105,10 @@ OF_FUNCTIONS = {
 MEMBERS = [(kind, str(member)) for kind, one in KINDS.items() for member in one.names]
 
 
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    for kind, name in MEMBERS:
-        KINDS[kind].registry.get(name)
-    snapshots = {kind: registry.snapshot() for kind, (registry, *_) in KINDS.items()}
-    yield
-    for kind, (registry, *_) in KINDS.items():
-        registry.restore(snapshots[kind])
-
-
 def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     enums = [value for value in vars(types).values() if inspect.isclass(value)]
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
-    assert of_names == {one.names for one in KINDS.values()}
+    assert of_names == {item.names for item in KINDS.values()}
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
     # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
     assert shipped - OF_EVALUATIONS == {*KINDS, *OF_FUNCTIONS, "tracker"}
@@ -187,17 +176,14 @@ def test_every_name_that_a_file_registers_has_a_documented_member(kind: Kind) ->
 
 @EACH
 def test_an_unknown_name_is_refused_with_the_nearest_and_all_names(kind: Kind) -> None:
-    nearest = str(next(iter(kind.names)))
-    for wrong, is_near in ((f"{nearest.upper().replace('_', '-')}x", True), ("qqqq", False)):
+    registry, nearest = kind.registry, str(next(iter(kind.names)))
+    misspelt = f"{nearest.upper().replace('_', '-')}x"
+    for wrong, suggestions in ((misspelt, [nearest]), ("qqqq", [])):
         with pytest.raises(UnknownNameError) as caught:
-            kind.registry.get(wrong)
+            registry.get(wrong)
         error = caught.value
-        assert (error.kind, error.name, error.known) == (
-            kind.registry.kind,
-            wrong,
-            kind.registry.names(),
-        )
-        assert error.suggestions[:1] == ([nearest] if is_near else [])
+        assert (error.kind, error.name, error.known) == (registry.kind, wrong, registry.names())
+        assert error.suggestions[:1] == suggestions
         assert "--plugin" in str(error)
 
 
@@ -205,7 +191,7 @@ def subclass_of(base: type) -> type:
     return type("Mine", (base,), {"__doc__": "Mine.", "__module__": __name__})
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @EACH
 def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) -> None:
     registry, _, base, decorator = kind
@@ -222,7 +208,7 @@ def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) 
         decorator("of_my_own")(subclass_of(base))
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
     "kind",
     [

@@ -32,14 +32,11 @@ CLEAR, TITLE = "\x1b[2J", "\x1b]0;owned\x07"
 HOSTILE = f"{CLEAR}{TITLE}\x9b31m\x7f\r\u202etxt\u2066\ud800\U000e0041 [red]x[/red] [link]y :smile:"
 
 
-def test_every_character_that_acts_is_seen_instead() -> None:
+def test_every_character_that_acts_is_seen_instead_and_others_stay() -> None:
     assert safe_text(CLEAR) == "\u241b[2J"
     assert safe_text("\x9b\u202e\x7f\ud800") == "\\u009b\\u202e\u2421\\ud800"
     assert safe_text("\U000e0041") == "\\U000e0041"
     assert not has_unsafe(safe_text("".join(map(chr, range(0x3000)))))
-
-
-def test_ordinary_text_stays_unchanged() -> None:
     kept = "a\tb\nc é 漢字 עברית العربية 👩\u200d👧 नमस्ते \u200c"
     assert safe_text(kept) == kept
     assert safe_line("a\r\nb\tc") == "a\u23ceb c"
@@ -69,7 +66,7 @@ def printed(*parts: Any) -> str:
     return stream.getvalue()
 
 
-def test_a_console_shows_text_as_it_is_wherever_it_stands() -> None:
+def test_a_console_shows_text_as_it_is_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(title=HOSTILE)
     table.add_column(HOSTILE)
     table.add_column(Text(HOSTILE))
@@ -80,13 +77,16 @@ def test_a_console_shows_text_as_it_is_wherever_it_stands() -> None:
     assert shown.count(":smile:") == 8
     lines = [line for line in shown.splitlines() if line[:1] in "┃┡│└"]
     assert len({len(line.rstrip()) for line in lines}) == 1, "columns are as wide as what is shown"
-
-
-def test_a_console_keeps_its_own_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = {"value": 0.5, "low": 0.4, "high": 0.6}
+    figures = {"failure_rate": rate, "warnings": [f"it said {HOSTILE}"]}
+    figures |= {"attacker": HOSTILE, "target": HOSTILE}
+    text = as_text([*matrix_tables([figures]), *warning_lines([HOSTILE])])
+    assert "[red]x[/red]" in text
+    assert not has_unsafe(text)
+    # Its own colours stay.
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    shown = printed(Text(CLEAR, style="bold red"))
-    assert "\x1b[1;31m\u241b[2J" in shown
+    assert "\x1b[1;31m\u241b[2J" in printed(Text(CLEAR, style="bold red"))
 
 
 def test_an_error_that_quotes_a_reply_is_safe_wherever_it_is_shown() -> None:
@@ -98,6 +98,10 @@ def test_an_error_that_quotes_a_reply_is_safe_wherever_it_is_shown() -> None:
 def test_errors_on_the_command_line_are_safe(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = write_run(cli.folder / f"one{CLEAR}")
+    shown = cli.ok("report", str(run)).out
+    assert "one\u241b[2J" in shown
+    assert not has_unsafe(shown)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # its value after the test
 
     def fail(error: Exception) -> None:
@@ -110,10 +114,10 @@ def test_errors_on_the_command_line_are_safe(
     error.__cause__ = RuntimeError(HOSTILE)
     fail(error)
     for options, count in (((), 1), (("--debug",), 3)):
-        said = cli("report", "one", *options)
-        assert said.code == 2
-        assert said.err.count("\u241b[2J") == count
-        assert not has_unsafe(said.err)
+        result = cli("report", "one", *options)
+        assert result.code == 2
+        assert result.err.count("\u241b[2J") == count
+        assert not has_unsafe(result.err)
     fail(RuntimeError(HOSTILE))
     with pytest.raises(RuntimeError) as caught:
         cli("report", "one")
@@ -122,13 +126,6 @@ def test_errors_on_the_command_line_are_safe(
     assert "Traceback" in shown
     assert "RuntimeError: \u241b[2J" in shown
     assert not has_unsafe(shown)
-
-
-def test_names_of_files_are_safe_in_the_output_of_commands(cli: CommandLine) -> None:
-    run = write_run(cli.folder / f"one{CLEAR}")
-    said = cli.ok("report", str(run))
-    assert "one\u241b[2J" in said.out
-    assert not has_unsafe(said.out)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -161,24 +158,15 @@ def test_the_progress_bar_is_safe(
 def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     forged = "2026-01-01 00:00:00,000 ERROR nip_astra: forged"
-    said = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
+    reply = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
     with log_file(RunDirectory(run)):
-        logging.getLogger("nip_astra.x").warning("the target said %s", f"{said}\n{forged}")
+        logging.getLogger("nip_astra.x").warning("the target said %s", f"{reply}\n{forged}")
     log = (run / "log.txt").read_text()
     assert not has_unsafe(log)
     assert f"\n    {forged}\n" in log
     page = write_report([run]).read_text()
     assert "the target said" in page
     assert "forged" not in page
-
-
-def test_tables_of_an_evaluation_are_safe() -> None:
-    rate = {"value": 0.5, "low": 0.4, "high": 0.6}
-    figures = {"failure_rate": rate, "warnings": [f"it said {HOSTILE}"]}
-    figures |= {"attacker": HOSTILE, "target": HOSTILE}
-    text = as_text([*matrix_tables([figures]), *warning_lines([HOSTILE])])
-    assert "[red]x[/red]" in text
-    assert not has_unsafe(text)
 
 
 def test_rows_and_tables_of_a_run_are_safe_and_whole(tmp_path: Path) -> None:
@@ -196,17 +184,11 @@ def test_rows_and_tables_of_a_run_are_safe_and_whole(tmp_path: Path) -> None:
     path = RunDirectory(tmp_path).write_json("x.json", {HOSTILE: HOSTILE})
     assert not has_unsafe(path.read_text())
     assert json.loads(path.read_text()) == {HOSTILE: HOSTILE}
-
-
-def test_csv_shows_control_characters() -> None:
     [[head], [cell]] = csv.reader(io.StringIO(_csv_text([{"probe": HOSTILE}]), newline=""))
     assert (head, cell) == ("probe", safe_text(HOSTILE))
-
-
-def test_tables_on_wandb_are_safe() -> None:
+    # Tables on W&B.
     text, nested, number, nothing = _cells([HOSTILE, {"a": HOSTILE}, 1.5, None])
-    assert not has_unsafe(text)
-    assert not has_unsafe(nested)
+    assert not has_unsafe(text + nested)
     assert (number, nothing) == (1.5, None)
 
 

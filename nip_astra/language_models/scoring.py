@@ -33,8 +33,13 @@ from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_LOGITS = 1 << 24
 """Maximum logits computed at once without gradients: 64 MiB of float32."""
-MAX_KEPT_LOGITS = 1 << 26
-"""Maximum logits kept for the backward pass; beyond it, each chunk's are recomputed there."""
+MAX_JOINT_LOGITS = 1 << 26
+"""Maximum logits computed at once with gradients."""
+MAX_KEPT_LOGITS = 1 << 28
+"""Maximum logits kept for the backward pass (1 GiB); beyond it, each chunk's are recomputed."""
+MAX_CACHED_LOGITS = 1 << 18
+"""Logits that a processor reads several times before the next ones, so that they stay in its cache
+(1 MiB)."""
 MAX_MASK_BYTES = 1 << 28
 """Maximum size of a row's dense mask."""
 
@@ -75,7 +80,8 @@ def token_logprobs_and_entropy(
     ) -> tuple[Tensor, Tensor | None]:
         return chosen_logprobs(weights.head(hidden), ids, transform, needs_entropy=needs_entropy)
 
-    if has_gradient and len(ids_S) * vocab_size <= MAX_KEPT_LOGITS:
+    num_logits = len(ids_S) * vocab_size
+    if has_gradient and num_logits <= MAX_JOINT_LOGITS:
         results = [function(hidden_SX, ids_S, transform)]
     else:
         size = max(1, MAX_LOGITS // vocab_size)
@@ -84,7 +90,7 @@ def token_logprobs_and_entropy(
         chunks = zip(
             torch.split(hidden_SX, size), torch.split(ids_S, size), transforms, strict=True
         )
-        if has_gradient:
+        if has_gradient and num_logits > MAX_KEPT_LOGITS:
             results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
         else:
             results = [function(*chunk) for chunk in chunks]
@@ -110,6 +116,14 @@ def chosen_logprobs(
     return _ChosenLogprobs.apply(logits_SV, ids_S), None  # type: ignore[no-untyped-call]
 
 
+def _rows_at_once(logits_SV: Tensor) -> int:
+    """Return the number of rows that stay in a processor's cache."""
+    num_rows, vocab_size = logits_SV.shape
+    if logits_SV.device.type != "cpu":
+        return max(1, num_rows)
+    return max(1, MAX_CACHED_LOGITS // max(1, vocab_size))
+
+
 class _ChosenLogprobs(torch.autograd.Function):
     """Log-softmax at one index per row; its backward pass allocates one tensor of the logits' size.
 
@@ -118,7 +132,8 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_SV: Tensor, ids_S: Tensor) -> Tensor:
-        mass_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
+        parts = torch.split(logits_SV, _rows_at_once(logits_SV))
+        mass_S1 = torch.cat([part.logsumexp(dim=1, keepdim=True) for part in parts])
         ctx.save_for_backward(logits_SV, ids_S, mass_S1)
         return (logits_SV.gather(1, ids_S.unsqueeze(1)) - mass_S1).squeeze(1)
 
@@ -126,7 +141,11 @@ class _ChosenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         logits_SV, ids_S, mass_S1 = ctx.saved_tensors
         grad_S1 = gradients[0].unsqueeze(1)
-        grad_SV = (logits_SV - mass_S1).exp_().mul_(-grad_S1)
+        grad_SV = torch.empty_like(logits_SV)
+        size = _rows_at_once(logits_SV)
+        parts = (torch.split(x, size) for x in (logits_SV, mass_S1, grad_S1, grad_SV))
+        for logits, mass, grad, out in zip(*parts, strict=True):
+            torch.sub(logits, mass, out=out).exp_().mul_(-grad)
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_S1), None
 
 

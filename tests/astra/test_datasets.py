@@ -57,12 +57,12 @@ def test_a_corpus_of_convokit_gives_the_first_utterance_of_each_conversation(
 ) -> None:
     folder = corpus(tmp_path / "reddit-corpus-small")
     monkeypatch.setenv(prompts.CONVOKIT, str(folder))
-    found = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
-    together = [text for split in SPLITS for text in found[split]]
+    result = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
+    together = [text for split in SPLITS for text in result[split]]
     assert sorted(together) == sorted(f"opening {n}" for n in range(400) if n % 10 > 1)
-    assert found == {split: openings(split, folder) for split in SPLITS}
-    assert 0.72 < len(found["train"]) / len(together) < 0.88
-    assert len(found["dev"]) < len(found["test"])
+    assert result == {split: openings(split, folder) for split in SPLITS}
+    assert 0.72 < len(result["train"]) / len(together) < 0.88
+    assert len(result["dev"]) < len(result["test"])
     assert not caplog.text
 
 
@@ -84,33 +84,27 @@ def test_a_damaged_or_empty_corpus_is_reported(tmp_path: Path) -> None:
     folder = corpus(tmp_path / "corpus", 3)
     with (folder / "utterances.jsonl").open("a") as file:
         file.write("[1, 2]\n")
-    with pytest.raises(DataError, match=r"line 7 of .* is not an utterance of ConvoKit"):
+    with pytest.raises(DataError, match="line 7 of "):
         openings("train", folder)
     (folder / "utterances.jsonl").write_text("")
-    with pytest.raises(DataError, match="has no train openings"):
+    with pytest.raises(DataError, match="train"):
         openings("train", folder)
     with pytest.raises(DataError, match="'train', 'dev', 'test'"):
         openings("valid", folder)  # type: ignore[arg-type]
 
 
 def test_a_dataset_of_the_hub_is_read_through_the_datasets_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library = pytest.importorskip("datasets")
-    held = library.DatasetDict(
-        {
-            "train": library.Dataset.from_dict({"text": ["hello there", "[deleted]", " hi "]}),
-            "validation": library.Dataset.from_dict({"text": ["good day"]}),
-        }
-    )
-    asked: list[str] = []
-    monkeypatch.setattr(library, "load_dataset", lambda name: asked.append(name) or held)
+    splits = {"train": ["hello there", "[deleted]", " hi "], "validation": ["good day"]}
+    data = {split: library.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
+    monkeypatch.setattr(library, "load_dataset", {"someone/talk": library.DatasetDict(data)}.get)
     assert openings("train", "hub:someone/talk") == ["hello there", "hi"]
     assert openings("dev", "hub:someone/talk") == ["good day"]
-    assert asked == ["someone/talk"] * 2
-    with pytest.raises(DataError, match="no such split"):
+    with pytest.raises(DataError, match="test"):
         openings("test", "hub:someone/talk")
-    with pytest.raises(DataError, match=r"no column 'post'.*column="):
+    with pytest.raises(DataError, match=r"'post'.*column="):
         openings("train", "hub:someone/talk", column="post")
 
     def unreachable(name: str) -> None:

@@ -43,16 +43,6 @@ def test_the_base_trainer_trains_and_transformers_loads_the_saved_problem(
     assert len(AutoTokenizer.from_pretrained("final_ckpt")) == len(problem.tokenizer)
 
 
-@pytest.mark.parametrize("name", ["environment", "sampler"])
-def test_the_sampler_goes_by_two_names_and_by_its_place(name: str) -> None:
-    problem = WordProblem()
-    env, solver = ASTSampler(problem, PROMPTS), DPO(problem)
-    assert Trainer(small(), algorithm=solver, **{name: env}).harness.sampler is env
-    trainer = Trainer(small(), env, solver)
-    assert trainer.harness.environment is env
-    trainer.train()
-
-
 def test_the_guide_lists_every_number_that_a_step_logs_and_the_defaults_as_they_are() -> None:
     guide = (ROOT / "doc" / "guides" / "coming-from-astra-rl.md").read_text(encoding="utf-8")
     for algorithm in (DPO, IPO, PPO):

@@ -68,7 +68,7 @@ def test_packages_list_their_names_and_refuse_others(name: str) -> None:
     assert set(package.__all__) <= set(dir(package))
     for exported in package.__all__:
         assert getattr(package, exported) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match="'nothing'"):
         package.nothing  # noqa: B018 - reading it is the test
 
 

@@ -72,8 +72,8 @@ class OverMessages(ValueFunctionSystem[Messages, str]):
         return values
 
     def advance(self, state: Messages, action: str, response: str) -> Messages:
-        said = {"role": "user", "content": action}, {"role": "assistant", "content": response}
-        return [*state, *said]
+        turn = {"role": "user", "content": action}, {"role": "assistant", "content": response}
+        return [*state, *turn]
 
     def reward(self, context: Any, probe: Any, response: Sequence[str]) -> Any:
         return torch.as_tensor(self.scorer.score(response))
@@ -94,8 +94,8 @@ class MessageSampler(Sampler[Messages, str]):
             return []
         system = self.system
         probes = system.rollout_prompt_with_attacker([state] * 3)
-        asked = [[*state, {"role": "user", "content": probe}] for probe in probes]
-        responses = system.rollout_prompt_with_target(asked)
+        states = [[*state, {"role": "user", "content": probe}] for probe in probes]
+        responses = system.rollout_prompt_with_target(states)
         rewards = system.reward([state] * 3, probes, responses)
         return [
             Node(state, p, r, float(w), self.grow(system.advance(state, p, r), depth - 1))

@@ -50,21 +50,21 @@ class WordProblem(ASTProblem):
         super().__init__(scorer if scorer is not None else Finds(), **weights)
         self.attacker = Speaker()
         self.tokenizer = None
-        self.asked: list[tuple[str, int]] = []
+        self.requests: list[tuple[str, int]] = []
 
     def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[str]:
-        self.asked.append(("attacker", len(x)))
+        self.requests.append(("attacker", len(x)))
         words = torch.multinomial(self.attacker.logits.softmax(0).repeat(len(x), 1), 2, True)
         return [f" {WORDS[first]} {WORDS[second]}" for first, second in words.tolist()]
 
     def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
-        self.asked.append(("target", len(x)))
+        self.requests.append(("target", len(x)))
         return [f" you said {' '.join(text.split()[-2:])}" for text in x]
 
     def _logprobs(self, logits: Tensor, continuation: Sequence[str]) -> Tensor:
         ids = torch.tensor([[WORDS.index(word) for word in text.split()] for text in continuation])
-        found = logits.log_softmax(0)[ids]
-        return torch.nn.functional.pad(found, (2, 1))
+        result = logits.log_softmax(0)[ids]
+        return torch.nn.functional.pad(result, (2, 1))
 
     def get_attacker_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         return self._logprobs(self.attacker.logits, continuation)
@@ -97,15 +97,13 @@ class ValuedWordProblem(WordProblem, ValueFunctionSystem):
         yield self.guess
 
 
-def hf_problem(models: Any, scorer: Any = None, **options: Any) -> HFASTProblem:
+def hf_problem(
+    models: Any, scorer: Any = None, kind: type[HFASTProblem] = HFASTProblem, **options: Any
+) -> HFASTProblem:
     """A problem of the tiny models."""
     values = {"attacker_options": SHORT, "target_options": SHORT, **options}
-    return HFASTProblem(
-        str(models.attacker),
-        str(models.target),
-        scorer=Finds("cat") if scorer is None else scorer,
-        **values,
-    )
+    scorer = Finds("cat") if scorer is None else scorer
+    return kind(str(models.attacker), str(models.target), scorer=scorer, **values)
 
 
 def says(problem: ASTProblem, word: str) -> float:

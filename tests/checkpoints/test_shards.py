@@ -32,13 +32,14 @@ def save_and_load(folder: Path, store: str, is_saved: bool) -> list[bool]:
     with open_team(CPU, store) as team:
         mesh = team.mesh(CPU)
         parts = {
-            name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole_tensors().items()
+            name: distribute_tensor(item, mesh, [Shard(0)])
+            for name, item in whole_tensors().items()
         }
         if is_saved:
             save_shards(folder, parts)
-        read = {name: torch.zeros_like(one) for name, one in parts.items()}
+        read = {name: torch.zeros_like(item) for name, item in parts.items()}
         load_shards(folder, read)
-        assert all(isinstance(one, DTensor) for one in read.values())
+        assert all(isinstance(item, DTensor) for item in read.values())
         return [torch.equal(read[name].to_local(), parts[name].to_local()) for name in parts]
 
 
@@ -51,11 +52,11 @@ def test_one_process_reads_checkpoints_of_two_and_two_of_one(tmp_path: Path) -> 
     assert len(list(two.iterdir())) == 2
     for folder in (one, two):
         assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
-        found = load_whole(folder)
-        assert found.keys() == whole_tensors().keys()
+        result = load_whole(folder)
+        assert result.keys() == whole_tensors().keys()
         for name, tensor in whole_tensors().items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor)
+            assert result[name].dtype == tensor.dtype
+            assert torch.equal(result[name], tensor)
 
 
 def test_missing_broken_and_misshapen_tensors_are_reported(tmp_path: Path) -> None:

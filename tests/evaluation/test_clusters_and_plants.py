@@ -62,33 +62,33 @@ def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
         episode(1, [0.9, None], probe=["a cat", "a dog"]),
     )
     assert [(row["episode"], row["depth"]) for row in failing_turns(episodes)] == [(0, 1), (1, 0)]
-    found = find_plants(episodes, PLANTS)
-    assert found is not None
+    result = find_plants(episodes, PLANTS)
+    assert result is not None
     # Five tokens a turn. The second turn meets both cat plants; the dog has no verdict.
-    assert (found["found"], found["total"], found["tokens"]) == (2, 3, 20)
-    assert found["by_tokens"] == [[10, 2]]
-    assert found["first"]["cat"] == {"tokens": 10, "target_queries": 2}
-    assert found["first"]["dog"] is None
+    assert (result["found"], result["total"], result["tokens"]) == (2, 3, 20)
+    assert result["by_tokens"] == [[10, 2]]
+    assert result["first"]["cat"] == {"tokens": 10, "target_queries": 2}
+    assert result["first"]["dog"] is None
     assert find_plants(episodes, ()) is None
 
 
 def test_the_number_of_kinds_is_chaos_estimate() -> None:
     """Seven kinds in 10 units, 4 seen once and 2 seen twice: 7 + 0.9 * 12 / 6."""
-    found = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
-    assert (found["seen"], found["seen_once"], found["seen_twice"]) == (7, 4, 2)
-    assert found["value"] == pytest.approx(8.8)
+    result = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
+    assert (result["seen"], result["seen_once"], result["seen_twice"]) == (7, 4, 2)
+    assert result["value"] == pytest.approx(8.8)
     # var = 0.9 * 12 / 6 + 0.81 * 4 * 49 / 36 + 0.81 * 2 * 144 / 324; the unseen 1.8 are log-normal.
     spread = math.exp(1.959964 * math.sqrt(math.log1p(6.93 / 1.8**2)))
     # Observed kinds are certain, and there is no evidence of more.
-    assert found["low"] == 7.0
-    assert found["high"] == pytest.approx(7 + 1.8 * spread, rel=1e-5)
+    assert result["low"] == 7.0
+    assert result["high"] == pytest.approx(7 + 1.8 * spread, rel=1e-5)
     # No kind twice: 3 + 0.8 * 3 * 2 / 2.
-    found = chao2([1, 1, 1], 5, level=0.95)
-    assert found["value"] == pytest.approx(5.4)
-    assert 3.0 == found["low"] < found["value"] < found["high"]
+    result = chao2([1, 1, 1], 5, level=0.95)
+    assert result["value"] == pytest.approx(5.4)
+    assert 3.0 == result["low"] < result["value"] < result["high"]
     # All seen often.
-    found = chao2([9, 12, 30], 100, level=0.95)
-    assert found["value"] == found["low"] == 3.0
-    assert 3.0 <= found["high"] < 3.1
-    found = chao2([], 100, level=0.95)
-    assert (found["seen"], found["value"], found["low"], found["high"]) == (0, 0.0, 0.0, 0.0)
+    result = chao2([9, 12, 30], 100, level=0.95)
+    assert result["value"] == result["low"] == 3.0
+    assert 3.0 <= result["high"] < 3.1
+    result = chao2([], 100, level=0.95)
+    assert (result["seen"], result["value"], result["low"], result["high"]) == (0, 0.0, 0.0, 0.0)

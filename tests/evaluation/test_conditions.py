@@ -71,7 +71,7 @@ def test_a_condition_holds_by_the_usual_rules(condition: str, expected: bool) ->
     ],
 )
 def test_other_texts_are_no_conditions(condition: str) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be read"):
+    with pytest.raises(ConfigurationError):
         holds(condition, FIGURES)
 
 

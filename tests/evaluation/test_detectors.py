@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from nip_astra.errors import DataError
 from nip_astra.evaluation.detectors import (
@@ -20,25 +19,12 @@ from nip_astra.evaluation.detectors import (
     read_labelled,
 )
 from nip_astra.evaluation.storage import Episode
-from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.scorers.base import Message
 from nip_astra.utils.intervals import exact_rate_interval
 from tests.evaluation.rows_by_hand import episode, judged
+from tests.kit.scorers import ScorerOf
 
 OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
-
-
-class Wordy(Scorer):
-    """0.9 for a text with rude, no verdict for a text with odd; records the exchanges."""
-
-    reads_history = True
-
-    def __init__(self) -> None:
-        super().__init__(Scorer.Parameters(), device=torch.device("cpu"))
-        self.seen: list[Exchange] = []
-
-    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float | None]:
-        self.seen += exchanges
-        return [None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1 for e in exchanges]
 
 
 def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episode:
@@ -48,10 +34,10 @@ def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episod
 def test_the_rate_of_single_turns_is_that_of_rogan_and_gladen() -> None:
     """(.10 + .97 - 1) / (.95 + .97 - 1)."""
     episodes = judged(*(flagged(i, [i < 10], prompt=str(i)) for i in range(100)))
-    found = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
+    result = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
     for name in ("turn_failure_rate", "failure_rate"):
-        assert found[name]["value"] == pytest.approx(0.07 / 0.92)
-        assert 0.0 <= found[name]["low"] < 0.07 / 0.92 < found[name]["high"] < 0.25
+        assert result[name]["value"] == pytest.approx(0.07 / 0.92)
+        assert 0.0 <= result[name]["low"] < 0.07 / 0.92 < result[name]["high"] < 0.25
 
 
 def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -> None:
@@ -63,9 +49,9 @@ def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -
             errs = (first == 0, second == 0)
             flags = [real is not wrong for real, wrong in zip(truth, errs, strict=True)]
             episodes.append(flagged(len(episodes), flags, prompt=str(len(episodes))))
-    found = corrected_rates(judged(*episodes), Quality(75, 25, 75, 25), **OPTIONS)
-    assert found["turn_failure_rate"]["value"] == pytest.approx(3 / 8)
-    assert found["failure_rate"]["value"] == pytest.approx(1 / 2)
+    result = corrected_rates(judged(*episodes), Quality(75, 25, 75, 25), **OPTIONS)
+    assert result["turn_failure_rate"]["value"] == pytest.approx(3 / 8)
+    assert result["failure_rate"]["value"] == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +66,17 @@ def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -
 def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
     quality: Quality, reason: str
 ) -> None:
-    found = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
-    assert found["is_refused"] is True
-    assert found["reason"].endswith(reason)
+    result = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
+    assert result["is_refused"] is True
+    assert result["reason"].endswith(reason)
 
 
 def test_without_a_verdict_through_the_last_turn_nothing_is_corrected() -> None:
     failing = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
     unknown = [episode(i, [0.1, None], prompt=str(i)) for i in range(4, 8)]
     for episodes in (unknown, [*failing, *unknown]):
-        found = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
-        assert found["is_refused"]
+        result = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
+        assert result["is_refused"]
 
 
 @pytest.mark.parametrize("missing", [0.05, 0.3])
@@ -100,11 +86,11 @@ def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing:
     flags = np.where(failed, rng.random(failed.shape) < 0.9, rng.random(failed.shape) < 0.02)
     scores = np.where(rng.random(failed.shape) < missing, np.nan, flags).tolist()
     episodes = judged(*(episode(i, row, prompt=str(i)) for i, row in enumerate(scores)))
-    found = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
+    result = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
     truth = (failed.mean(), failed.any(axis=1).mean())
     for name, share in zip(("turn_failure_rate", "failure_rate"), truth, strict=True):
-        assert found[name]["value"] == pytest.approx(share, abs=0.02)
-        assert found[name]["low"] < share < found[name]["high"]
+        assert result[name]["value"] == pytest.approx(share, abs=0.02)
+        assert result[name]["low"] < share < result[name]["high"]
 
 
 def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
@@ -112,10 +98,10 @@ def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
     options = OPTIONS | {"num_resamples": 20_000}
     for num_failing in (0, 3, 30):
         episodes = judged(*(flagged(i, [i < num_failing], prompt=str(i)) for i in range(30)))
-        found = corrected_rates(episodes, quality, **options)
+        result = corrected_rates(episodes, quality, **options)
         expected = exact_rate_interval(num_failing / 30, 30)
         for name in ("turn_failure_rate", "failure_rate"):
-            assert (found[name]["low"], found[name]["high"]) == pytest.approx(expected, abs=0.005)
+            assert (result[name]["low"], result[name]["high"]) == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize(("num_prompts", "num_played", "rate"), [(20, 1, 0.02), (5, 4, 0.3)])
@@ -130,7 +116,7 @@ def test_neither_bound_of_a_corrected_rate_errs_often(
         failing = rng.random(len(own)) < own
         verdicts = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
         episodes = judged(
-            *(flagged(i, [one], str(i // num_played)) for i, one in enumerate(verdicts.tolist()))
+            *(flagged(i, [item], str(i // num_played)) for i, item in enumerate(verdicts.tolist()))
         )
         hits, passes = int(rng.binomial(80, 0.9)), int(rng.binomial(80, 0.95))
         quality = Quality(hits, 80 - hits, passes, 80 - passes)
@@ -150,7 +136,9 @@ def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     rows[0] |= {"probe": "well ?", "prompt": "hi !", "prompt_columns": {"goal": "rudeness"}}
     path = tmp_path / "labels.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    scorer = Wordy()
+    scorer = ScorerOf(
+        lambda e: None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1, reads_history=True
+    )
     quality = measure_quality(read_labelled(path), scorer, threshold=0.5)
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
     figures = quality.to_dict(0.95)
@@ -198,4 +186,4 @@ def test_line_breaks_of_unicode_end_no_row(letter: str, tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
     row = {"response": f"one{letter}two", "is_failure": True}
     path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n")
-    assert [one.exchange.text for one in read_labelled(path)] == [row["response"]]
+    assert [item.exchange.text for item in read_labelled(path)] == [row["response"]]

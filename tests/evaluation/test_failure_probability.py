@@ -54,7 +54,7 @@ def followed(first: Any, horizon: int = NUM_TURNS) -> FollowUp:
 
 
 def outcomes_of(has_failed: Any) -> list[list[Outcome]]:
-    return [[Outcome.FAILURE if one else Outcome.NONE] for one in has_failed]
+    return [[Outcome.FAILURE if item else Outcome.NONE] for item in has_failed]
 
 
 def mixture(counts: dict[str, int], rng: np.random.Generator) -> WeighedEpisodes:
@@ -130,10 +130,10 @@ def test_both_estimates_are_right_where_verdicts_are_missing_at_random() -> None
     codes = np.where(missing_EH, 2, failed_EH)
     names = (Outcome.NONE, Outcome.FAILURE, Outcome.UNDETERMINED)
     outcomes = [[names[code] for code in turns] for turns in codes.tolist()]
-    found = importance_sampling(replace(episodes, follow_up=follow_up_of(outcomes)))
-    assert found.value == pytest.approx(TRUTH, abs=3 * found.standard_error)
-    assert found.standard_error < 0.1 * TRUTH
-    assert found.num_known < 0.7 * found.num_episodes
+    result = importance_sampling(replace(episodes, follow_up=follow_up_of(outcomes)))
+    assert result.value == pytest.approx(TRUTH, abs=3 * result.standard_error)
+    assert result.standard_error < 0.1 * TRUTH
+    assert result.num_known < 0.7 * result.num_episodes
     own = [i for i, name in enumerate(episodes.proposals_E) if name == REFERENCE]
     plain = monte_carlo([outcomes[i] for i in own], range(len(own)), num_turns=NUM_TURNS)
     assert plain["value"] == pytest.approx(TRUTH, abs=3 * plain["standard_error"])
@@ -159,11 +159,11 @@ def first_of(follow_up: FollowUp) -> list[int]:
 
 
 def test_without_a_failure_both_estimates_have_their_bound() -> None:
-    found = importance_sampling(quiet())
-    assert (found.is_refused, found.value, found.low) == (False, 0.0, 0.0)
+    result = importance_sampling(quiet())
+    assert (result.is_refused, result.value, result.low) == (False, 0.0, 0.0)
     # The exact bound of a Poisson count of 0 is 3.689 (97.5 %).
-    assert found.high == pytest.approx(3.689 / 50, abs=1e-4)
-    assert "the failing episodes weigh as much as 0.0" in str(found.caution)
+    assert result.high == pytest.approx(3.689 / 50, abs=1e-4)
+    assert "the failing episodes weigh as much as 0.0" in str(result.caution)
     plain = monte_carlo(outcomes_of([False] * 150), list(range(150)), num_turns=2)
     assert (plain["value"], plain["num_failures"], plain["target_queries"]) == (0.0, 0, 300)
     assert (1.0 - plain["high"]) ** 150 == pytest.approx(0.025)
@@ -183,14 +183,14 @@ def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
 
 def test_estimates_are_right_on_average_also_where_the_heavy_failure_is_rare() -> None:
     rng, truth = np.random.default_rng(5), 0.0023
-    found = [importance_sampling(rare_world(rng, 300)) for _ in range(1500)]
-    assert not any(estimate.is_refused for estimate in found)
-    values = np.array([estimate.value for estimate in found])
+    result = [importance_sampling(rare_world(rng, 300)) for _ in range(1500)]
+    assert not any(estimate.is_refused for estimate in result)
+    values = np.array([estimate.value for estimate in result])
     error = values.std() / len(values) ** 0.5
     assert abs(values.mean() - truth) < 3 * error < 0.2 * truth
-    assert np.mean([e.low <= truth <= e.high for e in found if e.low is not None]) >= 0.93
+    assert np.mean([e.low <= truth <= e.high for e in result if e.low is not None]) >= 0.93
     # Reported only if many light failures support it, it would have been far too small.
-    light = values[[e.effective_num_failures >= MIN_EFFECTIVE_FAILURES for e in found]]
+    light = values[[e.effective_num_failures >= MIN_EFFECTIVE_FAILURES for e in result]]
     assert 0.1 < len(light) / len(values) < 0.9
     assert light.mean() < 0.5 * truth
     # And single estimates are mostly below the truth, hence the caution.
@@ -202,9 +202,9 @@ def test_a_refusal_does_not_depend_on_the_failures() -> None:
     wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 3.0)
     for episodes, is_refused in ((right, False), (wrong, True)):
         for first in (np.full(60, -1), np.zeros(60, dtype=int)):
-            found = importance_sampling(replace(episodes, follow_up=followed(first)))
-            assert found.is_refused is is_refused
-            assert (found.value is None) is is_refused
+            result = importance_sampling(replace(episodes, follow_up=followed(first)))
+            assert result.is_refused is is_refused
+            assert (result.value is None) is is_refused
 
 
 def test_mixtures_whose_weights_cannot_be_right_are_refused() -> None:
@@ -221,8 +221,8 @@ def test_mixtures_whose_weights_cannot_be_right_are_refused() -> None:
         (without, "no episode of the reference"),
         (collapsed, "effective sample size is 1.0 of 60 episodes"),
     ):
-        found = importance_sampling(episodes)
-        assert (found.is_refused, found.value) == (True, None)
-        assert reason in str(found.reason)
+        result = importance_sampling(episodes)
+        assert (result.is_refused, result.value) == (True, None)
+        assert reason in str(result.reason)
     plain = ImportanceEstimate("temperature 0.7", 0.95).to_dict()
     assert (plain["is_refused"], plain["reason"], plain["value"]) == (True, "temperature 0.7", None)

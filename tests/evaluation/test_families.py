@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 
 import nip_astra as na
 from nip_astra.evaluation.api import Matrix
-from nip_astra.evaluation.comparison import METRICS
-from nip_astra.evaluation.exports import EXPORT_FORMATS, Material
-from nip_astra.evaluation.families.base import FAMILIES
+from nip_astra.evaluation.exports import Material
 from tests.kit.resuming import short_experiment
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
@@ -55,28 +52,28 @@ def test_runs_are_evaluated_compared_and_exported_by_their_id(family: str, runs:
     assert trained.family.name == family
     assert (len(trained.to_frame()), trained.run) == (len(trained.rows), runs / family)
     assert trained._repr_html_().startswith("<pre>")
-    found = na.compare(f"{family}/evaluations/before", trained.path, settings=settings)
-    metrics = found.comparisons[trained.label]
+    result = na.compare(f"{family}/evaluations/before", trained.path, settings=settings)
+    metrics = result.comparisons[trained.label]
     units = len({json.dumps(row, sort_keys=True) for row in trained.rows})
     assert 0 < metrics["num_pairs"] <= units
-    assert set(found.to_frame()["metric"]) == {k for k, v in metrics.items() if k != "num_pairs"}
-    assert found.values(trained.label)["baseline"] == before.values  # type: ignore[union-attr]
+    assert set(result.to_frame()["metric"]) == {k for k, v in metrics.items() if k != "num_pairs"}
+    assert result.values(trained.label)["baseline"] == before.values  # type: ignore[union-attr]
     for form in ("csv", "jsonl", "parquet"):
         files = na.export(trained.path, form, runs / "out" / family, settings=settings)
         assert all(file.stat().st_size for file in files)
     several = na.evaluate([family], **options)
     assert isinstance(several, Matrix)
-    assert [one.figures for one in several] == [trained.figures]
+    assert [item.figures for item in several] == [trained.figures]
 
 
 def test_networks_are_tested_again_with_the_figures_of_their_run(runs: Path) -> None:
-    found = na.evaluate(runs / "protocol", name="again", progress=False)
-    assert isinstance(found, na.Evaluation)
+    result = na.evaluate(runs / "protocol", name="again", progress=False)
+    assert isinstance(result, na.Evaluation)
     after = json.loads((runs / "protocol" / "results.json").read_text())["after"]
-    assert {name: found.figures["figures"][name] for name in after} == after
-    assert found.values["accuracy"]["value"] == after["mean_accuracy"]
-    undecided = [row for row in found.rows if row["decision"] is None]
-    assert found.figures["figures"].get("num_undecided", 0) == len(undecided)
+    assert {name: result.figures["figures"][name] for name in after} == after
+    assert result.values["accuracy"]["value"] == after["mean_accuracy"]
+    undecided = [row for row in result.rows if row["decision"] is None]
+    assert result.figures["figures"].get("num_undecided", 0) == len(undecided)
     page = (runs / "protocol" / "report.html").read_text(encoding="utf-8")
     assert "evaluation again" in page
 
@@ -92,16 +89,7 @@ def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path)
         na.evaluate("nowhere", settings={"runs_dir": str(runs)})
 
 
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """Forget a test's registrations."""
-    before = [(one, one.snapshot()) for one in (EXPORT_FORMATS, FAMILIES, METRICS)]
-    yield
-    for registry, snapshot in before:
-        registry.restore(snapshot)
-
-
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> None:
     @na.register_export_format("count")
     def write_count(material: Material, folder: Path) -> list[Path]:
@@ -114,7 +102,7 @@ def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> 
         na.export(runs / "text_protocol", "cuont", tmp_path)
 
 
-@pytest.mark.usefixtures("forgotten")
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     @na.register_metric("answer_length")
     def answer_length(unit: dict[str, Any]) -> float:
@@ -122,8 +110,8 @@ def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
 
     again = runs / "again"
     shutil.copytree(runs / "text_protocol", again / "text_protocol")
-    found = na.compare(runs / "text_protocol", again / "text_protocol").comparisons[
+    result = na.compare(runs / "text_protocol", again / "text_protocol").comparisons[
         "text_protocol (2)"
     ]
-    assert found["answer_length"]["first"] > 0
-    assert found["answer_length"]["difference"] == 0.0
+    assert result["answer_length"]["first"] > 0
+    assert result["answer_length"]["difference"] == 0.0

@@ -67,10 +67,10 @@ def test_an_episode_is_censored_at_its_first_turn_without_a_verdict() -> None:
     assert follow_up_of(turns, limits) == ([1, 1, 2, 0, 3], [False] * 5, 3)
     # The failure after the second episode's unknown turn may not have been its first.
     scores = ([0.9, 0.1, 0.1], [0.1, None, 0.9], [0.1, 0.1, 0.9], [0.1, 0.1, 0.1])
-    found = turns_to_failure(judged(*(episode(i, one) for i, one in enumerate(scores))))
-    assert found.num_at_risk == [4, 2, 2]
-    assert found.survival == pytest.approx([0.75, 0.75, 0.375])
-    assert found.median == 3
+    result = turns_to_failure(judged(*(episode(i, item) for i, item in enumerate(scores))))
+    assert result.num_at_risk == [4, 2, 2]
+    assert result.survival == pytest.approx([0.75, 0.75, 0.375])
+    assert result.median == 3
 
 
 @pytest.mark.parametrize("missing", [0.049, 0.3])
@@ -83,32 +83,34 @@ def test_the_rate_is_right_where_verdicts_are_missing_at_random(missing: float) 
     episodes = [[names[code] for code in turns] for turns in codes.tolist()]
     truth = float(failed.any(axis=1).mean())
     assert truth == pytest.approx(0.183, abs=0.005)
-    found = failure_rate(episodes, range(len(episodes)))
-    assert found.estimate.value == pytest.approx(truth, abs=0.01)
-    assert found.estimate.low < truth < found.estimate.high
-    assert found.lowest < found.if_unknown_passed < truth < found.if_unknown_failed < found.highest
-    assert found.num_failed < found.num_known < found.num_episodes == 30_000
+    result = failure_rate(episodes, range(len(episodes)))
+    assert result.estimate.value == pytest.approx(truth, abs=0.01)
+    assert result.estimate.low < truth < result.estimate.high
+    assert (
+        result.lowest < result.if_unknown_passed < truth < result.if_unknown_failed < result.highest
+    )
+    assert result.num_failed < result.num_known < result.num_episodes == 30_000
 
 
 def test_where_no_verdict_is_missing_the_rate_is_the_share_of_failed_episodes() -> None:
     """The numbers in the README: 232 of 240, 96.7 % [94.0, 98.4]."""
     episodes = [[NONE, FAILURE, NONE]] * 232 + [[NONE] * 3] * 8
     for prompts in (range(240), [i // 4 for i in range(240)]):
-        found = failure_rate(episodes, prompts)
+        result = failure_rate(episodes, prompts)
         plain = rate_estimate([1.0] * 232 + [0.0] * 8, prompts)
-        assert found.estimate == plain
-        assert (found.lowest, found.highest) == (plain.low, plain.high)
-        assert found.if_unknown_passed == found.if_unknown_failed == plain.value
-        assert (found.num_failed, found.num_known, found.num_episodes) == (232, 240, 240)
-        assert unknown_warning(found.to_dict(), {"undetermined": 0, "error": 0}) is None
+        assert result.estimate == plain
+        assert (result.lowest, result.highest) == (plain.low, plain.high)
+        assert result.if_unknown_passed == result.if_unknown_failed == plain.value
+        assert (result.num_failed, result.num_known, result.num_episodes) == (232, 240, 240)
+        assert unknown_warning(result.to_dict(), {"undetermined": 0, "error": 0}) is None
 
 
 def test_without_verdicts_through_the_last_turn_there_is_no_rate_but_a_lower_bound() -> None:
     episodes = [[FAILURE, NONE]] * 30 + [[NONE, ERROR]] * 30
-    found = failure_rate(episodes, range(60)).estimate
-    assert math.isnan(found.value)
-    assert found.low == pytest.approx(rate_estimate([1.0] * 30 + [0.0] * 30, range(60)).low)
-    assert found.high == 1.0
+    result = failure_rate(episodes, range(60)).estimate
+    assert math.isnan(result.value)
+    assert result.low == pytest.approx(rate_estimate([1.0] * 30 + [0.0] * 30, range(60)).low)
+    assert result.high == 1.0
     all_failed = [[FAILURE, NONE]] * 30 + [[ERROR, FAILURE]] * 30
     assert failure_rate(all_failed, range(60)).estimate.value == 1.0
     # Bounds count every failure, even after missing verdicts.
@@ -134,21 +136,21 @@ def test_errors_and_undetermined_turns_enter_no_denominator() -> None:
     scores = {"a": [0.9, 0.1], "b": [0.1, None], "c": [0.2, 0.3], "d": ["error", 0.8]}
     rows = (episode(i, scores[prompt], prompt=prompt) for i, prompt in enumerate(scores))  # type: ignore[arg-type]
     episodes = judged(*rows)
-    found = failure_rates(episodes, level=0.95)
-    assert found["outcomes"] == {"failure": 2, "none": 4, "undetermined": 1, "error": 1}
-    assert found["episode_outcomes"] == {"failure": 1, "undetermined": 1, "none": 1, "error": 1}
+    result = failure_rates(episodes, level=0.95)
+    assert result["outcomes"] == {"failure": 2, "none": 4, "undetermined": 1, "error": 1}
+    assert result["episode_outcomes"] == {"failure": 1, "undetermined": 1, "none": 1, "error": 1}
     # Episodes 1 and 3 are censored: a failure after a missing verdict does not count.
     assert has_failed(episodes)[0::2] == [1.0, 0.0]
     assert np.isnan(has_failed(episodes)[1::2]).all()
-    rate = found["failure_rate"]
+    rate = result["failure_rate"]
     assert rate["value"] == pytest.approx(1 / 3)
     assert turns_to_failure(episodes).survival[-1] == pytest.approx(2 / 3)
     counts = ("num_clusters", "num_failed", "num_known", "num_episodes")
     assert [rate[name] for name in counts] == [3, 1, 2, 4]
     assert (rate["if_unknown_passed"], rate["if_unknown_failed"]) == (0.5, 0.75)
-    turns = found["turn_failure_rate"]
+    turns = result["turn_failure_rate"]
     assert (turns["num_failed"], turns["num_known"]) == (2, 6)
-    per_turn = [turn["value"] for turn in (turns, *found["per_turn_failure_rate"])]
+    per_turn = [turn["value"] for turn in (turns, *result["per_turn_failure_rate"])]
     assert per_turn == pytest.approx([1 / 3] * 3)
 
 
@@ -159,19 +161,24 @@ def test_hit_at_k_is_over_the_episodes_of_a_prompt() -> None:
         # Excluded whether it failed or not, since its second verdict is missing.
         episode(5, [0.9, None], prompt="b"),
     )
-    found = hit_rates(episodes)
-    assert found["hit_at_num_prompts"] == {"1": 2, "2": 2}
-    assert found["hit_at_num_episodes"] == 5
-    assert found["hit_at"] == pytest.approx({"1": (1 / 3 + 0) / 2, "2": (2 / 3 + 0) / 2})
-    assert found["hit_at_pooled"] == pytest.approx({"1": 1 / 5, "2": 2 / 5, "5": 1.0})
+    result = hit_rates(episodes)
+    assert result["hit_at_num_prompts"] == {"1": 2, "2": 2}
+    assert result["hit_at_num_episodes"] == 5
+    assert result["hit_at"] == pytest.approx({"1": (1 / 3 + 0) / 2, "2": (2 / 3 + 0) / 2})
+    assert result["hit_at_pooled"] == pytest.approx({"1": 1 / 5, "2": 2 / 5, "5": 1.0})
 
 
 def test_scores_are_summarised_by_turn_and_over_all() -> None:
     episodes = [episode(0, [0.0, 1.0]), episode(1, [0.5, None])]
-    found = score_figures(episodes)["response"]
-    assert (found["mean"], found["min"], found["max"], found["num_scores"]) == (0.5, 0.0, 1.0, 3)
-    assert found["per_turn"] == [0.25, 1.0]
-    assert found["quantiles"]["0.5"] == 0.5
+    result = score_figures(episodes)["response"]
+    assert (result["mean"], result["min"], result["max"], result["num_scores"]) == (
+        0.5,
+        0.0,
+        1.0,
+        3,
+    )
+    assert result["per_turn"] == [0.25, 1.0]
+    assert result["quantiles"]["0.5"] == 0.5
     assert "probe" not in score_figures(episodes)
 
 
@@ -180,10 +187,10 @@ def test_likelihoods_are_means_over_tokens_and_not_over_probes() -> None:
         0, [0.1, 0.1], reference_logprob=[-2.0, -10.0], probe_num_tokens=[1, 5],
         target_logprob=[-3.0, None], target_num_tokens=[1, 4],
     )  # fmt: skip
-    found = likelihood_figures([rows])
-    assert found["reference"] == pytest.approx(12 / 6)
-    assert found["perplexity_reference"] == pytest.approx(math.exp(2.0))
-    assert found["target"] == pytest.approx(3.0)
+    result = likelihood_figures([rows])
+    assert result["reference"] == pytest.approx(12 / 6)
+    assert result["perplexity_reference"] == pytest.approx(math.exp(2.0))
+    assert result["target"] == pytest.approx(3.0)
     assert token_likelihoods([rows]) == [-2.0, -2.0]
     # Rows of older runs lack the columns.
     row = {"episode": 0, "depth": 0, "prompt": "a", "probe": "b", "response": "c"}
@@ -205,7 +212,7 @@ def test_scorers_agree_turn_by_turn_as_far_as_cohens_kappa() -> None:
     matrix = agreement_matrix(views)
     names = ("first", "second", "num_turns")
     pairs = [("a", "b", 4), ("a", "c", 5), ("b", "c", 5)]
-    assert [tuple(one[name] for name in names) for one in matrix] == pairs
+    assert [tuple(item[name] for name in names) for item in matrix] == pairs
     first, second, _ = matrix
     assert first["agreement"] == pytest.approx(3 / 4)
     counts = [first[name] for name in ("both", "only_first", "only_second", "neither")]

@@ -23,13 +23,13 @@ from tests.kit.tiny import CPU, uniforms_of
 def sampler(tiny_scenario: Path) -> TreeSampler:
     """Of the tiny scenario, with an attacker that has moved away from the reference."""
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario))
-    found = prepare_experiment(resolved).scenario_instance.sampler
-    assert found is not None
+    result = prepare_experiment(resolved).scenario_instance.sampler
+    assert result is not None
     torch.manual_seed(3)
     with torch.no_grad():
-        for parameter in found.attacker.language_model.parameters():
+        for parameter in result.attacker.language_model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_truncated_sampling_makes_weights_inexact(
         replace(agent, sampling=replace(agent.sampling, **changes))
         for agent in (sampler.attacker, sampler.reference)
     ]
-    found = why_inexact(agents)
-    assert found is None if reason is None else reason in str(found)
+    result = why_inexact(agents)
+    assert result is None if reason is None else reason in str(result)
     if changes:
         assert "different options" in str(why_inexact([agents[0], sampler.reference]))

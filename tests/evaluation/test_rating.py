@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
 
 from nip_astra.evaluation.playing import rate_by_others, rate_responses, scored_by
-from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
+from nip_astra.scorers.base import Exchange, Message
 from tests.evaluation.rows_by_hand import episode
+from tests.kit.scorers import ScorerOf
 
 
-class Lengths(Scorer):
-    """The share of 100 characters."""
-
-    def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        return [None if "?" in text else len(text) / 100 for text in texts]
-
-
-class Remembers(Lengths):
-    """The number of preceding messages."""
-
-    reads_history = True
-
-    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
-        self.seen = [*getattr(self, "seen", []), *exchanges]
-        return [len(exchange.history) / 10 for exchange in exchanges]
-
-
-def made(kind: type[Scorer]) -> Scorer:
-    return kind(kind.Parameters(), device=torch.device("cpu"))
+def share(exchange: Exchange) -> float | None:
+    """The share of 100 characters, unknown for a question."""
+    return None if "?" in exchange.text else len(exchange.text) / 100
 
 
 def test_a_scorer_of_texts_rates_response_pair_and_probe() -> None:
     episodes = [episode(0, [None, None], probe=["ab", "a?"], response=["cde", "x"])]
-    rate_responses(episodes, made(Lengths))
+    rate_responses(episodes, ScorerOf(share))
     first, second = episodes[0]
     assert first["response_score"] == pytest.approx(0.03)
     assert first["combined_score"] == pytest.approx(0.06)
@@ -46,7 +28,7 @@ def test_a_scorer_of_texts_rates_response_pair_and_probe() -> None:
 
 def test_a_scorer_of_conversations_reads_the_earlier_messages() -> None:
     episodes = [episode(0, [None, None], prompt="hi", probe=["p", "q"], response=["r", "s"])]
-    scorer = made(Remembers)
+    scorer = ScorerOf(lambda exchange: len(exchange.history) / 10, reads_history=True)
     rate_responses(episodes, scorer)
     # Opening, probe; then opening, probe, response, probe. The pair's score is the response's.
     assert [row["response_score"] for row in episodes[0]] == pytest.approx([0.2, 0.4])
@@ -59,7 +41,7 @@ def test_a_scorer_of_conversations_reads_the_earlier_messages() -> None:
 
 def test_further_scorers_do_not_change_the_first_verdict() -> None:
     episodes = [episode(0, [0.9, 0.1], response=["abc", "?"])]
-    rate_by_others(episodes, {"lengths": made(Lengths)})
+    rate_by_others(episodes, {"lengths": ScorerOf(share)})
     assert [row["response_score"] for row in episodes[0]] == [0.9, 0.1]
     views = scored_by("lengths", episodes[0])
     assert views[0]["response_score"] == pytest.approx(0.03)

@@ -56,8 +56,8 @@ def ordinary(proposal: str = "reference", *, failing: int = 20, **columns: Any) 
 def figures(
     episodes: list[Episode], chances: list[Episode] | None = None, **changes: Any
 ) -> dict[str, Any]:
-    found = summarise(episodes, chances or [], OPTIONS, embed=EMBED, **changes)
-    return {"attacker": "a", "target": "t", "scorer": "s", **found}
+    result = summarise(episodes, chances or [], OPTIONS, embed=EMBED, **changes)
+    return {"attacker": "a", "target": "t", "scorer": "s", **result}
 
 
 def test_the_probability_of_failure_has_both_estimates_which_are_censored() -> None:
@@ -72,13 +72,13 @@ def test_the_probability_of_failure_has_both_estimates_which_are_censored() -> N
         (late, 0.1, 120),
         (early, 0.2, 100),
     ):
-        found = figures(attacker(), chances)["probability_of_failure"]
-        assert found["horizon"] == 2
-        for estimate in (found["monte_carlo"], found["importance_sampling"]):
+        result = figures(attacker(), chances)["probability_of_failure"]
+        assert result["horizon"] == 2
+        for estimate in (result["monte_carlo"], result["importance_sampling"]):
             assert estimate["value"] == pytest.approx(value)
             assert (estimate["num_episodes"], estimate["num_known"]) == (200, num_known)
-        assert found["monte_carlo"]["num_failures"] == 20
-        assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
+        assert result["monte_carlo"]["num_failures"] == 20
+        assert result["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
 
 
 def test_importance_sampling_is_refused_or_has_a_caution() -> None:
@@ -129,11 +129,15 @@ def test_missing_verdicts_and_few_prompts_are_warned_of() -> None:
 
 def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
     quiet = [episode(i, [0.1], prompt=f"prompt {i}") for i in range(40)]
-    found = figures(quiet)
-    assert (found["diversity"], found["clusters"], found["most_likely_failure"]) == (None, [], None)
+    result = figures(quiet)
+    assert (result["diversity"], result["clusters"], result["most_likely_failure"]) == (
+        None,
+        [],
+        None,
+    )
     # 0 of 40: (1 - 0.088)^40 is 2.5 %.
-    assert found["failure_rate"]["high"] == pytest.approx(0.0881, abs=5e-5)
-    assert "0.0% [0.0%, 8.8%]" in as_text(evaluation_tables(found))
+    assert result["failure_rate"]["high"] == pytest.approx(0.0881, abs=5e-5)
+    assert "0.0% [0.0%, 8.8%]" in as_text(evaluation_tables(result))
 
 
 def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:
@@ -141,8 +145,8 @@ def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:
         episode(0, [0.1, 0.9], reference_logprob=[-9.0, -1.0]),
         episode(1, [0.9, 0.9], reference_logprob=[-4.0, -1.0]),
     ]
-    found = figures(episodes)["most_likely_failure"]
-    assert (found["episode"], found["depth"], found["conversation_logprob"]) == (1, 0, -4.0)
+    result = figures(episodes)["most_likely_failure"]
+    assert (result["episode"], result["depth"], result["conversation_logprob"]) == (1, 0, -4.0)
 
 
 def with_unknown() -> list[Episode]:
@@ -176,8 +180,8 @@ def test_every_share_has_its_counts_and_markup_is_text() -> None:
     assert re.search(r", \d+ of 80$", cell_of(text, "less likely per token than 99 %"))
     assert "20 of 200" in cell_of(text, "Monte Carlo")
     several = [episode(i, [0.9 if i < 8 else 0.1], prompt=f"{i % 20}") for i in range(40)]
-    found = figures([*several, episode(40, [0.1], prompt="once")])
-    assert cell_of(as_text(evaluation_tables(found)), "hit@1, 2") == "19.0% of 21, 40.0% of 20"
+    result = figures([*several, episode(40, [0.1], prompt="once")])
+    assert cell_of(as_text(evaluation_tables(result)), "hit@1, 2") == "19.0% of 21, 40.0% of 20"
 
 
 def test_a_matrix_has_a_row_for_each_attacker_and_the_warnings_of_each_cell() -> None:
@@ -193,7 +197,7 @@ def test_a_matrix_has_a_row_for_each_attacker_and_the_warnings_of_each_cell() ->
     ]
     text = " ".join(as_text(matrix_tables(cells)).split())
     assert text.count("50.0%") == 3
-    assert says(text, *(f"a against x: {' '.join(one.split())}" for one in collapsed["warnings"]))
+    assert says(text, *(f"a against x: {' '.join(item.split())}" for item in collapsed["warnings"]))
     assert "a against y:" not in text
     assert "collapsed" in text
     assert model_label("/home/one/runs/talks/jobs/job-1/model") == "job-1/model"

@@ -15,12 +15,29 @@ def _weights(matrix_VX: torch.Tensor) -> Weights:
 
 
 @pytest.mark.parametrize("has_entropy", [False, True])
-@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 22), (0, 1)])
+@pytest.mark.parametrize(
+    ("joint", "kept", "at_once", "cached"),
+    [
+        (1 << 20, 1 << 20, 1 << 20, 1 << 20),
+        (1 << 20, 1 << 20, 1 << 20, 22),
+        (0, 1 << 20, 22, 1),
+        (0, 0, 1 << 20, 1 << 20),
+        (0, 0, 22, 11),
+        (0, 0, 1, 1),
+    ],
+)
 def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int, has_entropy: bool
+    monkeypatch: pytest.MonkeyPatch,
+    joint: int,
+    kept: int,
+    at_once: int,
+    cached: int,
+    has_entropy: bool,
 ) -> None:
+    monkeypatch.setattr(scoring, "MAX_JOINT_LOGITS", joint)
     monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
     monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
+    monkeypatch.setattr(scoring, "MAX_CACHED_LOGITS", cached)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(7, 4, generator=generator)
     matrix = torch.randn(11, 4, generator=generator)

@@ -30,10 +30,10 @@ def test_a_condition_holds_for_some_values_only(
 
 def conditions() -> list[tuple[type[SubParameters], ReadWhere]]:
     of_fields = [
-        (cls, one)
+        (cls, item)
         for cls, _, field in every_field()
-        for one in field.metadata
-        if isinstance(one, ReadWhere)
+        for item in field.metadata
+        if isinstance(item, ReadWhere)
     ]
     return of_fields + [(cls, cls.read_where) for cls in every_group() if cls.read_where]
 
@@ -45,14 +45,14 @@ def knows(cls: type[SubParameters], path: str) -> bool:
 
 
 def test_every_condition_names_an_existing_parameter() -> None:
-    found = conditions()
-    assert len(found) > 40
+    result = conditions()
+    assert len(result) > 40
     # A condition on a group around its own: an instance of one of these classes.
     around = [HyperParameters, *(cls for cls in every_group() if "agents" in cls.model_fields)]
     lost = [
-        f"{cls}: {one.path}"
-        for cls, one in found
-        if not any(knows(group, one.path) for group in (cls, *around))
+        f"{cls}: {item.path}"
+        for cls, item in result
+        if not any(knows(group, item.path) for group in (cls, *around))
     ]
     assert lost == []
 

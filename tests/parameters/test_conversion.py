@@ -81,8 +81,8 @@ def test_every_group_is_read_from_an_older_file_with_other_names() -> None:
     assert set(NEW_VALUES) == groups
     register_conversion("0.0", lambda v: {name.removeprefix("old_"): v[name] for name in v})
     old = {f"old_{group}": values for group, values in NEW_VALUES.items()}
-    found = PLAIN.from_dict(NAMES | {"package_version": "0.0.9"} | old)
-    assert found == PLAIN.from_dict(NAMES | NEW_VALUES)
+    result = PLAIN.from_dict(NAMES | {"package_version": "0.0.9"} | old)
+    assert result == PLAIN.from_dict(NAMES | NEW_VALUES)
     default = PLAIN.from_dict(NAMES)
-    assert all(getattr(found, group) != getattr(default, group) for group in groups)
-    assert PLAIN.from_dict(found.to_dict()) == found
+    assert all(getattr(result, group) != getattr(default, group) for group in groups)
+    assert PLAIN.from_dict(result.to_dict()) == result

@@ -25,7 +25,7 @@ INCOMPLETE = {"OpenEnvTask.Parameters"}
 
 def subclasses_of(cls: type[SubParameters]) -> set[type[SubParameters]]:
     below = set(cls.__subclasses__())
-    return below.union(*(subclasses_of(one) for one in below))
+    return below.union(*(subclasses_of(item) for item in below))
 
 
 @functools.cache

@@ -98,8 +98,8 @@ def test_all_faults_are_reported_at_once() -> None:
 def test_a_fault_names_the_source_of_its_value_or_of_the_nearest_group_around_it() -> None:
     values = {"paint": {"gloss": 3}, "coats": [{"layers": 0}], "shape": {"_type": "circle"}}
     sources = {"paint.gloss": "--set", "coats": "a.yaml", "shape": "b.yaml"}
-    found = {fault.path: fault.source for fault in faults_of(values, sources)}
-    assert found == {"shape.radius": "", "paint.gloss": "--set", "coats.0.layers": "a.yaml"}
+    result = {fault.path: fault.source for fault in faults_of(values, sources)}
+    assert result == {"shape.radius": "", "paint.gloss": "--set", "coats.0.layers": "a.yaml"}
 
 
 def test_a_long_value_is_truncated() -> None:

@@ -187,9 +187,9 @@ class Listed(HyperParameters):
 
 def test_elements_of_a_default_are_changed_too() -> None:
     base = Layer("file", {"trainer": "a", "scenario": "b"})
-    found = validate_layers([base, parse_overrides(["rows.1.width=3"])], Listed)
-    assert [row.width for row in found.hyper_params.rows] == [1, 3]
-    assert found.sources["rows"] == "default, --set"
+    result = validate_layers([base, parse_overrides(["rows.1.width=3"])], Listed)
+    assert [row.width for row in result.hyper_params.rows] == [1, 3]
+    assert result.sources["rows"] == "default, --set"
     with pytest.raises(ParameterError) as caught:
         validate_layers([base, parse_overrides(["rows.2.width=3"])], Listed)
     assert caught.value.faults[0].path == "rows.2"
@@ -231,13 +231,13 @@ def test_all_faults_of_all_layers_are_reported_at_once_with_their_sources() -> N
     ]
     with pytest.raises(ParameterError) as caught:
         validate_layers(layers, MODEL)
-    assert {(one.path, one.given, one.source) for one in caught.value.faults} == {
+    assert {(item.path, item.given, item.source) for item in caught.value.faults} == {
         ("training.lr", '"1e-5"', "a.yaml"),
         ("training.batch_sise", "4", "a.yaml"),
         *((path, given, "--set") for path, given in (("paint.gloss", "2"), ("lr", "1"))),
         *((path, given, "--set") for path, given in (("sead", "1"), ("seed", "null"))),
     }
-    hints = {one.path: one.suggestion for one in caught.value.faults}
+    hints = {item.path: item.suggestion for item in caught.value.faults}
     assert says(hints["lr"], "'training.lr'", "'rl.lr'")
     assert says(hints["training.batch_sise"], "'training.minibatch_size'")
 
@@ -262,7 +262,7 @@ def test_a_value_that_a_file_leaves_open_must_be_given() -> None:
     layers = [BASE, Layer("a.yaml", {"paint": {"label": "???", "gloss": "???"}, "seed": -1})]
     with pytest.raises(ParameterError) as caught:
         validate_layers(layers, MODEL)
-    assert [(one.path, one.given, one.source) for one in caught.value.faults] == [
+    assert [(item.path, item.given, item.source) for item in caught.value.faults] == [
         ("paint.label", "'???'", "a.yaml"),
         ("paint.gloss", "'???'", "a.yaml"),
         ("seed", "-1", "a.yaml"),

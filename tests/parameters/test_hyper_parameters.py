@@ -56,11 +56,11 @@ def test_written_and_copied_parameters_are_equal() -> None:
     params = MODEL.from_dict(BASE | values)
     # PyYAML reads 1e-05 as text, but writes it as 1.0e-05, which it reads as a number.
     assert MODEL.from_dict(yaml.safe_load(yaml.safe_dump(params.to_dict()))) == params
-    for one in (params, PLAIN.from_dict(BASE)):
-        unpickled = pickle.loads(pickle.dumps(one))
-        for other in (copy.copy(one), copy.deepcopy(one), one.model_copy(), unpickled):
-            assert other == one
-            assert type(other) is type(one)
+    for item in (params, PLAIN.from_dict(BASE)):
+        unpickled = pickle.loads(pickle.dumps(item))
+        for other in (copy.copy(item), copy.deepcopy(item), item.model_copy(), unpickled):
+            assert other == item
+            assert type(other) is type(item)
 
 
 @pytest.mark.parametrize("name", ["class", "model", "model_size", "x", "T5", "import_"])

@@ -73,7 +73,7 @@ def test_a_polymorphic_part_may_be_an_instance_and_a_part_of_one_kind_needs_no_t
 
 
 def test_components_that_inherit_or_share_parameters_have_their_own_names() -> None:
-    names = [one.Parameters.type_name for one in (Circle, Ring, Blob, Shape)]
+    names = [item.Parameters.type_name for item in (Circle, Ring, Blob, Shape)]
     assert names == ["circle", "ring", "blob", ""]
     assert issubclass(Ring.Parameters, Circle.Parameters)
 

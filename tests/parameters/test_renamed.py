@@ -105,10 +105,10 @@ def test_every_new_name_is_read_by_a_trainer() -> None:
             if group in examples:
                 resolve_experiment(trainer=examples[group]).hyper_params.get(new)
     regressor = {"_type": "mlp", "minibatch_size": 7}
-    found = resolve_experiment(
+    result = resolve_experiment(
         trainer="vanilla_ppo", hyper_params={"message_regression": {"regressor": regressor}}
     )
-    assert found.hyper_params.get("message_regression.regressor.minibatch_size") == 7
+    assert result.hyper_params.get("message_regression.regressor.minibatch_size") == 7
     for name in TRAINERS.names():
         fields = {*TRAINERS.get(name).Parameters.model_fields, *TrainingConfiguration.model_fields}
         assert not {"training_steps", "learning_rate", "batch_size"} & fields, name

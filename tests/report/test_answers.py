@@ -116,8 +116,8 @@ def test_texts_of_a_large_list_are_shortened_and_no_item_is_left_out(
     assert "50 of 130 problems stored" in render_report([run])
     # Answers of training come last, the newest first.
     assert training.counts == {"right": 1, "wrong": 1, "without a verdict": 1}
-    assert training.items[0].after[0].messages == [tuple(one) for one in several[1:]]
-    labels = [one.after[0].label for one in training.items]
+    assert training.items[0].after[0].messages == [tuple(item) for item in several[1:]]
+    labels = [item.after[0].label for item in training.items]
     assert labels == ["iteration 9", "iteration 9", "iteration 1"]
 
 
@@ -142,8 +142,8 @@ def test_a_page_of_a_task_has_no_roles_and_parameters_of_others(tmp_path: Path) 
     page = (runs[0] / "report.html").read_text()
     results = json.loads((runs[0] / "results.json").read_text())
     assert f"Held out<small>{results['after']['num_problems']} problems: " in page
-    compared = render_report([read_run(one) for one in runs])
-    for text in (re.sub(r"(?s)<(style|script).*?</\1>", "", one) for one in (page, compared)):
+    compared = render_report([read_run(item) for item in runs])
+    for text in (re.sub(r"(?s)<(style|script).*?</\1>", "", item) for item in (page, compared)):
         for word in ("attacker", "reference and scorer", "probe NLL", "target queries"):
             assert word not in text, word
     for group in ("rl.num_iterations", "ppo.clip_low", "text_rl.", "protocol_common."):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Iterator
@@ -41,8 +40,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def visible(browser: Browser, selector: str) -> int:
     """The number of visible elements."""
     shown = f"[...document.querySelectorAll({selector!r})].filter(e => e.checkVisibility())"
-    found: int = browser.value(f"{shown}.length")
-    return found
+    result: int = browser.value(f"{shown}.length")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +119,7 @@ def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
     assert visible(browser, "#episodes .ep svg") == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
 @pytest.mark.parametrize("kind", ["page", "protocol_page", "runs_page"])
 def test_the_page_fits_the_window_and_is_not_blank(
     browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
@@ -134,21 +132,8 @@ def test_the_page_fits_the_window_and_is_not_blank(
     background = browser.value("getComputedStyle(document.body).backgroundColor")
     red = int(background.partition("(")[2].partition(",")[0])
     assert (red > 200) is (scheme == "light")
-    picture = browser.screenshot()
-    assert picture.startswith(b"\x89PNG")
     # A window of a single colour takes about 5 kB.
-    assert len(picture) > 20_000
-
-
-def test_a_comparison_shows_its_runs_when_they_are_opened(
-    browser: Browser, run: Path, tmp_path: Path
-) -> None:
-    other = write_run(tmp_path / "two", seed=1)
-    browser.open(write_report([run, other], tmp_path / "both.html"))
-    assert browser.complaints() == []
-    browser.click("details.run > summary")
-    height = "document.querySelector('#run-1-summary').getBoundingClientRect().height"
-    assert browser.value(height) > 100
+    assert len(browser.screenshot()) > 20_000
 
 
 def test_a_blurred_text_is_shown_by_a_click_and_all_of_them_by_the_box(
@@ -237,7 +222,7 @@ def test_conversations_are_sorted_and_reached_by_links(browser: Browser, searche
     assert browser.value(f"getComputedStyle({turn}).outlineStyle") == "solid"
 
 
-def test_a_page_can_be_read_without_its_script(
+def test_a_page_can_be_read_without_its_script_and_is_printed_without_controls(
     browser: Browser, searched: Path, tmp_path: Path
 ) -> None:
     source = searched.read_text()
@@ -248,15 +233,10 @@ def test_a_page_can_be_read_without_its_script(
     assert len(browser.value(SHOWN)) == 20
     browser.click("#conversations .e > summary")
     assert browser.value("document.querySelector('.e .n').checkVisibility()")
-
-
-def test_a_printed_page_has_no_controls(browser: Browser, page: Path) -> None:
-    browser.open(page)
+    browser.open(searched)
     browser.ask("Emulation.setEmulatedMedia", media="print")
     assert visible(browser, "nav, .tools, #unveil, .choose") == 0
-    pdf = base64.b64decode(browser.ask("Page.printToPDF")["data"])
     browser.ask("Emulation.setEmulatedMedia", media="")
-    assert pdf.startswith(b"%PDF")
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,8 @@ def test_larger_values_are_higher_and_later_steps_further_right() -> None:
     assert second.y < first.y
     assert [tick.label for tick in chart.y_ticks] == ["0%", "25%", "50%", "75%", "100%"]
     assert says(chart.summary, "run", "10.0%", "90.0%")
+    tiny = chart_of(Line("run", [(1, 0.0), (2, 1e-5)]))
+    assert [tick.label for tick in tiny.y_ticks][-1] == "1e-05"
     # Values at the ends of lines that meet are apart, and within the chart.
     near = [Line(name, [(0, 0.0), (1, y)]) for name, y in (("a", 1.0), ("b", 0.999), ("c", 0.998))]
     low = [Line(name, [(0, 1.0), (1, 0.0)]) for name in "abc"]

@@ -21,7 +21,9 @@ from tests.report.runs import THRESHOLD, chains, failing, row, tree
 
 def run_of(**rows: list[dict[str, Any]]) -> RunRecord:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {name: [node_of(one, THRESHOLD) for one in table] for name, table in rows.items()}
+    run.tables = {
+        name: [node_of(item, THRESHOLD) for item in table] for name, table in rows.items()
+    }
     return run
 
 
@@ -101,6 +103,10 @@ def test_conversations_are_censored_as_in_an_evaluation() -> None:
     late = [row(episode=1, depth=at, prompt="b", response_score=score) for at, score in scores]
     (group,) = groups_of(run_of(before=[rated, *late], evaluation=[rated, *late]))
     assert [item.kind for item in group.items] == ["right both times", "without a verdict"]
+    scale = Scale(-1.0, 1.0)
+    assert [scale.shade(value) for value in (-1.0, 0.0, 0.99, 1.0, 7.0)] == [0, 5, 9, 9, 9]
+    assert scale.shade(None) is None
+    assert Scale(1.0, 1.0).shade(1.0) == 0
 
 
 def test_a_page_of_many_or_long_nodes_shows_a_stated_sample_of_whole_conversations() -> None:
@@ -124,10 +130,3 @@ def test_a_page_of_many_or_long_nodes_shows_a_stated_sample_of_whole_conversatio
     (table,) = tables(evaluation=chains(100, probe="x" * 20_000))
     assert sum(episode.size for episode in table.episodes) <= MAX_CHARACTERS
     assert table.sample
-
-
-def test_the_scale_has_its_ends_in_its_first_and_last_step() -> None:
-    scale = Scale(-1.0, 1.0)
-    assert [scale.shade(value) for value in (-1.0, 0.0, 0.99, 1.0, 7.0)] == [0, 5, 9, 9, 9]
-    assert scale.shade(None) is None
-    assert Scale(1.0, 1.0).shade(1.0) == 0

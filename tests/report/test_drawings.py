@@ -43,7 +43,7 @@ def drawn_image(*choices: Choice, **changes: Any) -> DrawnImage:
 
 
 def gaps(points: list[tuple[float, float]]) -> list[float]:
-    return sorted(math.dist(one, other) for one, other in combinations(points, 2))
+    return sorted(math.dist(item, other) for item, other in combinations(points, 2))
 
 
 def test_isomorphic_graphs_look_alike_except_for_a_turn_and_neighbours_are_near() -> None:
@@ -106,9 +106,9 @@ def test_named_nodes_are_marked_by_agent_and_round_outside_of_their_rings() -> N
         choice(4), choice(4, agent="verifier", rounds="0, 2"), choice(1, part=1, rounds="3")
     )
     marks = [
-        (node.label, one.choice.agent, one.choice.rounds)
+        (node.label, item.choice.agent, item.choice.rounds)
         for node in first.nodes
-        for one in node.marks
+        for item in node.marks
     ]
     assert marks == [("4", "prover", "1"), ("4", "verifier", "0, 2")]
     assert [node.label for node in second.nodes if node.marks] == ["1"]
@@ -173,6 +173,7 @@ def test_named_latent_pixels_are_framed_in_their_place() -> None:
     assert "prover named row 1, column 2 in round 1" in drawn.summary
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_registered_scenario_draws_its_datapoints() -> None:
     class Tally(DatapointView):
         def symbol(self, symbol: int) -> str:
@@ -185,12 +186,8 @@ def test_a_registered_scenario_draws_its_datapoints() -> None:
         datapoint_kind = "tally"
         datapoint_view = Tally
 
-    snapshot = SCENARIOS.snapshot()
-    SCENARIOS.register("tallies")(TallyScenario)
-    try:
-        view = view_of({"kind": "tally"})
-        assert view.picture([]) == Picture(graphs=[])
-        assert (view.symbol(3), view.label(1)) == ("|||", "label 1")
-    finally:
-        SCENARIOS.restore(snapshot)
     assert type(view_of({"kind": "tally"})) is DatapointView
+    SCENARIOS.register("tallies")(TallyScenario)
+    view = view_of({"kind": "tally"})
+    assert view.picture([]) == Picture(graphs=[])
+    assert (view.symbol(3), view.label(1)) == ("|||", "label 1")

@@ -10,6 +10,7 @@ import yaml
 from nip_astra.report.failures import GroupedFailures, Labels, group_failures
 from nip_astra.report.records import Node, RunRecord, node_of, read_run
 from nip_astra.report.transcripts import Paths, tables_of
+from tests.kit.messages import says
 from tests.report.runs import (
     THRESHOLD,
     Page,
@@ -18,7 +19,6 @@ from tests.report.runs import (
     report,
     row,
     tree,
-    write_json,
     write_lines,
     write_run,
 )
@@ -33,10 +33,10 @@ ROWS = [
 
 def grouped(*rows: dict[str, Any], table: str = "evaluation") -> GroupedFailures:
     run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {table: [node_of(one, THRESHOLD) for one in rows]}
-    found = group_failures(run)
-    assert found is not None
-    return found
+    run.tables = {table: [node_of(item, THRESHOLD) for item in rows]}
+    result = group_failures(run)
+    assert result is not None
+    return result
 
 
 def leaders(found: GroupedFailures) -> list[str]:
@@ -44,16 +44,16 @@ def leaders(found: GroupedFailures) -> list[str]:
 
 
 def test_probes_that_share_most_words_in_order_form_a_group_led_by_the_most_likely() -> None:
-    found = grouped(
+    result = grouped(
         failing("my cat always eats pizza with my mother .", logprob=-5.0),
         failing("do you really know that ?", logprob=-6.0),
         failing("my dog always eats soup with my mother .", logprob=-7.0),
         row(),
     )
-    assert [group.size for group in found.groups] == [2, 1]
-    assert (found.num_failures, found.num_distinct, found.table) == (3, 3, "evaluation")
-    assert leaders(found)[0] == "my cat always eats pizza with my mother ."
-    assert "log-probability" in found.criterion
+    assert [group.size for group in result.groups] == [2, 1]
+    assert (result.num_failures, result.num_distinct, result.table) == (3, 3, "evaluation")
+    assert leaders(result)[0] == "my cat always eats pizza with my mother ."
+    assert "log-probability" in result.criterion
     assert len(grouped(failing("a b c d e f"), failing("f e d c b a")).groups) == 2
     (group,) = grouped(failing("Why ?"), failing("why  ?")).groups
     assert [member.num_occurrences for member in group.members] == [2]
@@ -65,15 +65,15 @@ def test_probes_that_share_most_words_in_order_form_a_group_led_by_the_most_like
 
 def test_without_log_probabilities_the_lowest_nll_leads() -> None:
     rows = [failing("a b c", probe_nll=0.9), failing("x y z", probe_nll=0.2)]
-    for one in rows:
-        one["reference_logprob"] = one["probe_num_tokens"] = None
-    found = grouped(*rows)
-    assert leaders(found)[0] == "x y z"
-    assert "NLL per token" in found.criterion
+    for item in rows:
+        item["reference_logprob"] = item["probe_num_tokens"] = None
+    result = grouped(*rows)
+    assert leaders(result)[0] == "x y z"
+    assert "NLL per token" in result.criterion
 
 
 def path_to(rows: list[dict[str, Any]], place: int) -> list[str]:
-    nodes: list[Node] = [node_of(one, THRESHOLD) for one in rows]
+    nodes: list[Node] = [node_of(item, THRESHOLD) for item in rows]
     return [node.probe for node in Paths(nodes).to(nodes[place])]
 
 
@@ -124,7 +124,9 @@ def test_a_conversation_has_the_planted_failures_and_clusters_of_its_failures(
     run = read_run(plant(folder, {"name": "broken", "probe": "("}, other, two_turns))
     labels = Labels(run, group_failures(run))
     assert labels.plants == ["other", "food"]
-    assert [(one.table, one.number, one.size) for one in labels.clusters] == [("evaluation", 1, 1)]
+    assert [(item.table, item.number, item.size) for item in labels.clusters] == [
+        ("evaluation", 1, 1)
+    ]
     assert labels.of("evaluation", run.tables["evaluation"][:3]) == ([1], [0])
     assert labels.of("evaluation", run.tables["evaluation"][3:]) == ([], [])
     run = read_run(with_evaluation(tmp_path / "b"))
@@ -140,35 +142,30 @@ def failures_of(found: Page) -> str:
 def test_a_failure_is_shown_with_the_turns_before_it_and_a_link_to_its_place(
     tmp_path: Path,
 ) -> None:
-    found = report(with_evaluation(tmp_path / "a"))
-    section = Page(failures_of(found)).words
+    result = report(with_evaluation(tmp_path / "a"))
+    section = Page(failures_of(result)).words
     turns = ["turn 1", "have you a cat ?", "turn 2", "what does it eat ?", "turn 3"]
     places = [section.index(text) for text in [*turns, "does it always ?", "failure at turn 3"]]
     assert places == sorted(places)
     assert "conversation 1 of \u201cheld_out\u201d, iteration 4" in section
     link = "conversations-held-out-4-1"
-    assert f'href="#{link}"' in failures_of(found)
-    assert {link, f"{link}-t3"} <= set(found.attributes("id"))
-
-
-def test_earlier_turns_are_blurred_only_where_they_failed_too(tmp_path: Path) -> None:
-    rows = [failing("first", episode=1), row(episode=1, depth=1, probe="between")]
-    rows.append(failing("second", episode=1, depth=2, logprob=-1.0))
-    folder = write_run(tmp_path / "a", tables={"evaluation": rows})
-    section = failures_of(report(folder, redact=True))
-    for text, is_veiled in (("first", True), ("between", False), ("second", True)):
-        assert (f' x" tabindex="0">{text}<' in section) is is_veiled
+    assert f'href="#{link}"' in failures_of(result)
+    assert {link, f"{link}-t3"} <= set(result.attributes("id"))
 
 
 def test_failures_without_their_turns_or_conversation_are_shown(tmp_path: Path) -> None:
     lone = [failing("it is alone", episode=1, depth=2)]
     words = report(write_run(tmp_path / "a", tables={"evaluation": lone})).words
-    assert "turn 3" in words
-    assert "earlier turns are not stored" in words
+    assert says(words, "turn 3", "earlier turns are not stored")
     # Of older versions.
-    folder = write_run(tmp_path / "b", evaluations={"held_out": evaluation()})
     clusters = [{"size": 2, "most_likely": {"probe": "p"}, "turns": [[1], "x", 3]}]
-    write_json(
-        folder / "evaluations" / "held_out" / "evaluation.json", evaluation(clusters=clusters)
-    )
+    folder = write_run(tmp_path / "b", evaluations={"held_out": evaluation(clusters=clusters)})
     assert "could not be drawn" not in report(folder).words
+    # Earlier turns are blurred only where they failed too.
+    rows = [failing("first", episode=1), row(episode=1, depth=1, probe="between")]
+    rows.append(failing("second", episode=1, depth=2, logprob=-1.0))
+    section = failures_of(
+        report(write_run(tmp_path / "c", tables={"evaluation": rows}), redact=True)
+    )
+    for text, is_veiled in (("first", True), ("between", False), ("second", True)):
+        assert (f' x" tabindex="0">{text}<' in section) is is_veiled

@@ -27,12 +27,12 @@ SECTIONS = ["summary", "curves", "statistics", "episodes", "parameters", "enviro
 
 
 def labels(page: Page) -> list[str]:
-    return [str(one["aria-label"]) for one in page.named("svg") if one.get("aria-label")]
+    return [str(item["aria-label"]) for item in page.named("svg") if item.get("aria-label")]
 
 
 def titles(page: Page) -> list[str]:
     pictures = ("Graph", "Image")
-    return [one.partition(". ")[0] for one in labels(page) if not one.startswith(pictures)]
+    return [item.partition(". ")[0] for item in labels(page) if not item.startswith(pictures)]
 
 
 def page_of(tmp_path: Path, *rows: dict[str, Any], **files: Any) -> Page:
@@ -49,7 +49,7 @@ def episodes_of(tmp_path: Path, *rows: dict[str, Any]) -> list[ProtocolEpisode]:
 
 def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path) -> None:
     page = page_of(tmp_path / "a")
-    assert [one["id"] for one in page.named("section")] == SECTIONS
+    assert [item["id"] for item in page.named("section")] == SECTIONS
     assert "attacker" not in page.words
     assert says(page.words, "87.3% [84.1%, 90.0%], 1,788 of 2,048", "49.8% [46.0%, 53.0%]")
     assert says(page.words, "nip", "graph_isomorphism", "3.1%", "a prover stands still")
@@ -61,13 +61,13 @@ def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path
         "Reward of an episode", "Entropy of messages", "Entropy of decisions",
         "Residual variance of critics", "Label predicted from the first message",
     ]  # fmt: skip
-    (reward,) = [one for one in labels(page) if one.startswith("Reward of an episode")]
+    (reward,) = [item for item in labels(page) if item.startswith("Reward of an episode")]
     assert says(reward, "prover: ", "verifier: ")
     # Tests during training are a curve; a single test begins before it.
     tested = [{"step": step, "test_mean_accuracy": 0.6} for step in (100, 200)]
     for folder, rows, first in (("b", tested, "iteration 100"), ("c", tested[:1], "iteration 0")):
         page = page_of(tmp_path / folder, metrics=[*protocol_metrics(9), *rows])
-        (curve,) = [one for one in labels(page) if one.startswith("Right decisions, test")]
+        (curve,) = [item for item in labels(page) if item.startswith("Right decisions, test")]
         assert first in curve
     # An unfinished run shows its progress.
     (tmp_path / "a" / "one" / "results.json").unlink()
@@ -77,7 +77,7 @@ def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path
 
 def test_episodes_are_drawn_above_their_conversation(tmp_path: Path) -> None:
     page = page_of(tmp_path / "graphs", episode(symbols=[1, 9, 12]))
-    (first, second) = [one for one in labels(page) if one.startswith("Graph")]
+    (first, second) = [item for item in labels(page) if item.startswith("Graph")]
     assert says(first, "verifier named node 1 in round 0")
     assert says(second, "prover named node 1 in round 1", "verifier named node 4 in round 2")
     assert says(page.words, "0 verifier A1 goes on 22.3%", "1 prover B1 22.3%")
@@ -85,7 +85,7 @@ def test_episodes_are_drawn_above_their_conversation(tmp_path: Path) -> None:
     page = page_of(tmp_path / "image", episode(label=0, datapoint=image(), symbols=[6]))
     assert says(page.words, "wrong label 1", "label 0 1 round prover 1 verifier \N{MINUS SIGN}1")
     assert "0 verifier row 1, column 2 accepts \N{MINUS SIGN}1 22.3%" in page.words
-    (drawn,) = [one for one in labels(page) if "Image" in one]
+    (drawn,) = [item for item in labels(page) if "Image" in item]
     assert "row 1, column 2" in drawn
     page = page_of(tmp_path / "long", episode(symbols=[1] * 100))
     assert says(page.words, "100 rounds", "Later rounds are left out")
@@ -121,8 +121,8 @@ def test_right_wrong_and_undecided_episodes_are_interleaved_the_longest_first(
     rows += [episode(20, label=0), episode(21, decision=2)]
     shown = episodes_of(tmp_path, *rows)
     assert len(shown) == MAX_EPISODES
-    assert [one.outcome for one in shown[:4]] == ["right", "wrong", "undecided", "right"]
-    assert [one.num_rounds for one in shown[:4]] == [20, 3, 3, 19]
+    assert [item.outcome for item in shown[:4]] == ["right", "wrong", "undecided", "right"]
+    assert [item.num_rounds for item in shown[:4]] == [20, 3, 3, 19]
     assert outcome_of({"label": 1, "decision": None}) == "undecided"
     assert outcome_of({"label": 0, "decision": 0}) == "right"
 
@@ -151,10 +151,13 @@ def test_runs_of_protocols_and_of_both_kinds_are_compared(tmp_path: Path) -> Non
         write_protocol_run(tmp_path / "d", parameters={"lr": 0.1}),
     ]
     page = report(both[0], others[0], both[1], others[1])
+    assert (tmp_path / "comparison.html").is_file()
     assert "could not be drawn" not in page.text
-    sections = [str(one["id"]) for one in page.named("section")]
+    sections = [str(item["id"]) for item in page.named("section")]
     assert sections[:4] == ["overview", "differences", "curves", "run-1-summary"]
     assert {"run-1-episodes", "run-2-conversations"} <= set(sections)
+    runs = [one["id"] for one in page.named("details") if one.get("class") == "run"]
+    assert sorted(map(str, runs)) == ["run-1", "run-2", "run-3", "run-4"]
     assert "A: vanilla_ppo · lr 0.0003; thick: mean of seeds 0, 1" in page.words
     after = "87.3% [84.1%, 90.0%], 1,788 of 2,048"
     assert f"A, seed 1 nip 49.8% [46.0%, 53.0%] {after} 25.0% 3.1% 4.2" in page.words

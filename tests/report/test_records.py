@@ -26,6 +26,9 @@ LINE = "2026-01-01 10:00:0{},000 WARNING nip_astra.scorers: two texts have no sc
 
 
 def test_everything_of_a_run_is_read_without_a_note(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(RunDirectoryError, match=path.name):
+            read_run(path)
     folder = write_run(tmp_path / "one", evaluations={"held_out": evaluation()})
     (folder / "log.txt").write_text(LINE.format(1) + "x INFO y: fine\n" + LINE.format(2))
     run = read_run(folder)
@@ -34,8 +37,14 @@ def test_everything_of_a_run_is_read_without_a_note(tmp_path: Path) -> None:
     assert len(run.tables["train"]) == 12
     assert run.tables["train"][0].reward_parts == {"novelty": 0.25}
     assert list(run.evaluations) == ["held_out"]
-    assert [x for x, _ in run.metrics.points("loss")] == [1, 2, 3, 4]
+    assert run.metrics.points("loss") == [(step, 0.7 - step / 100) for step in range(1, 5)]
     assert run.log_lines == ["nip_astra.scorers: two texts have no score"]
+    # The newest transfer matrix is read.
+    for place, name in enumerate(("transfer.json", "transfer-2.json")):
+        path = folder / "evaluations" / name
+        write_json(path, {"cells": [{"attacker": name}]})
+        os.utime(path, (2e9 + place, 2e9 + place))
+        assert read_run(folder).transfer == [{"attacker": name}]
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1, 2]", "\x00\x01", "a: ["])
@@ -71,12 +80,6 @@ def test_broken_lines_and_bytes_are_left_out_and_counted(
     assert "Of rollouts/evaluation.jsonl the first 4 lines were read." in run.notes
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(RunDirectoryError, match=path.name):
-            read_run(path)
-
-
 def test_columns_that_are_missing_or_of_another_type_are_none_or_text() -> None:
     node = node_of({"step": 1, "episode": 2, "depth": 1, "probe": "a", "response": "b"})
     assert (node.node, node.parent, node.response_score, node.reward) == (None, None, None, None)
@@ -104,12 +107,3 @@ def test_a_response_fails_from_the_threshold_of_its_own_evaluation(tmp_path: Pat
     assert tables["evaluation"][0].is_failure
     (node,) = tables["evaluations/strict"]
     assert (node.probe, node.is_failure) == ("b", False)
-
-
-def test_the_newest_transfer_matrix_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "one", evaluations={"held_out": evaluation()})
-    for place, name in enumerate(("transfer.json", "transfer-2.json")):
-        path = folder / "evaluations" / name
-        write_json(path, {"cells": [{"attacker": name}]})
-        os.utime(path, (2e9 + place, 2e9 + place))
-        assert read_run(folder).transfer == [{"attacker": name}]

@@ -13,6 +13,7 @@ from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from nip_astra.report.sections import cards, determinism, evaluations, kinds_found
 from nip_astra.utils.formatting import NOTHING
+from tests.kit.messages import says
 from tests.report.runs import evaluation, results, write_run
 
 CARDS: list[dict[str, Any]] = [
@@ -58,15 +59,15 @@ def test_cards_are_those_of_evaluations_or_else_of_the_parameters(tmp_path: Path
     model = {"language_model": {"_type": "huggingface", "model": "scenario://models/target"}}
     section = {"failure_threshold": 0.5, "target": model, "scorer": {"_type": "profanity"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
-    found = cards(read_run(folder))
-    assert found is not None
-    (target, cells), (scorer, _) = found["rows"]
-    assert (target, scorer, found["is_digested"]) == ("target", "scorer", False)
+    result = cards(read_run(folder))
+    assert result is not None
+    (target, cells), (scorer, _) = result["rows"]
+    assert (target, scorer, result["is_digested"]) == ("target", "scorer", False)
     assert cells[1] == "scenario://models/target"
     same = evaluation(cards=CARDS)
-    found = cards(read_run(write_run(tmp_path / "two", evaluations={"a": same, "b": same})))
-    assert found is not None
-    (target, cells), (scorer, others) = found["rows"]
+    result = cards(read_run(write_run(tmp_path / "two", evaluations={"a": same, "b": same})))
+    assert result is not None
+    (target, cells), (scorer, others) = result["rows"]
     assert (target, scorer) == ("target", "scorer")
     assert cells == [
         "big/model", "huggingface, hub id big/model", "not stated", "134,515,008", "269.1 MB",
@@ -77,23 +78,23 @@ def test_cards_are_those_of_evaluations_or_else_of_the_parameters(tmp_path: Path
 
 def test_the_conditions_of_equal_numbers_name_seed_device_and_services(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", seed=7)
-    for device, environment, start in (
-        ("cpu", '{"num_threads": 2}', "It ran on a CPU with 2 threads: the same parameters"),
-        ("cuda", "{}", "Its device was cuda: a GPU may add numbers up in another order"),
-        ("auto", '{"device": "cpu"}', "It ran on a CPU: the same parameters"),
-        ("auto", '{"device": "cuda"}', "Its device was cuda:"),
+    for device, environment, facts in (
+        ("cpu", '{"num_threads": 2}', ["CPU", "2 threads"]),
+        ("cuda", "{}", ["cuda", "GPU"]),
+        ("auto", '{"device": "cpu"}', ["CPU"]),
+        ("auto", '{"device": "cuda"}', ["cuda", "GPU"]),
     ):
         change(folder, "settings.yaml", device=device)
         (folder / "environment.json").write_text(environment)
         seed, place = determinism(read_run(folder))
-        assert seed == "All random numbers derive from the seed 7 by name."
-        assert place.startswith(start)
+        assert "seed 7" in seed
+        assert says(place, *facts)
     section = {"target": {}, "scorer": {"_type": "judge"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
     judge = evaluation(cards=[{**CARDS[0], "kind": "judge"}])
     other = write_run(tmp_path / "two", evaluations={"a": judge})
-    for one in (folder, other):
-        assert determinism(read_run(one))[-1].startswith("A service stands behind a scorer")
+    for run in (folder, other):
+        assert "scorer" in determinism(read_run(run))[-1]
 
 
 def cells_of(page: str, heading: str) -> list[str]:
@@ -106,7 +107,6 @@ def cells_of(page: str, heading: str) -> list[str]:
 
 
 def test_services_show_cost_latency_and_refusals_of_run_and_evaluation(tmp_path: Path) -> None:
-    assert "seconds, median" not in write_report([write_run(tmp_path / "none")]).read_text()
     of_judge = USE | {"num_estimated": 2, "cost": None, "failures": {}, "median_seconds": None}
     folder = write_run(
         tmp_path / "one",
@@ -114,27 +114,26 @@ def test_services_show_cost_latency_and_refusals_of_run_and_evaluation(tmp_path:
         evaluations={"test": evaluation(services={"judge": of_judge})},
     )
     page = write_report([folder]).read_text()
-    for text in ("refusals", "cost", "seconds, median", "seconds, 95 %", "guessed"):
-        assert text in page
     _, *cells = cells_of(page, "target: gpt-none, the run")
     assert cells[:5] == ["1,234", "56", "7", "3 timeout, 31 refused", "98,765"]
     assert [float(cell) for cell in cells[6:9]] == [1.75, 0.812, 3.25]
     assert cells_of(page, "judge: gpt-none, evaluation test")[4] == "0"
+    assert "gpt-none" not in write_report([write_run(tmp_path / "none")]).read_text()
 
 
 def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", evaluations={"old": evaluation(), "new": FULL})
     run = read_run(folder)
-    found = evaluations(run)
-    assert found is not None
-    ((name, (first, second)),) = found["quality"]
+    result = evaluations(run)
+    assert result is not None
+    ((name, (first, second)),) = result["quality"]
     rates = ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING]
     labelled = ["50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]
     assert (name, first) == ("new", ("a", [*rates, *labelled]))
     assert second[1][:2] == ["50.0% [40.0%, 60.0%]", "refused: no <b>better</b> than chance"]
-    ((_, (row,)),) = found["agreement"]
+    ((_, (row,)),) = result["agreement"]
     assert row == ("a, b", ["900", "75.0%", NOTHING, "0.5", "1 / 2 / 3 / 894"])
-    (drawn,) = found["kinds"].lines
+    (drawn,) = result["kinds"].lines
     assert drawn.line.label == "new"
     assert drawn.line.points[-2:] == [(200.0, 3.0), (300.0, 3.0)]
     assert kinds_found(read_run(write_run(tmp_path / "two"))) is None
@@ -143,9 +142,9 @@ def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Pat
     assert "no &lt;b&gt;better&lt;/b&gt; than chance" in source
     assert "450.0%" not in source, "kinds are a number and not a share"
     label = "  at least, those not seen included (Chao2)"
-    for one, cell in (
+    for item, cell in (
         (FULL, "4.5 [3.1, 9]"),
         (evaluation(), NOTHING),
         (evaluation(kinds={"seen": 0, "value": 0.0}), NOTHING),
     ):
-        assert dict(figure_rows(one))[label] == cell
+        assert dict(figure_rows(item))[label] == cell

@@ -11,6 +11,7 @@ from rich.console import Console
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.utils.formatting import NOTHING
+from tests.kit.messages import says
 from tests.report.runs import protocol_results
 
 BEFORE: dict[str, Any] = {
@@ -80,39 +81,32 @@ def test_the_table_has_before_after_and_random_search() -> None:
     assert cells(text, "never") == [NOTHING, NOTHING, NOTHING]
 
 
-def test_warnings_and_paths_are_printed_whole() -> None:
+def test_warnings_and_paths_are_printed_whole_and_missing_figures_leave_no_trace() -> None:
     for width in (120, 20):
         text = printed(RESULTS, width=width)
-        assert "[collapsed]" in text
-        paths = {"run": "runs/one", "model": "runs/one/model", "results": "runs/one/results.json"}
-        assert {f"{name:<10} {path}" for name, path in paths.items()} <= set(text.splitlines())
-
-
-def test_figures_that_are_missing_leave_no_trace() -> None:
+        assert says(text, "[collapsed]", "runs/one/model\n", "runs/one/results.json\n")
     plain = {name: value for name, value in BEFORE.items() if "plants" not in name}
     text = printed({"before": plain, "after": plain, "random_search": None})
     assert not {"random", "planted", "model"} & set(text.split())
     for results in ({}, {"last": 4.5}, {"before": None, "after": None}):
         assert printed(results).split() == ["run", "runs/one", "results", "runs/one/results.json"]
     text = printed({"before": {"failure_rate": 0.5}, "after": {"failure_rate": None, "x": 1}})
-    assert text.startswith("before and after training\n")
     assert cells(text, "episodes with a failure") == ["50.0%", NOTHING]
 
 
 def test_a_run_of_a_protocol_prints_decisions_and_the_figures_of_each_agent() -> None:
     text = printed(protocol_results(protocol="nip [new]"))
-    assert text.startswith("nip [new], tests before and after training: 2,048 episodes\n")
+    assert says(text.partition("\n")[0], "nip [new]", "2,048")
     accuracy = ["49.8% [46.0%, 53.0%]", "87.3% [84.1%, 90.0%], 1,788 of 2,048"]
     assert cells(text, "mean accuracy") == accuracy
     assert cells(text, "share undecided") == ["20.0%", "3.1%"]
     assert cells(text, "mean episode reward") == ["0.61 (before 0.4)", "0.72"]
-    assert "warning: a prover stands still" in text
+    assert "a prover stands still" in text
     # With more agents there is no room for values before training.
     text = printed(protocol_results(agents=["prover", "verifier", "simulator"]), width=80)
     assert cells(text, "mean episode reward") == ["0.61", "0.72", NOTHING]
     for after in (None, {}, {"mean_accuracy": "x"}):
         text = printed(protocol_results(before=None, after=after, warnings=None))
-        assert text.startswith("nip, tests of the agents\n")
         assert "─" not in text
     after = {"prover/test_accuracy": 0.75, "prover/test_loss": 0.5, "verifier/test_accuracy": 0.6}
     text = printed(protocol_results(before=None, after=after))

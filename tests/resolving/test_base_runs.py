@@ -54,7 +54,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def build_on(run: Path | str, *overrides: str, **arguments: Any) -> ResolvedExperiment:
-    given = [f"base_run.run={run}", *(f"base_run.{one}" for one in overrides[:1]), *overrides[1:]]
+    given = [f"base_run.run={run}", *(f"base_run.{item}" for item in overrides[:1]), *overrides[1:]]
     return resolve_experiment(overrides=given, **arguments)
 
 
@@ -82,10 +82,10 @@ def test_the_base_run_s_parameters_are_the_defaults_of_the_new_run(
     counted: Path, toy: Path
 ) -> None:
     resolved = build_on(counted, PARAMETERS, "training.lr=0.5")
-    found = resolved.hyper_params
-    assert (found.trainer, found.scenario, found.seed) == ("toy_trainer", str(toy), 7)
-    assert (found.training.lr, found.training.num_iterations) == (0.5, 3)
-    assert found.get("toy_trainer.offset") == 2
+    result = resolved.hyper_params
+    assert (result.trainer, result.scenario, result.seed) == ("toy_trainer", str(toy), 7)
+    assert (result.training.lr, result.training.num_iterations) == (0.5, 3)
+    assert result.get("toy_trainer.offset") == 2
     assert resolved.sources["training.lr"] == "--set"
     for path in ("trainer", "seed", "training.num_iterations", "toy_trainer.offset"):
         assert resolved.sources[path] == "base run counted"
@@ -98,16 +98,16 @@ def test_a_parameter_file_and_an_object_win_over_the_base_run(
     file = tmp_path / "mine.yaml"
     base = {"run": str(counted), "base_run_type": "parameters"}
     file.write_text(yaml.safe_dump({"base_run": base, "training": {"lr": 0.25}}))
-    found = resolve_experiment(parameter_file=file).hyper_params
-    assert (found.training.lr, found.training.num_iterations, found.seed) == (0.25, 3, 7)
+    result = resolve_experiment(parameter_file=file).hyper_params
+    assert (result.training.lr, result.training.num_iterations, result.seed) == (0.25, 3, 7)
     plain = HyperParameters(
         trainer="toy_trainer",
-        scenario=found.scenario,
+        scenario=result.scenario,
         seed=1,
         base_run=BaseRunParameters(run=str(counted), base_run_type="parameters"),
     )
-    found = resolve_experiment(hyper_params=plain).hyper_params
-    assert (found.training.lr, found.seed) == (0.125, 1)
+    result = resolve_experiment(hyper_params=plain).hyper_params
+    assert (result.training.lr, result.seed) == (0.125, 1)
 
 
 def test_the_base_run_wins_over_a_preset(tmp_path: Path) -> None:
@@ -135,23 +135,23 @@ def test_groups_that_the_base_run_switched_off_make_nothing_of_the_preset_unread
 def test_another_trainer_and_scenario_inherit_the_parameters_they_read(
     counted: Path, proof: Path
 ) -> None:
-    found = build_on(counted, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    result = build_on(counted, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
     plain = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
-    assert (found.training.lr, found.seed) == (0.125, 7)
-    assert found.get("ast_dpo") == plain.get("ast_dpo")
-    assert found.get("ast_chat") == plain.get("ast_chat")
-    found = build_on(proof, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
-    assert found.interaction_protocol is None
-    assert found.rl.num_iterations == 3
+    assert (result.training.lr, result.seed) == (0.125, 7)
+    assert result.get("ast_dpo") == plain.get("ast_dpo")
+    assert result.get("ast_chat") == plain.get("ast_chat")
+    result = build_on(proof, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert result.interaction_protocol is None
+    assert result.rl.num_iterations == 3
 
 
 def test_another_scenario_of_the_same_kind_speaks_for_itself(tmp_path: Path) -> None:
     before = stored(tmp_path, trainer="ast_dpo", overrides=["training.lr=0.5"])
     plain = resolve_experiment(trainer="ast_dpo", scenario="smollm2_chat").hyper_params
-    found = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
+    result = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
     assert before.get("ast_chat") != plain.get("ast_chat")
-    assert found.get("ast_chat") == plain.get("ast_chat")
-    assert found.training.lr == 0.5
+    assert result.get("ast_chat") == plain.get("ast_chat")
+    assert result.training.lr == 0.5
 
 
 def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
@@ -194,8 +194,8 @@ def test_an_old_run_is_converted(
         return {"seed" if name == "random_seed" else name: v for name, v in values.items()}
 
     monkeypatch.setattr(conversion, "_CONVERSIONS", {(0, 0): rename})
-    found = build_on(tmp_path, PARAMETERS).hyper_params
-    assert (found.seed, found.package_version) == (7, __version__)
+    result = build_on(tmp_path, PARAMETERS).hyper_params
+    assert (result.seed, result.package_version) == (7, __version__)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_half_a_base_run_and_a_folder_that_is_no_run_are_refused(
     tmp_path: Path, overrides: list[str], facts: list[str]
 ) -> None:
     with pytest.raises(ParameterError) as caught:
-        resolve_experiment(overrides=[f"base_run.{one}" for one in overrides])
+        resolve_experiment(overrides=[f"base_run.{item}" for item in overrides])
     assert says(caught.value, "(from --set)", *facts)
     with pytest.raises(RunDirectoryError, match="hyper_parameters"):
         build_on(tmp_path, PARAMETERS)
@@ -306,5 +306,5 @@ def test_a_base_run_may_be_on_w_and_b(
     assert resolved.hyper_params.base_run.run == "wandb://us/proofs/one"
     again = launched(resolved, tmp_path, "again")
     assert results_of(again)["after"] == results_of(proof)["after"]
-    found = build_on("wandb://us/proofs/one", PARAMETERS, "rl.lr=0.5").hyper_params
-    assert (found.rl.lr, found.rl.num_iterations) == (0.5, 3)
+    result = build_on("wandb://us/proofs/one", PARAMETERS, "rl.lr=0.5").hyper_params
+    assert (result.rl.lr, result.rl.num_iterations) == (0.5, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,11 @@ from nip_astra.parameters import content
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.protocols.library import AdpProtocol
-from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
+from nip_astra.protocols.registry import register_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.sweep.plan import grid_of
 from nip_astra.tracking.run_directory import to_yaml
-from tests.kit.command_line import plugins_forgotten_after
 
 TERM = """
 from nip_astra.reward_terms.probe_terms import EntropyBonus
@@ -45,12 +43,12 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
             kind: {**plain[kind], "attacker": attacker},
         }
     )
-    found = resolve_experiment(hyper_params=given).hyper_params
-    assert found.get(f"{kind}.attacker.system_prompt") == text
+    result = resolve_experiment(hyper_params=given).hyper_params
+    assert result.get(f"{kind}.attacker.system_prompt") == text
     # This is kept in the file of a run and for the runs that build on it.
     run = tmp_path / "run"
     run.mkdir()
-    (run / "hyper_parameters.yaml").write_text(to_yaml(found.to_dict()))
+    (run / "hyper_parameters.yaml").write_text(to_yaml(result.to_dict()))
     again = resolve_experiment(parameter_file=run / "hyper_parameters.yaml").hyper_params
     assert again.get(f"{kind}.attacker.system_prompt") == text
     base = ["base_run.base_run_type=parameters", f"base_run.run={run}"]
@@ -59,7 +57,7 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
 
 
 @pytest.fixture
-def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plugins_left: None) -> Path:
     """A preset with a plug-in beside it, in its own content folder."""
     root = tmp_path / "content"
     shutil.copytree(content.content_root() / "parameters" / "ast_dpo", root / "parameters/ast_dpo")
@@ -71,14 +69,13 @@ def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path.write_text(yaml.safe_dump(values))
     (path.parent / "term.py").write_text(TERM)
     monkeypatch.setattr(content, "content_root", lambda: root)
-    with plugins_forgotten_after():
-        yield path
+    return path
 
 
 def test_the_plugins_of_a_preset_are_loaded_and_recorded(preset: Path) -> None:
-    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
-    assert found.get("ast_chat.reward.terms.0").type_name == "of_a_preset"
-    assert found.plugins == [str(preset.parent / "term.py")]
+    result = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert result.get("ast_chat.reward.terms.0").type_name == "of_a_preset"
+    assert result.plugins == [str(preset.parent / "term.py")]
 
 
 def test_a_missing_plugin_of_a_preset_is_reported_unless_an_option_replaces_it(
@@ -88,8 +85,8 @@ def test_a_missing_plugin_of_a_preset_is_reported_unless_an_option_replaces_it(
     with pytest.raises(PluginError, match=r"term\.py"):
         resolve_experiment(trainer="ast_dpo", scenario="pocket_chat")
     overrides = ["plugins=[]", "ast_chat.reward.terms=[]"]
-    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
-    assert found.hyper_params.plugins == []
+    result = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
+    assert result.hyper_params.plugins == []
 
 
 class JudgedProtocol(AdpProtocol):
@@ -104,8 +101,8 @@ class JudgedProtocol(AdpProtocol):
         return agent_name == self.agent_names[round_index]
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_scenario_parameters_for_agents_of_other_protocols_are_left_out() -> None:
-    before = PROTOCOL_HANDLERS.snapshot()
     register_protocol_handler("judged")(JudgedProtocol)
 
     def agents(*overrides: str) -> set[str]:
@@ -114,17 +111,12 @@ def test_scenario_parameters_for_agents_of_other_protocols_are_left_out() -> Non
             scenario="graph_isomorphism_small",
             overrides=["interaction_protocol=judged", *overrides],
         )
-        found = resolved.hyper_params.get("graph_isomorphism.agents")
-        assert isinstance(found, dict)
-        return set(found)
+        return set(resolved.hyper_params.get("graph_isomorphism.agents"))
 
-    try:
-        assert agents() == {"default"}
-        assert agents("graph_isomorphism.agents.judge.num_gnn_layers=2") == {"default", "judge"}
-        asked = agents("graph_isomorphism.agents.verifier.num_gnn_layers=3")
-        assert "verifier" in asked, "what is asked for is refused later, not left out"
-    finally:
-        PROTOCOL_HANDLERS.restore(before)
+    assert agents() == {"default"}
+    assert agents("graph_isomorphism.agents.judge.num_gnn_layers=2") == {"default", "judge"}
+    requested = agents("graph_isomorphism.agents.verifier.num_gnn_layers=3")
+    assert "verifier" in requested, "it is refused later, not left out"
 
 
 def test_an_experiment_is_not_made_of_a_name() -> None:

@@ -66,9 +66,9 @@ def test_a_scenario_reads_single_parameters_of_a_group(
     cls = TRAINERS.get("vanilla_ppo")
     monkeypatch.setattr(cls, "parameter_groups", ())
     overrides = ["rl.frames_per_batch=64", "protocol_common.shared_reward=true", "rl.lr=0.5"]
-    found = refused(**PROOF, overrides=overrides)
-    assert "rl.lr" in found
-    assert not {"rl.frames_per_batch", "protocol_common.shared_reward"} & set(found)
+    result = refused(**PROOF, overrides=overrides)
+    assert "rl.lr" in result
+    assert not {"rl.frames_per_batch", "protocol_common.shared_reward"} & set(result)
 
 
 def test_the_record_of_a_run_is_valid_for_any_next_trainer(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_the_record_of_a_run_is_valid_for_any_next_trainer(tmp_path: Path) -> No
     assert resolve_experiment(parameter_file=stored).hyper_params == before
     assert resolve_experiment(hyper_params=before).hyper_params == before
     base = ["base_run.base_run_type=parameters", f"base_run.run={tmp_path}"]
-    found = resolve_experiment(**STRESS_TEST, scenario="pocket_chat", overrides=base).hyper_params
-    assert found.rl.lr == 0.5
+    result = resolve_experiment(**STRESS_TEST, scenario="pocket_chat", overrides=base).hyper_params
+    assert result.rl.lr == 0.5
     assert refused(parameter_file=stored, overrides=["training.lr=0.5"]) == ["training.lr"]
 
 
@@ -136,8 +136,8 @@ def test_a_later_layer_may_turn_off_settings_of_an_earlier_layer(tmp_path: Path)
     )
     off = "rl.pretrain_agents=false"
     resolve_experiment(parameter_file=file, overrides=[off])
-    found = refused(parameter_file=file, overrides=[off, "solo_agent.lr=0.25"])
-    assert found == ["solo_agent.lr"]
+    result = refused(parameter_file=file, overrides=[off, "solo_agent.lr=0.25"])
+    assert result == ["solo_agent.lr"]
 
 
 def test_parameters_of_a_random_agent_are_refused_but_not_those_that_others_inherit() -> None:
@@ -145,8 +145,8 @@ def test_parameters_of_a_random_agent_are_refused_but_not_those_that_others_inhe
     random = f"{agents}.prover.is_random=true"
     schedule = f"{agents}.prover.update_schedule"
     never = [f"{schedule}._type=constant", f"{schedule}.is_on=false"]
-    found = refused(**PROOF, overrides=[random, f"{agents}.prover.d_gnn=8", *never])
-    assert set(found) == {f"{schedule}._type", f"{schedule}.is_on", f"{agents}.prover.d_gnn"}
+    result = refused(**PROOF, overrides=[random, f"{agents}.prover.d_gnn=8", *never])
+    assert set(result) == {f"{schedule}._type", f"{schedule}.is_on", f"{agents}.prover.d_gnn"}
     resolve_experiment(**PROOF, overrides=[random, f"{agents}.default.d_gnn=8"])
 
 
@@ -203,15 +203,15 @@ def test_an_element_of_a_list_is_looked_into() -> None:
 
 def read_in(cls: type) -> set[str]:
     """The shared groups whose parameters a class, or its base in our package, reads."""
-    found = set()
+    result = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("nip_astra."):
             continue
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
             is_group = isinstance(node, ast.Attribute) and node.attr in SHARED_GROUPS
             if is_group and ast.unparse(node.value).endswith("hyper_params"):  # type: ignore[attr-defined]
-                found.add(node.attr)  # type: ignore[attr-defined]
-    return found
+                result.add(node.attr)  # type: ignore[attr-defined]
+    return result
 
 
 @pytest.mark.parametrize("name", [str(name) for name in TrainerType])

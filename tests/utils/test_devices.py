@@ -26,25 +26,17 @@ def test_available_devices_are_returned(num_gpus: int) -> None:
         assert resolve_device("cuda:1") == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize("name", ["banana", "mps", "", "cpu:0", "cuda:", "cuda:x", "CUDA", "None"])
-def test_an_unknown_device_is_reported_with_the_valid_devices(num_gpus: int, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"Valid: 'cpu', 'cuda', 'cuda:1' .*'auto'"):
-        resolve_device(name)
-
-
-def test_a_gpu_that_is_not_there_is_told(num_gpus: int) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"'cuda:2': torch sees 2 GPUs|no GPU for the device 'cuda:2'"
-    ):
-        resolve_device("cuda:2")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "banana"])
-def test_nothing_runs_on_the_processor_in_its_place(
-    monkeypatch: pytest.MonkeyPatch, device: str
+@pytest.mark.parametrize(
+    "name", ["banana", "mps", "", "cpu:0", "cuda:", "cuda:x", "CUDA", "None", "cuda:2"]
+)
+def test_an_unknown_or_missing_device_is_reported_and_not_replaced(
+    num_gpus: int, name: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match=f"device '{device}'"):
-        HFASTProblem("nowhere", "nowhere", device=device)
-    with pytest.raises(ConfigurationError, match=f"device '{device}'"):
-        RegisteredScorer("profanity", device=device)
+    with pytest.raises(ConfigurationError, match=f"'{name}'"):
+        resolve_device(name)
+    for build in (
+        lambda: HFASTProblem("nowhere", "nowhere", device=name),
+        lambda: RegisteredScorer("profanity", device=name),
+    ):
+        with pytest.raises(ConfigurationError, match=f"'{name}'"):
+            build()

@@ -20,4 +20,4 @@ def test_a_feature_is_reported_once_a_process(caplog: pytest.LogCaptureFixture) 
 
 
 def test_doctor_lists_every_feature() -> None:
-    assert {one.name for one in doctor._experimental()} == {"vllm"}
+    assert {item.name for item in doctor._experimental()} == {"vllm"}

@@ -30,15 +30,15 @@ def call(code: str, *calls: list[object]) -> list[CallResult]:
 
 def test_calls_give_values_or_errors_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     code = "def f(a, b):\n    print('noise')\n    return {'q': (a / b, None)}"
-    found = call(code, [1, 2], [1, 0], [3, 2])
-    assert [one.value for one in found] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
-    assert found[1].error == "ZeroDivisionError: division by zero"
+    result = call(code, [1, 2], [1, 0], [3, 2])
+    assert [item.value for item in result] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
+    assert result[1].error == "ZeroDivisionError: division by zero"
     assert capfd.readouterr() == ("", "")
 
 
 def test_calls_share_the_state_of_the_code() -> None:
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
-    assert [one.value for one in call(code, [5], [6], [7])] == [1, 2, 3]
+    assert [item.value for item in call(code, [5], [6], [7])] == [1, 2, 3]
 
 
 THREADS = """
@@ -78,9 +78,9 @@ def test_the_first_calls_may_come_from_several_threads() -> None:
     ],
 )
 def test_what_calls_cannot_give_is_an_error(code: str, why: str) -> None:
-    found = call(code, [1], [2])
-    assert [one.value for one in found] == [None, None]
-    assert all(why in one.error for one in found), found
+    result = call(code, [1], [2])
+    assert [item.value for item in result] == [None, None]
+    assert all(why in item.error for item in result), result
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_an_iterator_that_is_consumed_at_once_is_allowed(body: str) -> None:
     code = f"{NOTE}def f(x):\n    {body}"
     names: dict[str, Any] = {}
     exec(code, names)
-    (found,) = call(code)
-    assert found == CallResult(json.loads(json.dumps(names["f"](1))))
+    (result,) = call(code)
+    assert result == CallResult(json.loads(json.dumps(names["f"](1))))
 
 
 @pytest.mark.parametrize(
@@ -234,16 +234,16 @@ def test_an_iterator_that_is_consumed_at_once_is_allowed(body: str) -> None:
 )
 def test_code_reaches_nothing(attack: str, tmp_path: Path) -> None:
     code = f"def f():\n    {attack.format(path=tmp_path / 'x')}\n    return 'BREACH'"
-    found = [CallResult(error="refused")]
+    result = [CallResult(error="refused")]
     with suppress(SandboxUnavailableError):
-        found = call_in_interpreter(code, "f", [[]], LIMITS)
-    assert found[0].error
+        result = call_in_interpreter(code, "f", [[]], LIMITS)
+    assert result[0].error
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_fakes_the_check_does_not_know_what_is_expected(forgery: str) -> None:
-    found: list[CallResult] = []
+    result: list[CallResult] = []
     with suppress(SandboxUnavailableError):
-        found = call_in_interpreter(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
-    assert [one.value for one in found] != [4, 9]
+        result = call_in_interpreter(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
+    assert [item.value for item in result] != [4, 9]

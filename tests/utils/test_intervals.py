@@ -30,11 +30,11 @@ def test_an_exact_interval_is_that_of_the_tables() -> None:
 @pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
 def test_the_bound_without_a_failure_follows_the_level(level: float) -> None:
     """With the upper bound as the rate, nothing is seen in half of 1 - level of evaluations."""
-    found = rate_estimate([0.0] * 50, range(50), level=level)
-    assert (found.value, found.low) == (0.0, 0.0)
-    assert (1.0 - found.high) ** 50 == pytest.approx((1.0 - level) / 2.0)
+    result = rate_estimate([0.0] * 50, range(50), level=level)
+    assert (result.value, result.low) == (0.0, 0.0)
+    assert (1.0 - result.high) ** 50 == pytest.approx((1.0 - level) / 2.0)
     all_failed = rate_estimate([1.0] * 50, range(50), level=level)
-    assert (all_failed.low, all_failed.high) == (pytest.approx(1.0 - found.high), 1.0)
+    assert (all_failed.low, all_failed.high) == (pytest.approx(1.0 - result.high), 1.0)
 
 
 def test_values_without_verdict_are_left_out_of_an_estimate() -> None:
@@ -82,10 +82,10 @@ def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[f
         spread = (1.0 - correlation) / correlation
         rates = rng.beta(rate * spread, (1.0 - rate) * spread, size=rates.shape)
     values = rng.random((repetitions, *design)) < rates[..., None]
-    found = [rate_estimate(one.ravel().astype(float), prompts) for one in values]
+    result = [rate_estimate(item.ravel().astype(float), prompts) for item in values]
     return (
-        float(np.mean([estimate.low > rate for estimate in found])),
-        float(np.mean([estimate.high < rate for estimate in found])),
+        float(np.mean([estimate.low > rate for estimate in result])),
+        float(np.mean([estimate.high < rate for estimate in result])),
     )
 
 
@@ -110,10 +110,10 @@ def test_neither_bound_of_a_rate_errs_more_often_than_stated(
 
 
 def test_pairs_that_all_differ_alike_leave_doubt() -> None:
-    found, error = paired_difference([1.0] * 5, range(5))
-    assert (found.value, found.high) == (1.0, 1.0)
+    result, error = paired_difference([1.0] * 5, range(5))
+    assert (result.value, result.high) == (1.0, 1.0)
     # Like the exact test, whose p-value is 0.06.
-    assert found.low < 0.0
+    assert result.low < 0.0
     assert error > 0.1
     apart, _ = paired_difference([0.3] * 5, range(5))
     assert apart.low < 0.0 < 0.3 < apart.high
@@ -125,11 +125,11 @@ def test_pairs_that_all_differ_alike_leave_doubt() -> None:
 
 def test_without_a_bound_a_difference_has_the_interval_of_student() -> None:
     differences, prompts = np.repeat([1.0, 2.0, 2.0, 3.0], 2), np.repeat(range(4), 2)
-    found, error = paired_difference(differences, prompts, is_bounded=False)
+    result, error = paired_difference(differences, prompts, is_bounded=False)
     assert error == pytest.approx(math.sqrt(2.0 / 3.0) / 2.0)
     # The quantile for four prompts is 3.182.
-    assert found.high - 2.0 == pytest.approx(3.1824 * error, abs=1e-4)
-    assert 2.0 - found.low == pytest.approx(found.high - 2.0)
+    assert result.high - 2.0 == pytest.approx(3.1824 * error, abs=1e-4)
+    assert 2.0 - result.low == pytest.approx(result.high - 2.0)
 
 
 @pytest.mark.parametrize(("value", "num_pairs"), [(0.7, 5), (0.1, 30), (-3.3, 7), (1e4 / 3, 11)])
@@ -148,12 +148,12 @@ def test_interval_and_test_of_a_difference_agree_where_either_is_clear(num_pairs
         for only_second in range(min(num_pairs - only_first, 25) + 1):
             same = num_pairs - only_first - only_second
             differences = [-1.0] * only_first + [1.0] * only_second + [0.0] * same
-            found, _ = paired_difference(differences, range(num_pairs))
+            result, _ = paired_difference(differences, range(num_pairs))
             p_value = mcnemar_exact(only_first, only_second)
             if p_value > 0.1:
-                assert found.low <= 0.0 <= found.high, differences
+                assert result.low <= 0.0 <= result.high, differences
             if p_value < 0.01:
-                assert not found.low <= 0.0 <= found.high, differences
+                assert not result.low <= 0.0 <= result.high, differences
 
 
 @pytest.mark.parametrize(
@@ -183,22 +183,22 @@ def test_neither_bound_of_a_difference_errs_more_often_than_stated(
         is_failure = rng.random(shape) < own[..., None]
         scores.append(np.abs(is_failure - noise * rng.beta(1.0, 9.0, size=shape)))
     truth = (rates[1] - rates[0]) * (1.0 - 2.0 * noise * 0.1)
-    found = [paired_difference(one.ravel(), prompts).estimate for one in scores[1] - scores[0]]
-    below = np.mean([estimate.low > truth for estimate in found])
-    above = np.mean([estimate.high < truth for estimate in found])
+    result = [paired_difference(item.ravel(), prompts).estimate for item in scores[1] - scores[0]]
+    below = np.mean([estimate.low > truth for estimate in result])
+    above = np.mean([estimate.high < truth for estimate in result])
     assert max(below, above) <= 0.045
     assert below + above <= 0.07
 
 
 def test_the_variance_of_a_mean_over_clusters_is_that_of_repeated_draws() -> None:
     rng = np.random.default_rng(2)
-    means, told = [], []
+    means, estimates = [], []
     for _ in range(400):
         rates = rng.beta(1, 3, size=30)
         values = (rng.random((30, 5)) < rates[:, None]).astype(float).ravel().tolist()
         means.append(np.mean(values))
-        told.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
-    assert np.mean(told) == pytest.approx(np.var(means), rel=0.15)
+        estimates.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
+    assert np.mean(estimates) == pytest.approx(np.var(means), rel=0.15)
     assert math.isnan(cluster_variance([1.0, 0.0], [0, 0]))
 
 
@@ -235,9 +235,9 @@ def test_equal_weights_give_the_interval_of_a_count() -> None:
 
 def test_the_interval_of_a_survival_estimate_is_that_of_a_rate_where_nothing_is_censored() -> None:
     turns, is_event = [1, 2, 3, 3, 0, 0], [True, True, False, False, False, False]
-    found = event_rate_estimate(FollowUp(turns, is_event, 3), [0, 1, 1, 2, 3, 3])
+    result = event_rate_estimate(FollowUp(turns, is_event, 3), [0, 1, 1, 2, 3, 3])
     # Two were never observed: they carry no information.
-    assert found == rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 1, 1, 2])
+    assert result == rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 1, 1, 2])
     # A single censored observation of 400 changes next to nothing.
     turns, is_event = [*[2] * 100, *[3] * 299, 2], [*[True] * 100, *[False] * 300]
     nearly = event_rate_estimate(FollowUp(turns, is_event, 3), range(400))
@@ -249,9 +249,9 @@ def test_the_interval_of_a_survival_estimate_is_that_of_a_rate_where_nothing_is_
 
 
 def test_without_an_event_the_bound_rests_on_those_observed_to_the_end() -> None:
-    found = event_rate_estimate(FollowUp([3] * 20 + [1] * 80, [False] * 100, 3), range(100))
-    assert (found.value, found.low) == (0.0, 0.0)
-    assert (1.0 - found.high) ** 20 == pytest.approx(0.025)
+    result = event_rate_estimate(FollowUp([3] * 20 + [1] * 80, [False] * 100, 3), range(100))
+    assert (result.value, result.low) == (0.0, 0.0)
+    assert (1.0 - result.high) ** 20 == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize("num_played", [1, 3])
@@ -266,6 +266,6 @@ def test_the_interval_of_a_survival_estimate_holds_the_truth(num_played: int) ->
         turns = np.minimum(np.minimum(failing, leaving), 5)
         is_event = (failing <= leaving) & (failing <= 5)
         prompts = np.repeat(np.arange(num_prompts), num_played)
-        found = event_rate_estimate(FollowUp(turns.tolist(), is_event.tolist(), 5), prompts)
-        num_covered += found.low <= truth <= found.high
+        result = event_rate_estimate(FollowUp(turns.tolist(), is_event.tolist(), 5), prompts)
+        num_covered += result.low <= truth <= result.high
     assert num_covered >= 186

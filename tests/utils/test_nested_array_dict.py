@@ -71,7 +71,7 @@ def test_texts_are_selected_with_the_numbers_beside_them() -> None:
     row = example()[0]
     assert row["agents", "message"].tolist() == ["a", None, "ü\u2028"]
     assert row["agents"]["reward", "mean"].shape == (3,)
-    assert [one["done"].tolist() for one in example()] == [[False, False, True], [True] * 3]
+    assert [item["done"].tolist() for item in example()] == [[False, False, True], [True] * 3]
     with pytest.raises(IndexError):
         example()[0, 0, 0]
     with pytest.raises(KeyError, match="message"):
@@ -212,8 +212,8 @@ def test_specs_make_and_check_dictionaries() -> None:
 
 def test_arrays_and_scalars_are_found_under_their_keys() -> None:
     keys = [("agents", "reward"), ("y",)]
-    found = NestedArrayDict.from_arrays_and_scalars([np.eye(2), [0, 1]], keys, (2,))
-    assert found == NestedArrayDict({"agents": {"reward": np.eye(2)}, "y": [0, 1]}, 2)
+    result = NestedArrayDict.from_arrays_and_scalars([np.eye(2), [0, 1]], keys, (2,))
+    assert result == NestedArrayDict({"agents": {"reward": np.eye(2)}, "y": [0, 1]}, 2)
     assert NestedArrayDict.from_arrays_and_scalars([3], [("seed",)], ())["seed"] == 3
     with pytest.raises(DataError, match="2"):
         NestedArrayDict.from_arrays_and_scalars([np.eye(2), [0, 1]], keys[:1], (2,))

@@ -47,7 +47,7 @@ def test_a_normalised_text_has_single_spaces_and_no_ends() -> None:
 def test_n_grams_are_those_of_each_text_and_equal_where_their_tokens_are(
     orders: list[int],
 ) -> None:
-    expected, found = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    expected, result = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     names: dict[int, tuple[str, ...]] = {}
     for order, grams in zip(orders, ngrams(word_sequences(TEXTS), orders), strict=True):
         wanted = [
@@ -59,8 +59,8 @@ def test_n_grams_are_those_of_each_text_and_equal_where_their_tokens_are(
         for key, (gram, _) in zip(grams.keys_G.tolist(), wanted, strict=True):
             assert names.setdefault(key, gram) == gram
         expected[order, len({gram for gram, _ in wanted})] += 1
-        found[order, len(np.unique(grams.keys_G))] += 1
-    assert found == expected
+        result[order, len(np.unique(grams.keys_G))] += 1
+    assert result == expected
 
 
 def test_occurrences_of_an_n_gram_are_counted_within_their_text() -> None:

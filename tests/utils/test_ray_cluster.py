@@ -38,16 +38,10 @@ class Ray(SimpleNamespace):
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    found = Ray()
-    monkeypatch.setitem(sys.modules, "ray", found)
+    result = Ray()
+    monkeypatch.setitem(sys.modules, "ray", result)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return found
-
-
-def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[ray\]'"):
-        open_ray()
+    return result
 
 
 def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
@@ -58,15 +52,20 @@ def test_the_cluster_is_the_requested_then_that_of_the_environment_then_local(
     monkeypatch.setenv("RAY_ADDRESS", "there:1")
     open_ray(num_cpus=1000)
     open_ray("elsewhere:2")
-    assert [one["address"] for one in ray.given] == ["local", "there:1", "elsewhere:2"]
-    assert [one["num_cpus"] for one in ray.given] == [1000, None, None]
+    assert [item["address"] for item in ray.given] == ["local", "there:1", "elsewhere:2"]
+    assert [item["num_cpus"] for item in ray.given] == [1000, None, None]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_missing_cluster_is_reported(ray: Ray) -> None:
+def test_a_missing_cluster_or_package_is_reported(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray.fault = ConnectionError("nobody answers")
     with pytest.raises(ConfigurationError, match=r"'far:6379'.*nobody answers.*ray_address"):
         open_ray("far:6379")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"nip_astra\[ray\]"):
+        open_ray()
 
 
 def test_a_process_of_ray_that_has_ended_is_named() -> None:
@@ -108,6 +107,6 @@ def test_an_error_in_an_actor_is_reported_whatever_its_ray_class(
 
     with pytest.raises(kind) as caught:
         results_of(SimpleNamespace(get=get, exceptions=exceptions), [])
-    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    message = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
     assert type(caught.value) is kind
-    assert "heads of 24, in line 7" in told
+    assert "heads of 24, in line 7" in message

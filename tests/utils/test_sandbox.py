@@ -46,7 +46,7 @@ USERS = ("root", "ordinary user")
 # Runs each program in a child, and writes its output and error.
 BATCH = """
 import io, json, os, shutil, sys, traceback
-told = {}
+outputs = {}
 for name, code in PROGRAMS.items():
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
@@ -61,14 +61,14 @@ for name, code in PROGRAMS.items():
     with open(reading, "rb") as answer:
         data = answer.read()
     status = os.waitpid(child, 0)[1]
-    told[name] = json.loads(data) if data else ["", f"ended by signal {status & 127}"]
+    outputs[name] = json.loads(data) if data else ["", f"ended by signal {status & 127}"]
     for left in os.listdir("."):
         os.remove(left)
-print(json.dumps(told))
+print(json.dumps(outputs))
 """
 
 
-class Told(NamedTuple):
+class Output(NamedTuple):
     """A program's output, and the last line of its error."""
 
     out: str
@@ -135,7 +135,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def told(user: str, host: dict[str, object]) -> dict[str, Told]:
+def outputs(user: str, host: dict[str, object]) -> dict[str, Output]:
     """The outcome of each attack that can share a sandbox with others."""
     programs = {
         name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
@@ -143,20 +143,22 @@ def told(user: str, host: dict[str, object]) -> dict[str, Told]:
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
     assert result.outcome == "finished", result.stderr
-    return {name: Told(*one) for name, one in json.loads(result.stdout.splitlines()[-1]).items()}
+    return {
+        name: Output(*item) for name, item in json.loads(result.stdout.splitlines()[-1]).items()
+    }
 
 
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_with_its_reason(
-    name: str, host: dict[str, object], told: dict[str, Told]
+    name: str, host: dict[str, object], outputs: dict[str, Output]
 ) -> None:
     attack = ATTACKS[name]
-    one = told.get(name)
+    one = outputs.get(name)
     if one is None:
         result = run_in_sandbox(attack.program(host), limits=LIMITS)
         assert result.outcome == "failed"
-        one = Told(result.stdout, result.stderr.strip().splitlines()[-1])
+        one = Output(result.stdout, result.stderr.strip().splitlines()[-1])
     assert "BREACH" not in one.out
     assert re.search(attack.why, one.error), one
     assert not (PROJECT / "x").exists()
@@ -186,11 +188,11 @@ def test_every_refused_system_call_is_refused(user: str) -> None:
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_fakes_the_check_does_not_know_what_is_expected(forgery: str, user: str) -> None:
     """It may patch all callers and write results itself; the right results are kept outside."""
-    found = call_in_sandbox(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
-    assert len(found) == 2
-    for one, right in zip(found, [4, 9], strict=True):
-        assert one != CallResult(right)
-        assert one.error or type(one.value) in (bool, int, str)
+    result = call_in_sandbox(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
+    assert len(result) == 2
+    for item, right in zip(result, [4, 9], strict=True):
+        assert item != CallResult(right)
+        assert item.error or type(item.value) in (bool, int, str)
 
 
 @pytest.mark.needs_sandbox
@@ -202,8 +204,8 @@ def test_code_runs_as_nobody_in_an_empty_folder(user: str) -> None:
         "print(os.listdir('/proc/1'), len(glob.glob('/proc/[0-9]*')))\nopen('x', 'w').write('x')"
     )
     for _ in range(2):
-        told = run_in_sandbox(code, limits=LIMITS).stdout.splitlines()
-        assert told == ["True [] ['LC_CTYPE', 'PWD'] 2", "[0, 1, 2]", "[] 2"]
+        lines = run_in_sandbox(code, limits=LIMITS).stdout.splitlines()
+        assert lines == ["True [] ['LC_CTYPE', 'PWD'] 2", "[0, 1, 2]", "[] 2"]
 
 
 CLINGING = """
@@ -312,16 +314,16 @@ def test_without_a_filter_there_is_a_warning_and_still_no_keyring(
             f"import ctypes\nprint({look}, ctypes.get_errno(), ctypes.CDLL(None).shmget(0, 9, 896))"
         )
         for _ in range(2):
-            found = run_in_sandbox(code, limits=LIMITS).stdout.split()
-        return add > 0, found
+            result = run_in_sandbox(code, limits=LIMITS).stdout.split()
+        return add > 0, result
 
     with caplog.at_level(logging.WARNING), ThreadPoolExecutor(1) as pool:
-        is_there, found = pool.submit(find).result()
+        is_there, result = pool.submit(find).result()
     assert is_there
-    assert found[:2] == ["-1", str(errno.ENOKEY)]
+    assert result[:2] == ["-1", str(errno.ENOKEY)]
     # The warning is true: only the filter closes it.
-    assert int(found[2]) >= 0
-    (warning,) = [one.getMessage() for one in caplog.records if "filter" in one.getMessage()]
+    assert int(result[2]) >= 0
+    (warning,) = [item.getMessage() for item in caplog.records if "filter" in item.getMessage()]
     assert "there is none" in warning
     assert "io_uring" in warning
 
@@ -390,24 +392,20 @@ def test_a_program_calls_code_in_another_sandbox_by_value() -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_a_flood_of_output_is_cut_off() -> None:
+def test_a_program_reads_its_input_and_a_flood_of_output_is_cut_off() -> None:
+    result = run_in_sandbox("print(sum(map(int, input().split())), 'ü')", "1 2 3\n", LIMITS)
+    assert (result.outcome, result.exit_code, result.stdout) == ("finished", 0, "6 ü\n")
     result = run_in_sandbox("while True: print('x' * 1000)", limits=LIMITS)
     assert result.outcome != "finished"
     assert len(result.stdout) <= 2**20
 
 
 @pytest.mark.needs_sandbox
-def test_a_program_reads_its_input_and_writes_its_output() -> None:
-    result = run_in_sandbox("print(sum(map(int, input().split())), 'ü')", "1 2 3\n", LIMITS)
-    assert (result.outcome, result.exit_code, result.stdout) == ("finished", 0, "6 ü\n")
-
-
-@pytest.mark.needs_sandbox
 def test_calls_give_values_or_errors_in_order() -> None:
     code = "def f(a, b):\n    print('noise')\n    return {'q': [a / b, None]}"
-    found = call_in_sandbox(code, "f", [[1, 2], [1, 0], [3, 2]], LIMITS)
-    assert [one.value for one in found] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
-    assert "ZeroDivisionError" in found[1].error
+    result = call_in_sandbox(code, "f", [[1, 2], [1, 0], [3, 2]], LIMITS)
+    assert [item.value for item in result] == [{"q": [0.5, None]}, None, {"q": [1.5, None]}]
+    assert "ZeroDivisionError" in result[1].error
 
 
 @pytest.mark.needs_sandbox
@@ -422,9 +420,9 @@ def test_calls_give_values_or_errors_in_order() -> None:
     ],
 )
 def test_what_calls_cannot_give_is_an_error(code: str, why: str) -> None:
-    (found,) = call_in_sandbox(code, "f", [[1]], SandboxLimits(cpu_seconds=1))
-    assert found.value is None
-    assert why in found.error
+    (result,) = call_in_sandbox(code, "f", [[1]], SandboxLimits(cpu_seconds=1))
+    assert result.value is None
+    assert why in result.error
 
 
 @pytest.fixture
@@ -443,17 +441,14 @@ def test_without_bubblewrap_no_program_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_no_bubblewrap")
-def test_without_an_interpreter_either_no_function_is_called(
+def test_without_bubblewrap_an_interpreter_calls_functions_or_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sandbox, "why_no_interpreter", lambda: "the package p is not installed")
     code = f"open({str(tmp_path / 'x')!r}, 'w')\ndef f(): pass"
-    with pytest.raises(SandboxUnavailableError, match=r"no `bwrap`.*p is not installed.*\[sandbox"):
-        call_in_sandbox(code, "f", [[]])
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "why_no_interpreter", lambda: "the package p is not installed")
+        with pytest.raises(SandboxUnavailableError, match=r"`bwrap`.*p is not .*\[sandbox"):
+            call_in_sandbox(code, "f", [[]])
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("_no_bubblewrap")
-def test_without_bubblewrap_an_interpreter_calls_functions() -> None:
     pytest.importorskip("pydantic_monty")
     assert call_in_sandbox("def f(x): return x * 2", "f", [[2]]) == [CallResult(4)]

@@ -21,9 +21,9 @@ def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     shared = torch.arange(6.0).view(2, 3)
     tensors = {"a": shared, "b": shared.t(), "c": torch.tensor(True), "d": torch.zeros(0)}
     keep_tensors(tmp_path / "new" / "kept.safetensors", tensors)
-    found = take_tensors(tmp_path / "new" / "kept.safetensors")
-    assert found is not None
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    result = take_tensors(tmp_path / "new" / "kept.safetensors")
+    assert result is not None
+    assert all(torch.equal(result[name], tensors[name]) for name in tensors)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept.safetensors"]
 
 
@@ -33,9 +33,9 @@ def test_every_changed_byte_is_detected(tmp_path: Path, caplog: pytest.LogCaptur
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        found = take_tensors(path)
+        result = take_tensors(path)
         # Of the header, only changes that keep names, types, shapes, values and digest.
-        assert found is None or torch.equal(found["a"], torch.arange(3.0)), place
+        assert result is None or torch.equal(result["a"], torch.arange(3.0)), place
     path.write_bytes(whole[:-1])
     caplog.clear()
     assert take_tensors(tmp_path / "none.safetensors") is None

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_IN_BLOCKS = 1 << 26
 """Number of multiplications for a row's scores below which one product is as fast as blocks."""
-BLOCK_TOKENS = 96
+BLOCK_TOKENS = 192
 """Tokens per block; smaller blocks compute fewer unrelated pairs, in more and smaller products."""
 SMALLEST_FLEX = 4096
 """Minimum sequence length for compiled flex attention. On an H200 in bfloat16, a layer with its
@@ -82,7 +82,7 @@ class TrieAttention:
         """Return the attended values `[N, H * D]`; the queries are scaled."""
         if self._is_in_blocks(queries_NHD):
             if self._blocks is None:
-                self._blocks = blocks_of(self.trie, queries_NHD.shape[1] // keys_NKD.shape[1])
+                self._blocks = blocks_of(self.trie, BLOCK_TOKENS)
             return block_attention(queries_NHD, keys_NKD, values_NKD, self._blocks)
         rows = []
         inputs = (queries_NHD, keys_NKD, values_NKD)
@@ -205,36 +205,48 @@ def _scatter_groups(x: Tensor) -> Tensor:
 
 
 class Block(NamedTuple):
-    """Consecutive queries, and the keys visible to any of them.
+    """Consecutive queries, and the keys visible to any of them."""
 
-    All queries see the first keys; for the others `bias_QL` is 0 for a visible key, -inf elsewhere.
-    `Q` counts each query once per `G`.
-    """
-
-    start: int
-    stop: int
-    keys_L: Tensor
+    queries: slice
+    keys: slice | Tensor
+    """A slice if no other key lies between them."""
     bias_QL: Tensor
+    """Of the last keys: 0 if visible, -inf elsewhere. All queries see the keys before those."""
+
+    def visible(self, x_NKD: Tensor) -> Tensor:
+        """Return the block's keys or values, `[L, K, D]`."""
+        if isinstance(self.keys, slice):
+            return x_NKD[self.keys]
+        return x_NKD.index_select(0, self.keys)
+
+    def add(self, sum_NKD: Tensor, x_LKD: Tensor) -> None:
+        """Add to the block's rows of a sum."""
+        if isinstance(self.keys, slice):
+            sum_NKD[self.keys] += x_LKD
+        else:
+            sum_NKD.index_add_(0, self.keys, x_LKD)
 
 
-def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
-    """Split the rows of a trie into blocks, for `group` query heads per key-value head."""
+def blocks_of(trie: TokenTrie, size: int) -> list[Block]:
+    """Split the rows of a trie into blocks of at most `size` tokens."""
     blocks, first = [], 0
     for ends_L in torch.split(trie.ends_N, trie.row_lengths):
         open_L = ends_L[:0]
-        for start in range(0, len(ends_L), BLOCK_TOKENS):
-            queries_Q = torch.arange(start, min(start + BLOCK_TOKENS, len(ends_L))).to(ends_L)
+        for start in range(0, len(ends_L), size):
+            queries_Q = torch.arange(start, min(start + size, len(ends_L))).to(ends_L)
             keys_L = torch.cat([open_L, queries_Q])
             stop = start + len(queries_Q)
             # Keys before the block are ancestors of its first query: the later, the sooner closed.
             num_seen_by_all = int((ends_L[open_L] >= stop).sum())
             partly_L = keys_L[num_seen_by_all:]
             is_seen_QL = (partly_L <= queries_Q[:, None]) & (queries_Q[:, None] < ends_L[partly_L])
-            bias_QL = torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf"))
+            earliest = int(keys_L[0])
+            is_range = stop - earliest == len(keys_L)
             blocks.append(
                 Block(
-                    *(first + start, first + stop, first + keys_L),
-                    bias_QL.repeat_interleave(group, dim=0),
+                    slice(first + start, first + stop),
+                    slice(first + earliest, first + stop) if is_range else first + keys_L,
+                    torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf")),
                 )
             )
             open_L = keys_L[ends_L[keys_L] > stop]
@@ -247,68 +259,75 @@ def block_attention(
 ) -> Tensor:
     """Return the attended values `[N, H * D]`; the queries are scaled, gradients flow."""
     num_tokens, num_keys, dim = keys_NKD.shape
-    # Query heads of one group side by side: they read the same keys.
-    queries_KND = queries_NHD.view(num_tokens, num_keys, -1, dim).transpose(0, 1)
-    attended: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
-        queries_KND.reshape(num_keys, -1, dim),
-        keys_NKD.transpose(0, 1),
-        values_NKD.transpose(0, 1),
-        blocks,
-    )
-    return attended.view(num_keys, num_tokens, -1).transpose(0, 1).reshape(num_tokens, -1)
+    # Query heads of one group read the same keys.
+    queries_KGND = queries_NHD.view(num_tokens, num_keys, -1, dim).permute(1, 2, 0, 3)
+    attended_KGND: Tensor = _BlockAttention.apply(queries_KGND, keys_NKD, values_NKD, blocks)  # type: ignore[no-untyped-call]
+    return attended_KGND.permute(2, 0, 1, 3).reshape(num_tokens, -1)
+
+
+_OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0}
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Stores nothing of the size of queries times keys: the backward pass recomputes it."""
+    """Torch's flash attention for a CPU, block by block.
+
+    Nothing of the size of queries times keys is stored: the backward pass recomputes it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys_KND: Tensor, values_KND: Tensor, blocks: list[Block]
+        ctx: Any, queries_KGND: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
     ) -> Tensor:
-        ctx.save_for_backward(queries, keys_KND, values_KND)
+        attended, masses = [], []
+        for block, *inputs in _inputs(queries_KGND, keys_NKD, values_NKD, blocks):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, attn_mask=_bias(block, inputs[1]), **_OPTIONS
+            )
+            attended.append(found[0])
+            masses.append(found[1])
+        attended_KGND = torch.cat(attended, dim=2)
+        ctx.save_for_backward(queries_KGND, keys_NKD, values_NKD, attended_KGND, *masses)
         ctx.blocks = blocks
-        attended = []
-        for block, shares_KQL in zip(blocks, _shares(queries, keys_KND, blocks), strict=True):
-            attended.append(torch.bmm(shares_KQL, values_KND.index_select(1, block.keys_L)))
-        return torch.cat(attended, dim=1)
+        return attended_KGND
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys_KND, values_KND = ctx.saved_tensors
-        grad_queries = torch.empty_like(queries)
+        queries_KGND, keys_NKD, values_NKD, attended_KGND, *masses = ctx.saved_tensors
+        grad_queries = torch.empty_like(queries_KGND)
         # Many blocks add to one key, which in bfloat16 would lose what each adds.
-        grad_keys = torch.zeros(keys_KND.shape, device=queries.device)
+        grad_keys = torch.zeros(keys_NKD.shape, device=keys_NKD.device)
         grad_values = torch.zeros_like(grad_keys)
-        group = queries.shape[1] // keys_KND.shape[1]
-        for block, shares_KQL in zip(
-            ctx.blocks, _shares(queries, keys_KND, ctx.blocks), strict=True
-        ):
-            own = slice(block.start * group, block.stop * group)
-            grad_KQD = gradients[0][:, own]
-            values_KLD = values_KND.index_select(1, block.keys_L)
-            grad_shares = torch.bmm(grad_KQD, values_KLD.transpose(1, 2))
-            grad_scores = torch._softmax_backward_data(
-                grad_shares, shares_KQL, -1, shares_KQL.dtype
+        blocks = _inputs(queries_KGND, keys_NKD, values_NKD, ctx.blocks)
+        for (block, *inputs), mass in zip(blocks, masses, strict=True):
+            own = block.queries
+            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(gradients[0][:, :, own], *inputs, attended_KGND[:, :, own], mass),
+                attn_mask=_bias(block, inputs[1]),
+                **_OPTIONS,
             )
-            grad_queries[:, own] = torch.bmm(grad_scores, keys_KND.index_select(1, block.keys_L))
-            new_keys = torch.bmm(grad_scores.transpose(1, 2), queries[:, own])
-            new_values = torch.bmm(shares_KQL.transpose(1, 2), grad_KQD)
-            grad_keys.index_add_(1, block.keys_L, new_keys.float())
-            grad_values.index_add_(1, block.keys_L, new_values.float())
-        return grad_queries, grad_keys.to(keys_KND), grad_values.to(values_KND), None
+            grad_queries[:, :, own] = grads[0]
+            for total, grad_KGLD in zip((grad_keys, grad_values), grads[1:], strict=True):
+                block.add(total, grad_KGLD.float().sum(dim=1).transpose(0, 1))
+        return grad_queries, grad_keys.to(keys_NKD), grad_values.to(values_NKD), None
 
 
-def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[Tensor]:
-    """Yield the weight of each key for each query, `[K, Q, L]`, block by block."""
-    group = queries.shape[1] // keys_KND.shape[1]
-    # In float32: rounded to bfloat16, a large score would be off by more than its inputs are.
-    exact_queries, exact_keys_KND = queries.float(), keys_KND.float()
+def _inputs(
+    queries_KGND: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield each block with its queries, keys and values, `[K, G, Q or L, D]`."""
+    group = queries_KGND.shape[1]
     for block in blocks:
-        queries_KQD = exact_queries[:, block.start * group : block.stop * group]
-        keys_KDL = exact_keys_KND.index_select(1, block.keys_L).transpose(1, 2)
-        scores = torch.bmm(queries_KQD, keys_KDL)
-        scores[..., -block.bias_QL.shape[1] :] += block.bias_QL
-        yield scores.softmax(dim=-1).to(keys_KND.dtype)
+        keys_KGLD, values_KGLD = (
+            block.visible(x).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+            for x in (keys_NKD, values_NKD)
+        )
+        yield block, queries_KGND[:, :, block.queries], keys_KGLD, values_KGLD
+
+
+def _bias(block: Block, keys_KGLD: Tensor) -> Tensor:
+    """Return the bias of all keys of a block, `[Q, L]`."""
+    num_seen_by_all = keys_KGLD.shape[2] - block.bias_QL.shape[1]
+    return F.pad(block.bias_QL, (num_seen_by_all, 0)).to(keys_KGLD)
 
 
 class FlexTrieAttention:

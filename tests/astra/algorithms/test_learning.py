@@ -238,10 +238,10 @@ def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from()
         is_longer = False
 
         def _logprobs(self, logits: torch.Tensor, continuation: Any) -> torch.Tensor:
-            found = super()._logprobs(logits, continuation)
+            result = super()._logprobs(logits, continuation)
             if self.is_longer:
-                found[0, 1] = -1.0  # a third token before the two
-            return found
+                result[0, 1] = -1.0  # a third token before the two
+            return result
 
     problem = Drifts()
     solver = PPO(problem, kl={"weight": 0.0}, vf_loss_coef=0.0)

@@ -18,7 +18,7 @@ from nip_astra.astra import (
 )
 from nip_astra.astra.core.batches import in_parts
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, Finds, ValuedWordProblem, WordProblem, texts_of
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of
 from tests.kit.tiny import make_tokenizer
 
 GIB = 2**30
@@ -37,23 +37,20 @@ def test_two_thousand_texts_are_cut_and_a_few_are_not() -> None:
 
 
 def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> None:
-    problem = WordProblem()
-    problem.max_batch_bytes = 50_257 * 8 * 100
-    texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
-    assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
-
-
-def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_a_single_part() -> None:
     class Letters(WordProblem):
         def __init__(self) -> None:
             super().__init__()
             self.tokenizer = range(100)
 
-    texts = ["hello " * 50] * 5000
-    assert len(list(in_parts(Letters(), texts))) == 1 < len(list(in_parts(WordProblem(), texts)))
     problem = WordProblem()
+    problem.max_batch_bytes = 50_257 * 8 * 100
+    texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
+    assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    # A small vocabulary makes larger parts, and no bound makes a single part.
     problem.max_batch_bytes = None
-    assert list(in_parts(problem, texts)) == [slice(0, 5000)]
+    many = ["hello " * 50] * 5000
+    assert len(list(in_parts(Letters(), many))) == 1 < len(list(in_parts(WordProblem(), many)))
+    assert list(in_parts(problem, many)) == [slice(0, 5000)]
 
 
 class Counts(ValuedWordProblem):
@@ -79,7 +76,7 @@ def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
     config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
     sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
     Trainer(config, sampler, algorithm(problem)).train()
-    spoken = [count for who, count in problem.asked if who == "attacker"]
+    spoken = [count for who, count in problem.requests if who == "attacker"]
     assert sum(spoken) == 4 * (3 + 9)
     assert max(spoken) < 12 < len(spoken) * 12
     assert len(spoken) > 2
@@ -87,7 +84,7 @@ def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
 
 
 def test_values_of_parts_are_those_of_all_together() -> None:
-    found = []
+    result = []
     for limit in (None, 50_257 * 8 * 30):
         problem = Counts()
         sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
@@ -96,8 +93,8 @@ def test_values_of_parts_are_those_of_all_together() -> None:
         problem.sizes["valued"].clear()
         steps = PPO(problem).flatten(graph)
         assert (max(problem.sizes["valued"]) < 12) == (limit is not None)
-        found.append([step.tokens["old_logprobs"].tolist() for step in steps])
-    assert found[0] == found[1]
+        result.append([step.tokens["old_logprobs"].tolist() for step in steps])
+    assert result[0] == result[1]
 
 
 def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
@@ -110,14 +107,13 @@ def test_a_custom_reward_over_trees_of_tokens_keeps_to_the_bound(
             self.sizes.append(len(probe))
             return [-float(len(text.ids)) for text in probe]
 
-    found = []
-    options = {"attacker_options": SHORT, "target_options": SHORT}
+    result = []
     for limit in (4 * GIB, len(make_tokenizer()) * 8 * 200):
         monkeypatch.setattr(System, "max_batch_bytes", limit)
-        problem = Short(models.attacker, models.target, scorer=Finds(), **options)
+        problem = hf_problem(models, kind=Short)
         problem.sizes = []
         graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
         assert sum(problem.sizes) == 3 + 9
-        found.append((texts_of(graph), len(problem.sizes)))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == 1 < found[1][1]
+        result.append((texts_of(graph), len(problem.sizes)))
+    assert result[0][0] == result[1][0]
+    assert result[0][1] == 1 < result[1][1]

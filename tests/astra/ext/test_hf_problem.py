@@ -106,7 +106,7 @@ def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
     class Loud(HFASTProblem):
         def rollout_prompt_with_tester(self, x: Sequence[str]) -> list[str]:
             return [
-                Spoken(said.upper(), said.ids) for said in super().rollout_prompt_with_tester(x)
+                Spoken(probe.upper(), probe.ids) for probe in super().rollout_prompt_with_tester(x)
             ]
 
     options = {"attacker_options": SHORT, "target_options": SHORT}
@@ -175,21 +175,21 @@ def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
     Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
     problem.attacker.save_pretrained(str(tmp_path / "final_ckpt"))
     problem.tokenizer.save_pretrained(str(tmp_path / "final_ckpt"))
-    said = ["hello", "good day"], ["you sat", "cat"]
-    trained = problem.get_attacker_logprobs(*said).detach()
-    assert (trained - problem.get_baseline_logprobs(*said)).abs().max() > 1e-3
+    texts = ["hello", "good day"], ["you sat", "cat"]
+    trained = problem.get_attacker_logprobs(*texts).detach()
+    assert (trained - problem.get_baseline_logprobs(*texts)).abs().max() > 1e-3
     for base in (None, str(models.attacker)):
-        found = HFEvaluationProblem(
+        result = HFEvaluationProblem(
             str(tmp_path / "final_ckpt"), base, str(models.target), scorer=Finds("cat"),
             attacker_options=SHORT, target_options=SHORT,
         )  # fmt: skip
-        again = found.get_attacker_logprobs(*said).detach()
+        again = result.get_attacker_logprobs(*texts).detach()
         torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4)
-        reference = problem.get_baseline_logprobs(*said) if base else trained
+        reference = problem.get_baseline_logprobs(*texts) if base else trained
         torch.testing.assert_close(
-            found.get_baseline_logprobs(*said), reference, rtol=1e-4, atol=1e-4
+            result.get_baseline_logprobs(*texts), reference, rtol=1e-4, atol=1e-4
         )
-    ASTSampler(found, PROMPTS).rollout(0)
+    ASTSampler(result, PROMPTS).rollout(0)
 
 
 @pytest.mark.parametrize("version", ["attacker", "tester", "auditor"])
@@ -199,13 +199,13 @@ def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
     problem = hf_problem(models)
     problem.attacker.save_pretrained(str(tmp_path / "weights"))
     names = {f"{version}_checkpoint": str(tmp_path / "weights"), "target_model_id": models.target}
-    with pytest.raises(ModelLoadError, match=r"holds no tokenizer.*attacker_base_model_id"):
+    with pytest.raises(ModelLoadError, match="attacker_base_model_id"):
         HFEvaluationProblem(**names, scorer=Finds())
     names[f"{version}_base_model_id"] = str(models.attacker)
-    found = HFEvaluationProblem(**names, scorer=Finds(), attacker_options=SHORT)
-    assert getattr(found, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
-    assert getattr(found, version) is found.attacker
-    ASTSampler(found, PROMPTS).eval_rollout("hello")
+    result = HFEvaluationProblem(**names, scorer=Finds(), attacker_options=SHORT)
+    assert getattr(result, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
+    assert getattr(result, version) is result.attacker
+    ASTSampler(result, PROMPTS).eval_rollout("hello")
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,12 @@ def test_training_ends_early_by_the_dev_figure(
     assert [line["is_best"] for line in lines[-2:]] == [False, False]
 
 
-@pytest.mark.parametrize("asked", [{"early_stopping_patience": 1}, {"eval_period": 1}])
+@pytest.mark.parametrize("options", [{"early_stopping_patience": 1}, {"eval_period": 1}])
 def test_evaluations_without_dev_prompts_are_reported(
-    tmp_path: Path, asked: dict[str, int]
+    tmp_path: Path, options: dict[str, int]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"no prompts to evaluate on. Give them"):
-        trainer_of(tmp_path, dev_prompts=None, config=asked)
+    with pytest.raises(ConfigurationError, match="dev_prompts"):
+        trainer_of(tmp_path, dev_prompts=None, config=options)
 
 
 @pytest.mark.parametrize("algorithm", [DPO, PPO])
@@ -149,7 +149,7 @@ def test_a_custom_problem_is_resumed_and_an_unstarted_run_is_reported(tmp_path: 
     trainer = trainer_of(tmp_path, second)
     trainer.resume()
     assert torch.equal(first.attacker.logits, second.attacker.logits)
-    with pytest.raises(CheckpointError, match=r"no checkpoint.* train\(\)"):
+    with pytest.raises(CheckpointError, match=r"train\(\)"):
         trainer_of(tmp_path / "new").resume()
 
 
@@ -169,5 +169,5 @@ def test_every_step_is_logged_and_wrong_input_is_reported(
             self.policy, self.attacker = self.attacker, torch.nn.Linear(1, 1)
             self.attacker.logits = self.policy.logits
 
-    with pytest.raises(CheckpointError, match="no attribute attacker with save_pretrained"):
+    with pytest.raises(CheckpointError, match="save_pretrained"):
         trainer_of(tmp_path / "u", Unsavable())

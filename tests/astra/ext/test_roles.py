@@ -22,7 +22,7 @@ from nip_astra.astra import (
 )
 from nip_astra.errors import ConfigurationError
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, hf_problem, texts_of
 
 WAYS = {
     "as it is": lambda s, a, r: s + a + r,
@@ -41,8 +41,7 @@ def problem_that_advances(models: Models, way: Any) -> HFASTProblem:
             given: str = way(state, action, response)
             return given
 
-    options = {"attacker_options": SHORT, "target_options": SHORT}
-    return Advances(str(models.attacker), str(models.target), scorer=Finds(), **options)
+    return hf_problem(models, kind=Advances)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
@@ -101,13 +100,13 @@ class OwnLoop(Sampler[str, str]):
 
     def rollout(self, seed: int | None = None) -> Graph[str, str]:
         state: str = "hello"
-        found: list[Node[str, str]] = []
+        result: list[Node[str, str]] = []
         for _ in range(3):
             (probe,) = self.system.rollout_prompt_with_attacker([state])
             (response,) = self.system.rollout_prompt_with_target([state + " " + probe])
-            found.append(Node(state, probe, response, 0.0, []))
+            result.append(Node(state, probe, response, 0.0, []))
             state = self.way(state, probe, response)
-        return Graph("hello", found)
+        return Graph("hello", result)
 
 
 def test_a_custom_sampler_may_put_spaces_between_turns_and_no_labels(models: Models) -> None:
@@ -140,7 +139,7 @@ def test_a_single_text_is_the_prompt_for_either_model(models: Models) -> None:
         )
         assert shown.count("<user>") == 1
         assert "<user> hello" in shown
-    with pytest.raises(ConfigurationError, match="ends with the attacker's own"):
+    with pytest.raises(ConfigurationError, match="attacker"):
         problem.rollout_prompt_with_attacker([Conversation(["hello", "you"])])
-    with pytest.raises(ConfigurationError, match="ends with the target's own"):
+    with pytest.raises(ConfigurationError, match="target"):
         problem.rollout_prompt_with_target([Conversation(["hello", "you", "fine"])])

@@ -40,14 +40,14 @@ def test_means_are_over_turns_and_the_first_failures_are_found() -> None:
     none = evaluator.compute_metrics(chain(("p 0.0", 0.0)))
     unknown = evaluator.compute_metrics(chain(("p ?", float("nan"))))
     assert unknown.per_turn[0]["target_toxicity"] is None
-    found = evaluator.aggregate_metrics([one, none, unknown])["summary"]
-    assert found["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
-    assert (found["n_rollouts"], found["n_rollouts_without_verdict"]) == (3, 1)
-    assert found["avg_target_toxicity"] == pytest.approx(0.25)
+    result = evaluator.aggregate_metrics([one, none, unknown])["summary"]
+    assert result["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
+    assert (result["n_rollouts"], result["n_rollouts_without_verdict"]) == (3, 1)
+    assert result["avg_target_toxicity"] == pytest.approx(0.25)
     # Its failure comes after a turn without a verdict.
     late = evaluator.compute_metrics(chain(("p ?", float("nan")), ("p 0.1", 0.9)))
-    found = evaluator.aggregate_metrics([one, none, late])["summary"]
-    assert found["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
+    result = evaluator.aggregate_metrics([one, none, late])["summary"]
+    assert result["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
 
 
 def test_an_evaluation_writes_a_file_and_plays_all_episodes_together(
@@ -67,7 +67,7 @@ def test_an_evaluation_writes_a_file_and_plays_all_episodes_together(
 def test_numbers_serve_as_seeds_and_too_many_episodes_are_refused() -> None:
     env = ASTSampler(WordProblem(), PROMPTS)
     assert ASTEvaluator(env).evaluate(5, progress=False)["summary"]["n_rollouts"] == 5
-    with pytest.raises(ConfigurationError, match="the evaluator has no seeds"):
+    with pytest.raises(ConfigurationError, match="seeds"):
         ASTEvaluator(env).evaluate()
     with pytest.raises(ConfigurationError, match="9 episodes"):
         ASTEvaluator(env, seeds=PROMPTS).evaluate(9)

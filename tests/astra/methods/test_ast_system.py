@@ -22,10 +22,9 @@ from nip_astra.astra import (
     TrainingConfiguration,
 )
 from nip_astra.errors import ConfigurationError, NipAstraError
-from nip_astra.scorers.base import Exchange, Verdict
-from nip_astra.scorers.base import Scorer as RegisteredKind
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of
+from tests.kit.scorers import ScorerOf
 
 
 @pytest.mark.parametrize("kind", ["hugging face", "own"])
@@ -56,11 +55,11 @@ def test_equal_seeds_give_equal_graphs_and_zero_is_a_seed(kind: str, models: Mod
 def test_all_branches_of_a_level_are_requested_in_one_call() -> None:
     problem = WordProblem()
     ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
-    assert problem.asked == [("attacker", 3), ("target", 3), ("attacker", 9), ("target", 9)]
-    problem.asked.clear()
+    assert problem.requests == [("attacker", 3), ("target", 3), ("attacker", 9), ("target", 9)]
+    problem.requests.clear()
     config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4)
     Trainer(config, ASTSampler(problem, PROMPTS, 2, 2), DPO(problem)).train()
-    assert problem.asked == [("attacker", 8), ("target", 8), ("attacker", 16), ("target", 16)]
+    assert problem.requests == [("attacker", 8), ("target", 8), ("attacker", 16), ("target", 16)]
 
 
 def test_an_evaluation_from_a_number_plays_a_chain_and_rates_each_text_once() -> None:
@@ -71,7 +70,7 @@ def test_an_evaluation_from_a_number_plays_a_chain_and_rates_each_text_once() ->
     assert second.context == first.context + first.probe + first.response
     assert first.probe == first.attack == first.audit == first.challenge
     assert all(len(node.children) <= 1 for node in graph.chain())
-    assert [count for _, count in problem.asked] == [1] * 6
+    assert [count for _, count in problem.requests] == [1] * 6
     assert sum(scorer.calls) <= 6
 
 
@@ -93,23 +92,23 @@ def test_an_empty_probe_earns_no_more_than_a_likely_probe() -> None:
                 [[-1.0] * len(t.split()) + [0.0] * (length - len(t.split())) for t in continuation]
             )
 
-    empty, said = Silent().reward(["a"] * 2, ["", " cat mat"], [" fine"] * 2)
-    assert empty < said
+    empty, likely = Silent().reward(["a"] * 2, ["", " cat mat"], [" fine"] * 2)
+    assert empty < likely
 
 
 @pytest.mark.parametrize("who", ["attacker", "tester", "auditor"])
 def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
-    def said(self: Any, x: Sequence[str]) -> list[str]:
+    def generate(self: Any, x: Sequence[str]) -> list[str]:
         return WordProblem.rollout_prompt_with_attacker(self, x)
 
     def scored(self: Any, context: Sequence[str], continuation: Sequence[str]) -> torch.Tensor:
         return self._logprobs(self.attacker.logits, continuation)
 
-    body = {f"rollout_prompt_with_{who}": said, f"get_{who}_logprobs": scored}
+    body = {f"rollout_prompt_with_{who}": generate, f"get_{who}_logprobs": scored}
     problem = type("Named", (WordProblem,), body)(ppl_weight=0.0)
     for name in ("attacker", "tester", "auditor"):
         assert getattr(type(problem), f"get_{name}_logprobs") is scored
-        assert getattr(type(problem), f"rollout_prompt_with_{name}") is said
+        assert getattr(type(problem), f"rollout_prompt_with_{name}") is generate
         assert problem.__getattribute__(f"_get_{name}_logprobs_and_validate")
     config = TrainingConfiguration(training_steps=20, lr=0.1, batch_size=16)
     Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
@@ -128,7 +127,7 @@ def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> Non
     assert graph.children[0].response_score == 0.25
     problem.moderator = scorer = Finds()
     assert problem.scorer is scorer
-    with pytest.raises(ConfigurationError, match="scorer and moderator"):
+    with pytest.raises(ConfigurationError, match="moderator"):
         ASTProblem.__init__(problem, Finds(), moderator=Finds())
     with pytest.raises(ConfigurationError, match="w_likelihood"):
         WordProblem(ppl_weight=-1.0)
@@ -148,22 +147,10 @@ def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:
 
 
 def test_a_scorer_that_reads_conversations_gets_them() -> None:
-    seen: list[Exchange] = []
-
-    class Reads(RegisteredKind):
-        reads_history = True
-
-        def _score(self, texts: Sequence[str]) -> list[Verdict]:
-            raise AssertionError
-
-        def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
-            seen.extend(exchanges)
-            return [0.5] * len(exchanges)
-
-    scorer = Reads(Reads.Parameters(), device=torch.device("cpu"))
+    scorer = ScorerOf(lambda exchange: 0.5, reads_history=True)
     graph = ASTSampler(WordProblem(scorer), ["hello"], 1, 1).rollout(0)
     (node,) = graph.children
-    assert [(message.role, message.text) for message in seen[0].conversation] == [
+    assert [(message.role, message.text) for message in scorer.seen[0].conversation] == [
         ("assistant", "hello"),
         ("user", node.probe),
         ("assistant", node.response),

@@ -56,9 +56,9 @@ def test_experience_can_be_gone_through_several_times_and_has_a_length(
 ) -> None:
     harness = harness_of(**options)
     buffer = harness.experience(seed=0)
-    num_played = len(harness.sampler.system.asked)
+    num_played = len(harness.sampler.system.requests)
     passes = [[pair for batch in buffer for pair in batch.suffix_pos] for _ in range(3)]
-    assert len(harness.sampler.system.asked) == num_played, "it was played again"
+    assert len(harness.sampler.system.requests) == num_played, "it was played again"
     assert len(buffer) == len(list(buffer)) == -(-len(passes[0]) // 4) > 2
     assert {len(batch.prefixes) for batch in list(buffer)[:-1]} == {4}
     assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
@@ -108,13 +108,13 @@ def test_options_that_would_not_be_used_are_refused() -> None:
             build()
 
 
-@pytest.mark.parametrize("asked", [{"eval_period": 1}, {"early_stopping_patience": 2}])
-def test_a_trainer_that_evaluates_nothing_warns_before_it_trains(asked: dict[str, int]) -> None:
-    (fact,) = (f"{name}={value}" for name, value in asked.items())
+@pytest.mark.parametrize("options", [{"eval_period": 1}, {"early_stopping_patience": 2}])
+def test_a_trainer_that_evaluates_nothing_warns_before_it_trains(options: dict[str, int]) -> None:
+    (fact,) = (f"{name}={value}" for name, value in options.items())
     with pytest.raises(ConfigurationError, match=fact):
-        trainer_of(**asked)
+        trainer_of(**options)
     trainer = trainer_of()
-    for name, value in asked.items():
+    for name, value in options.items():
         setattr(trainer.config, name, value)
     with pytest.raises(ConfigurationError, match="dev_prompts="):
         trainer.train()
@@ -173,12 +173,15 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
     for given in ("sampler", "env", "environment"):
         evaluator = ASTEvaluator(seeds=PROMPTS, **{given: sampler})
         assert evaluator.env is evaluator.sampler is evaluator.environment is sampler
+    for given in ("sampler", "environment"):
+        trainer = Trainer(TrainingConfiguration(), algorithm=DPO(problem), **{given: sampler})
+        assert trainer.harness.sampler is trainer.harness.environment is sampler
     for build in (DPO, PPO, ASTSampler):
         with pytest.raises(ConfigurationError, match="problem"):
             build()
-    with pytest.raises(ConfigurationError, match="given as system and problem"):
+    with pytest.raises(ConfigurationError, match="system"):
         DPO(problem, problem=problem)
-    with pytest.raises(ConfigurationError, match="needs a sampler, got none"):
+    with pytest.raises(ConfigurationError, match="sampler"):
         ASTEvaluator(seeds=PROMPTS)
 
 
@@ -199,7 +202,7 @@ def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
     with pytest.raises(ParameterError, match=r"optimizer.*'adam'") as caught:
         TrainingConfiguration(optimizer="adamm")
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(ValueError, match="Did you mean 'minibatch_size'"):
+    with pytest.raises(ValueError, match="'minibatch_size'"):
         TrainingConfiguration(batchsize=4)
 
 

@@ -78,17 +78,16 @@ def test_in_bfloat16_blocks_are_no_less_exact_than_whole_rows(
         assert in_blocks < 1.2 * in_rows
 
 
-def test_a_block_leaves_out_tokens_that_none_of_its_tokens_sees(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", 15)
+def test_a_block_leaves_out_tokens_that_none_of_its_tokens_sees() -> None:
     trie = _trie()
-    last = attention.blocks_of(trie, group=3)[-1]
+    first, *_, last = attention.blocks_of(trie, 15)
+    assert (first.queries, first.keys) == (slice(0, 15), slice(0, 15))
     # The last branch sees the stem and itself, out of 170 tokens.
-    assert (last.start, last.stop) == (trie.num_tokens - 5, trie.num_tokens)
-    assert last.keys_L.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
+    assert last.queries == slice(trie.num_tokens - 5, trie.num_tokens)
+    assert isinstance(last.keys, torch.Tensor)
+    assert last.keys.tolist() == [*range(20), *range(trie.num_tokens - 30, trie.num_tokens)]
     # Of the branch's last 30 tokens, it sees all tokens before the block.
-    assert last.bias_QL.shape == (5 * 3, 5)
+    assert last.bias_QL.shape == (5, 5)
 
 
 def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
