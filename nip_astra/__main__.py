@@ -5,5 +5,7 @@ try:
 except KeyboardInterrupt:  # Ctrl-C in the half second of imports
     raise SystemExit(130) from None
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     main()

@@ -88,6 +88,10 @@ class ExperimentView(Printable):
         """Return one row per parameter."""
         return frame_of(self.parameters, Parameter._fields)
 
+    def described(self) -> list[Described]:
+        """Return the parameters for `find_described`."""
+        return [Described(one.path, _short(one.value), one.meaning) for one in self.parameters]
+
     def tables(self, *, explain: bool = False, show_all: bool = False) -> list[Any]:
         """Return tables for a terminal.
 

@@ -9,28 +9,12 @@ from pathlib import Path
 import pytest
 
 from nip_astra.errors import MissingPartError
-from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.factory import build_scenario_instance
-from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_instance import (
-    ConversationInstance,
-    ProtocolInstance,
-    ScenarioInstance,
-)
-
-
-def build(trainer: str, scenario: str) -> ScenarioInstance:
-    resolved = resolve_experiment(trainer=trainer, scenario=scenario)
-    return build_scenario_instance(
-        resolved.hyper_params,
-        ExperimentSettings(),
-        kind=resolved.kind,
-        scenario_dir=resolved.scenario_dir,
-    )
+from nip_astra.scenario_instance import ConversationInstance, ProtocolInstance, ScenarioInstance
+from tests.kit.experiments import trainer_of
 
 
 def test_a_conversation_has_no_protocol(tiny_scenario: Path) -> None:
-    instance = build("ast_dpo", str(tiny_scenario))
+    instance = trainer_of("ast_dpo", scenario=tiny_scenario).scenario_instance
     assert isinstance(instance, ConversationInstance)
     assert set(instance.datasets) == {"train", "dev", "test"}
     assert instance.num_parameters > 0
@@ -40,7 +24,7 @@ def test_a_conversation_has_no_protocol(tiny_scenario: Path) -> None:
 
 
 def test_a_protocol_has_no_opening_prompts() -> None:
-    instance = build("vanilla_ppo", "graph_isomorphism_small")
+    instance = trainer_of("vanilla_ppo", scenario="graph_isomorphism_small").scenario_instance
     assert isinstance(instance, ProtocolInstance)
     assert instance.num_parameters > 0
     with pytest.raises(MissingPartError, match=r"'graph_isomorphism'.*'datasets'"):

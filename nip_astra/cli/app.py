@@ -337,6 +337,11 @@ def show(
         return
     if text is not None:
         described = [*overview.every_parameter(), *described_commands()]
+        if given.get("plugin") or given.get("parameters"):
+            # The shipped schema lacks the parameters of plug-ins.
+            known = {one.name for one in described}
+            own = overview.show(**experiment).described()
+            described += [one for one in own if one.name not in known]
         found = overview.find_described(text, described)
         if not found:
             raise ConfigurationError(

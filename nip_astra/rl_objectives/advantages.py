@@ -267,7 +267,7 @@ def compute_advantages(
     UnknownNameError
         For an unknown function.
     ConfigurationError
-        For an option that the function lacks, or a result of another shape.
+        For an option that the function lacks, or a result of another shape or that is not finite.
     """
     # Options of the same name in a plug-in's function may mean something else.
     common = {n: value for n, value in common.items() if value is not None and name == "group"}
@@ -281,6 +281,11 @@ def compute_advantages(
             f"the advantage {name!r} returned {shape}. Return a tensor {list(rewards_N.shape)}."
         )
     is_known_N = ~rewards_N.isnan()
+    if not found[is_known_N].isfinite().all():
+        raise ConfigurationError(
+            f"the advantage {name!r} returned NaN or infinity for a sample with a reward. Return "
+            "finite numbers."
+        )
     groups = group_advantages(rewards_N, group_N, run_N)
     return GroupAdvantages(
         masked_fill_zero(found.detach(), is_known_N),

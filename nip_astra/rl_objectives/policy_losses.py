@@ -321,13 +321,15 @@ class PolicyLoss:
         old_BT = logprobs_BT if old_logprobs_BT is None else old_logprobs_BT
         old_BT = masked_fill_zero(old_BT.detach(), mask_BT)
         function = POLICY_LOSSES.get(self.name)
-        loss_BT: Tensor = function(
+        loss_BT: object = function(
             logprobs_BT, old_BT, _per_token(advantages), mask_BT, **self.options
         )
-        if loss_BT.shape != mask_BT.shape:
+        if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
+            is_tensor = isinstance(loss_BT, Tensor)
+            result = f"shape {list(loss_BT.shape)}" if is_tensor else type(loss_BT).__name__
             raise ConfigurationError(
-                f"the policy loss {self.name!r} returned shape {list(loss_BT.shape)}; it must "
-                f"return the loss of each token, {list(mask_BT.shape)}."
+                f"the policy loss {self.name!r} returned {result}; it must return the loss of each "
+                f"token, a tensor {list(mask_BT.shape)}."
             )
         return masked_fill_zero(loss_BT, mask_BT)
 

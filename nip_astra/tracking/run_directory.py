@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from nip_astra.errors import RunDirectoryError, nearest_names
+from nip_astra.errors import RunDirectoryError, nearest_names, reason_of
 from nip_astra.safe_text import SafeFormatter, escape_for_yaml, has_unsafe, to_json
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 from nip_astra.trust import is_own, refuse_links_outside
@@ -263,8 +263,12 @@ class RunDirectory:
         try:
             return parse(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f", line {mark.line + 1}," if mark is not None else ""
+            reason = getattr(error, "problem", None) or reason_of(error)
             raise RunDirectoryError(
-                f"{path} is missing or broken: {error}. The run cannot be used without it."
+                f"{path}{line} is missing or broken: {reason}. Restore it; the run cannot be used "
+                "without it."
             ) from error
 
 

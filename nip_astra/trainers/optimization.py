@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -137,9 +138,14 @@ def build_optimizer(
 
     `more` are groups of further parameters with their multiple of the learning rate, stored as
     `lr_factor` in the optimizer's group. Empty groups are left out.
+
+    Raises
+    ------
+    ConfigurationError
+        When a registered function returns something else than an optimizer.
     """
     groups = [(list(parameters), 1.0), *((list(group), factor) for group, factor in more)]
-    optimizer: torch.optim.Optimizer = OPTIMIZERS.get(config.optimizer)(
+    optimizer: object = OPTIMIZERS.get(config.optimizer)(
         [
             {"params": group, "lr": config.lr * factor, "lr_factor": factor}
             for group, factor in groups
@@ -148,6 +154,11 @@ def build_optimizer(
         lr=config.lr,
         weight_decay=config.weight_decay,
     )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"the optimizer {config.optimizer!r} returned {type(optimizer).__name__}. Return a "
+            "torch.optim.Optimizer of the groups."
+        )
     return optimizer
 
 
@@ -156,6 +167,17 @@ def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) 
 
     `progress` is the share of iterations done, in [0, 1]; the number of steps is not known in
     advance.
+
+    Raises
+    ------
+    ConfigurationError
+        When a registered schedule returns something else than a finite number from 0.
     """
     warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
-    return config.lr * warmup * SCHEDULES.get(config.lr_schedule)(progress)
+    factor: object = SCHEDULES.get(config.lr_schedule)(progress)
+    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
+        raise ConfigurationError(
+            f"the schedule {config.lr_schedule!r} returned {factor!r} at progress {progress:.3g}. "
+            "Return a finite number (float) of at least 0."
+        )
+    return config.lr * warmup * float(factor)

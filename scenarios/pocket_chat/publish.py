@@ -86,7 +86,7 @@ def write_scenario(path: Path, rates: dict[str, float]) -> None:
 def plant_table(figures: Figures) -> str:
     """Return a Markdown table of the plants."""
     lines = [
-        "| plant | what the user says | turns | rarity | rude |",
+        "| plant | message of the user | turns | rarity | rude |",
         "|---|---|---|---|---|",
     ]
     for plant in PLANTS:

@@ -90,6 +90,28 @@ def test_explain_with_a_text_prints_the_best_matches_without_loading_torch(
     assert "'qqq'" in refused(cli("show", "--explain", "qqq"))
 
 
+def test_a_search_includes_the_parameters_of_a_plug_in(cli: CommandLine) -> None:
+    plugin = cli.write(
+        "mine.py",
+        """
+        import nip_astra as na
+
+        @na.register_trainer("mine")
+        class Mine(na.AstDpoTrainer):
+            \"\"\"DPO.\"\"\"
+
+            class Parameters(na.AstDpoTrainer.Parameters):
+                \"\"\"A margin.\"\"\"
+
+                qqq: float = 0.5
+                \"\"\"Margin in furlongs.\"\"\"
+        """,
+    )
+    said = cli("show", "--trainer", "mine", "--plugin", plugin, "--explain", "furlongs")
+    assert "mine.qqq" in said.out
+    assert "Margin in furlongs." in said.out
+
+
 def test_settings_are_listed_with_their_defaults(cli: CommandLine) -> None:
     names = {line.split()[0]: line for line in cli("show", "--settings").out.splitlines()}
     fields = {name for name, one in ExperimentSettings.model_fields.items() if not one.exclude}

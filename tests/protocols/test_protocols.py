@@ -149,12 +149,12 @@ def question_rounds(turns: list[str], r: int, channels: tuple[str, ...]) -> list
         sent = [n for n, turn in enumerate(turns[:r]) if f"{sender}:{channel} " in f"{turn} "]
         return max(sent, default=-1)
 
-    found = []
+    result = []
     for channel in channels:
         question = last("verifier", channel)
         provers = (last(f"prover{number}", channel) for number in ("", 0, 1, 2))
-        found.append(max(0, question if question >= 0 else max(provers)))
-    return found
+        result.append(max(0, question if question >= 0 else max(provers)))
+    return result
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -173,8 +173,8 @@ def test_turns_decisions_and_questions_come_in_their_rounds(case: Case) -> None:
         assert sends == (set(turns[r].split()) if r < len(turns) else set())
         deciding = handler.can_decide(*place)[0].nonzero().flatten().tolist()
         assert deciding == ([handler.num_agents - 1] if r in case.deciding_rounds else [])
-        asked = handler.question_round(*place)[0].tolist()
-        assert asked == question_rounds(turns, r, channels)
+        requested = handler.question_round(*place)[0].tolist()
+        assert requested == question_rounds(turns, r, channels)
 
 
 def payments(case: Case, decisions: str, y: int, seed: int = 0) -> tuple[list[list[float]], str]:
@@ -236,9 +236,9 @@ def test_every_play_ends_and_pays_by_the_rules(case: Case) -> None:
         decision_EA[:, -1] = torch.tensor([LETTERS[text[r]] for text, *_ in plays])
         return Moves(decision_EA)
 
-    y_E, seed_E = (torch.tensor([one[place] for one in plays]) for place in (1, 2))
+    y_E, seed_E = (torch.tensor([item[place] for item in plays]) for place in (1, 2))
     steps = play(handler, moves_of, y_E, seed_E)
-    expected = [payments(case, *one) for one in plays]
+    expected = [payments(case, *item) for item in plays]
     end_E = torch.tensor([len(rows) - 1 for rows, _ in expected])
     decision_E = torch.tensor([LETTERS[decision] for _, decision in expected])
     nothing = [[0.0] * handler.num_agents]

@@ -143,7 +143,6 @@ def test_inputs_are_left_alone_and_results_are_of_the_stated_types(
     handler: ProtocolHandler,
 ) -> None:
     moves = random_moves(handler, COUNT, torch.Generator().manual_seed(4))
-    assert moves.message_logits_EACPS is not None
     moves.message_logits_EACPS.requires_grad_()
     round_E = torch.full((COUNT,), handler.max_message_rounds - 1)
     seed_E = torch.arange(COUNT)

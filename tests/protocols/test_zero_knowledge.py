@@ -137,13 +137,6 @@ PLAYS = {
         four([-0.75, 0, 0, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0, 0], [-0.25, 0, 0, 0]),
         is_out=True,
     ),
-    "a shared reward is that of the verifier, with what is due to giving nothing away": Play(
-        "cca",
-        "cca",
-        0,
-        four([0.5 - 0.75, 0, -5 - 0.75], [0.5, 0, -5], [0.25, 0, 0.25], [-0.25, 0, -0.25]),
-        common={"shared_reward": True},
-    ),
     "a forced decision is the verifier's alone": Play(
         "ccc",
         "ccr",
@@ -188,23 +181,23 @@ def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
 
 def test_who_has_decided_is_carried_and_closes_the_conversation() -> None:
     handler = build("nip", {"max_message_rounds": 6}, zk=ZK)
-    zero, one = torch.tensor([0]), torch.tensor([1])
+    zero, item = torch.tensor([0]), torch.tensor([1])
     nobody = torch.zeros(1, 4, dtype=torch.bool)
-    step = handler.step(zero, zero, one, nobody, moves(handler, ["a", "r", "c", "a"]))
+    step = handler.step(zero, zero, item, nobody, moves(handler, ["a", "r", "c", "a"]))
     assert step.agent_decided_EA.tolist() == [[False, True, False, False]]
     assert int(step.decision_E) == 0
     decided = step.agent_decided_EA
-    assert sends(handler, handler.active_mask(one, zero, decided)) == {"prover:main_adversarial"}
-    assert sends(handler, handler.active_mask(one + 1, zero, decided)) == {
+    assert sends(handler, handler.active_mask(item, zero, decided)) == {"prover:main_adversarial"}
+    assert sends(handler, handler.active_mask(item + 1, zero, decided)) == {
         "adversarial_verifier:main_adversarial",
         "simulator:main_simulator",
     }
-    assert handler.can_decide(one + 1, zero, decided).tolist() == [[False, False, True, False]]
-    step = handler.step(one, zero, one, decided, moves(handler, ["c"] * 4))
+    assert handler.can_decide(item + 1, zero, decided).tolist() == [[False, False, True, False]]
+    step = handler.step(item, zero, item, decided, moves(handler, ["c"] * 4))
     assert int(step.decision_E) == CONTINUE
     assert torch.equal(step.agent_decided_EA, decided)
     # The simulator ends when the agent that it imitates does.
-    step = handler.step(one + 1, zero, one, decided, moves(handler, ["c", "c", "a", "c"]))
+    step = handler.step(item + 1, zero, item, decided, moves(handler, ["c", "c", "a", "c"]))
     assert step.agent_decided_EA.tolist() == [[False, True, True, True]]
     assert bool(step.has_decided_E)
 
@@ -255,13 +248,10 @@ def test_rewards_on_logits_reach_both_agents_and_raising_them_makes_both_alike()
     assert not reward_EA.requires_grad
     for number, name in ((2, "adversarial_verifier"), (3, "simulator")):
         earned_E = handler.logit_reward(name, *place, played)
-        assert earned_E is not None
         assert torch.equal(earned_E.detach(), reward_EA[:, number])
     assert handler.logit_reward("prover", *place, played) is None
     assert build("adp").logit_reward("verifier", *place, played) is None
     handler.likeness(*place, played).sum().backward()
-    assert messages_EACPS.grad is not None
-    assert decisions_EA3.grad is not None
     moved = messages_EACPS.grad.abs().sum((0, 3, 4)).nonzero().tolist()
     assert moved == [[2, 1], [3, 2]]
     assert decisions_EA3.grad.abs().sum((0, 2)).nonzero().flatten().tolist() == [2, 3]
@@ -269,7 +259,6 @@ def test_rewards_on_logits_reach_both_agents_and_raising_them_makes_both_alike()
     for _ in range(100):
         optimizer.zero_grad()
         earned_E = handler.logit_reward("simulator", *place, played)
-        assert earned_E is not None
         torch.autograd.backward(-earned_E.mean())
         optimizer.step()
     assert float(earned_E.detach().min()) > 0.5 * 1.99

@@ -36,7 +36,7 @@ def given(answer: Any, weight: float = 1.0) -> Given:
 class Holder(SubParameters):
     """As a scenario's parameters hold terms."""
 
-    terms: list[polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)] = []  # type: ignore[valid-type]
+    terms: list[polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)] = []
     """Terms."""
 
 

@@ -27,8 +27,8 @@ def test_the_entropy_bonus_estimates_the_entropy_of_the_sampler() -> None:
     tokens = torch.multinomial(policy, 8 * 4000, replacement=True).view(4000, 8)
     nodes = rollout(["x"] * 4000, logprobs_NT=policy.log()[tokens])
     entropy = float(-(policy * policy.log()).sum())
-    found = term_of("entropy_bonus").values(nodes).mean().item()
-    assert found == pytest.approx(entropy, abs=0.01)
+    result = term_of("entropy_bonus").values(nodes).mean().item()
+    assert result == pytest.approx(entropy, abs=0.01)
 
 
 def test_the_penalty_is_the_surprisal_under_the_reference_beyond_the_threshold() -> None:

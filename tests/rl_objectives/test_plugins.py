@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 
 import nip_astra as na
 from nip_astra.errors import ConfigurationError, DuplicateNameError, ParameterError
+from nip_astra.rl_objectives.advantages import compute_advantages
+from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
 from nip_astra.trainers.registry import TRAINERS
 
@@ -129,6 +131,46 @@ class MySimpo(na.AstPreferenceTrainer):
     na.load_plugin(path)
     done = run("my_simpo", scenarios, tmp_path / "runs", *CHAT)
     assert done.results["training"]["num_optimizer_steps"] > 0
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    ("reduce", "fact"),
+    [(lambda loss_BT: loss_BT.sum(), r"shape \[\]"), (lambda loss_BT: (loss_BT, {}), "tuple")],
+    ids=["a number", "with metrics"],
+)
+def test_a_policy_loss_without_a_loss_for_each_token_is_refused_by_name(
+    reduce: Callable[[torch.Tensor], object], fact: str
+) -> None:
+    @na.register_policy_loss("mine")
+    def mine(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT):  # type: ignore[no-untyped-def]
+        return reduce(logprobs_BT * advantages_BT)
+
+    tokens_BT, mask_BT = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ConfigurationError, match=rf"'mine'.*{fact}.*\[2, 3\]"):
+        PolicyLoss.of("mine").of_tokens(tokens_BT, None, torch.ones(2), mask_BT)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda rewards_N: rewards_N[:-1], r"\[2\].*\[3\]"),
+        (lambda rewards_N: rewards_N.tolist(), "list"),
+        (lambda rewards_N: rewards_N / 0.0, "NaN or infinity"),
+    ],
+    ids=["too few", "a list", "infinite"],
+)
+def test_an_advantage_that_is_no_number_per_sample_is_refused_by_name(
+    change: Callable[[torch.Tensor], object], fact: str
+) -> None:
+    @na.register_advantage("mine")
+    def mine(rewards_N, group_N, run_N):  # type: ignore[no-untyped-def]
+        return change(rewards_N)
+
+    rewards_N, group_N = torch.tensor([1.0, torch.nan, 2.0]), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ConfigurationError, match=f"'mine'.*{fact}"):
+        compute_advantages("mine", rewards_N, group_N)
 
 
 @pytest.mark.parametrize(

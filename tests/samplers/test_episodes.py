@@ -55,7 +55,6 @@ def test_rewards_are_those_of_the_protocol_for_the_decisions(
 ) -> None:
     game = build_game(protocol_common={"zero_knowledge": zero_knowledge})
     batch = sampler_of(game).collect(24)
-    assert game.combined_agents is not None
     verifier = game.combined_agents.number("verifier")
     decided_ET = batch["agents", "decision"][..., verifier] != 2
     right_ET = batch["agents", "decision"][..., verifier] == batch["y"].squeeze(-1)

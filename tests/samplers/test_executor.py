@@ -83,35 +83,55 @@ def assert_equal(tree: RolloutTree, other: RolloutTree) -> None:
 
 
 def counted(instance: ScenarioInstance) -> list[int]:
-    models = [agent.language_model for agent in instance.agents.values()]
-    return [getattr(m.token_count, field.name) for m in models for field in fields(TokenCount)]
+    """Tokens of each model, and at the end the contexts that were cut of each agent."""
+    agents = instance.agents.values()
+    counts = [agent.language_model.token_count for agent in agents]
+    tokens = [getattr(count, field.name) for count in counts for field in fields(TokenCount)]
+    return [*tokens, *(agent.num_truncated_contexts for agent in agents)]
 
 
 @pytest.mark.parametrize(
-    ("num_parts", "num_held", "num_processes"),
-    [(3, None, 2), (4, None, 3), (2, None, 9), (6, 2, 2), (2, 3, 2)],
+    ("num_parts", "num_held", "num_processes", "window"),
+    [
+        *((3, 6, 2, 80), (4, 6, 3, 80), (2, 6, 9, 80), (2, 6, 2, 16)),
+        *((6, 2, 2, 80), (2, 3, 2, 80), (3, 1, 2, 80)),
+    ],
 )
 def test_any_number_of_processes_plays_the_same_rollout(
     tiny_scenario: Path,
-    instance: ScenarioInstance,
     monkeypatch: pytest.MonkeyPatch,
+    cuts: list[Call],
     num_parts: int,
-    num_held: int | None,
+    num_held: int,
     num_processes: int,
+    window: int,
 ) -> None:
-    """Equal to the bit, since batches have the same rows; `num_held` trees fit into memory."""
-    other = build(tiny_scenario)
-    per_tree = other.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    """Equal to the bit, since batches have the same rows.
+
+    `num_held` trees fit into memory, and `window` tokens of a conversation are read.
+    """
     batches = record_calls(monkeypatch, TreeSampler, "_play")
-    for sampler in (instance.sampler, other.sampler):
-        sampler.max_cache_bytes = None if num_held is None else num_held * per_tree
-    alone = sample(instance.sampler, 1, num_parts=num_parts)
+    trees, counts = [], []
+    for count in (1, num_processes):
+        instance = build(tiny_scenario)
+        for agent in instance.agents.values():
+            agent.language_model.context_window = window + agent.sampling.max_new_tokens
+        # The same agent in two roles, as in a random search.
+        sampler = instance.sampler.with_attacker(instance.agents["reference"])
+        per_tree = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+        sampler.max_cache_bytes = num_held * per_tree
+        trees.append(sample(sampler, count, num_parts=num_parts))
+        counts.append(counted(instance))
     assert len(batches) > 1, "one process has several batches too"
-    together = sample(other.sampler, num_processes, num_parts=num_parts)
+    assert cuts[0].result == cuts[1].result
+    largest = max(len(call.arguments[1]) for call in batches)
+    assert largest * len(cuts[0].result) <= num_held
+    alone, together = trees
     assert together.prompts == PROMPTS
     assert_equal(together, alone)
-    assert counted(other) == counted(instance)
     assert together.seconds.keys() == alone.seconds.keys()
+    assert counts[0] == counts[1]
+    assert any(counts[0][-3:]) is (window == 16)
 
 
 def test_the_scorer_is_called_once_by_this_process(
@@ -120,42 +140,6 @@ def test_the_scorer_is_called_once_by_this_process(
     calls = record_calls(monkeypatch, instance.sampler.scorer, "rate")
     tree = sample(instance.sampler, 2)
     assert [len(call.arguments[0]) for call in calls] == [2 * tree.num_nodes]
-
-
-def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, cuts: list[Call]) -> None:
-    num_cut = []
-    for count in (1, 2):
-        instance = build(tiny_scenario)
-        for agent in instance.agents.values():
-            agent.language_model.context_window = 16 + agent.sampling.max_new_tokens
-        # The same agent in two roles, as in a random search.
-        sampler = instance.sampler.with_attacker(instance.agents["reference"])
-        sample(sampler, count)
-        num_cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
-    assert num_parts_of(cuts) == [2, 2]
-    assert sum(num_cut[0]) > 0
-    assert num_cut[0] == num_cut[1]
-
-
-@pytest.mark.parametrize(
-    ("num_held", "num_parts", "sizes"), [(4, 2, [2, 1]), (6, 2, [3]), (1, 1, [1] * 6)]
-)
-def test_no_more_is_held_at_once_than_the_memory_for_keys_and_values(
-    instance: ScenarioInstance,
-    monkeypatch: pytest.MonkeyPatch,
-    cuts: list[Call],
-    num_held: int,
-    num_parts: int,
-    sizes: list[int],
-) -> None:
-    sampler = instance.sampler
-    per_episode = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
-    sampler.max_cache_bytes = num_held * per_episode
-    batches = record_calls(monkeypatch, sampler, "_play")
-    sample(sampler, 2)
-    assert num_parts_of(cuts) == [num_parts]
-    # Of the six episodes this process has three, or all.
-    assert [len(call.arguments[0]) for call in batches] == sizes
 
 
 @pytest.mark.parametrize(
@@ -328,13 +312,16 @@ def test_captured_steps_stay_and_actors_capture_their_own(
     assert capture.count == num_captured
 
 
-def test_actors_without_a_gpu_are_refused_for_models_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("trainer", "device", "fact"),
+    [("ast_dpo", "cuda", "actor_gpus is 0"), ("vanilla_ppo", "cpu", "num_actors=2")],
+)
+def test_actors_without_the_gpu_that_models_need_and_idle_actors_are_refused(
+    trainer: str, device: str, fact: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    resolved = resolve_experiment(trainer="ast_dpo")
-    with pytest.raises(ConfigurationError, match=r"actor_gpus is 0"):
-        prepare_experiment(resolved, num_actors=2, device="cuda")
+    with pytest.raises(ConfigurationError, match=fact):
+        prepare_experiment(resolve_experiment(trainer=trainer), num_actors=2, device=device)
 
 
 def test_a_fault_in_an_actor_keeps_its_type(
@@ -376,11 +363,6 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
         results = RunDirectory.open(run).read_json("results.json")
         written.append((metrics_of(run), results["before"], results["after"]))
     assert all(rows == written[0] for rows in written)
-
-
-def test_actors_that_would_be_idle_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="num_actors=2"):
-        prepare_experiment(resolve_experiment(trainer="vanilla_ppo"), num_actors=2)
 
 
 @pytest.mark.slow

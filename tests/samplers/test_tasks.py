@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,6 @@ def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -
         "<bos><user>guess1to16<end><assistant>3<end><user>higher<end><assistant>7<end>"
     )
     assert own_tokens(first) == ["3", "<end>", "7", "<end>"]
-    assert first.logprobs is not None
     assert torch.equal(first.logprobs != 0, first.loss_mask)
     assert (first.reward, second.reward) == (1 - 1 / 6, 1.0)
     assert first.num_turns == 2
@@ -141,8 +141,8 @@ def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
     rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
     assert len(rollout.trajectories) > 1
-    assert {one.run_id for one in rollout.trajectories} == {0}
-    assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+    assert {part.run_id for part in rollout.trajectories} == {0}
+    assert sum(part.num_response_tokens for part in rollout.trajectories) == 6
 
 
 def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
@@ -235,16 +235,16 @@ def play_one(environment: Any, rate: Any = None) -> TaskRollout:
     [
         (Answering("guess"), "reset of Answering", "guess"),
         (Answering(["guess"]), "reset of Answering", "guess"),
-        (Answering([Message("user", 3)]), "reset of Answering", "3"),  # type: ignore[arg-type]
-        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),  # type: ignore[arg-type]
+        (Answering([Message("user", 3)]), "reset of Answering", "3"),
+        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),
         (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
         (Answering(reaction=None), "step of Answering", "None"),
         (Answering(reaction=((), 1.0, True)), "step of Answering", "1.0"),
         (Answering(reaction=Reaction("more", is_over=False)), "step of Answering", "more"),
-        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),
         (Answering(reaction=Reaction(reward=float("nan"))), "step of Answering", "nan"),
-        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),  # type: ignore[arg-type]
-        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
+        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
         (None, "environment of Rating", "None"),
         (KeyError("train"), "environment of Rating", "KeyError"),
@@ -334,42 +334,38 @@ def plain(rollout: TaskRollout) -> tuple[list[Any], list[Any]]:
     return rows, episodes
 
 
-@needs_forks
-@pytest.mark.parametrize(("num_processes", "num_forked"), [(2, 1), (9, 2)])
-def test_any_number_of_forked_processes_plays_the_same(
+@pytest.mark.parametrize(
+    ("executor", "num_forked", "num_sent"),
+    [
+        *(
+            pytest.param(partial(using_processes, count), num_forked, 0, marks=needs_forks)
+            for count, num_forked in ((2, 1), (9, 2))
+        ),
+        *((partial(using_actors, ActorOptions(count)), 0, 3) for count in (1, 2, 4)),
+    ],
+    ids=["2 processes", "9 processes", "1 actor", "2 actors", "4 actors"],
+)
+def test_any_number_of_forked_processes_or_actors_plays_the_same(
     agent: ConversationAgent,
     task: Task,
-    num_processes: int,
+    executor: Callable[[], AbstractContextManager[None]],
     num_forked: int,
+    num_sent: int,
     forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tasks, "WORTH_A_FORK", 0.0)
+    opened = actors_here.install(monkeypatch)
     model = agent.language_model
     with model.counting() as alone:
         expected = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert not forked
-    with using_processes(num_processes), model.counting() as spent:
+    with executor(), model.counting() as spent:
         result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert result == expected
     assert spent == alone
-    assert len(forked) == num_forked
+    assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
-
-
-@pytest.mark.parametrize("num_actors", [1, 2, 4])
-def test_any_number_of_actors_plays_the_same(
-    agent: ConversationAgent, task: Task, num_actors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = actors_here.install(monkeypatch)
-    model = agent.language_model
-    with model.counting() as alone:
-        expected = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=4))
-    with using_actors(ActorOptions(num_actors)), model.counting() as spent:
-        result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=4))
-        assert made[0].turn == 4
-    assert result == expected
-    assert spent == alone
 
 
 def test_the_task_rates_once_and_stays_in_this_process(

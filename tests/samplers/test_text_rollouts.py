@@ -92,7 +92,6 @@ def test_after_all_retries_an_agent_stays_silent(
     (end,) = play(adp, model)
     moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
     assert all(move.is_filled and move.answer == "" for move in moves.values())
-    assert end.outcome is not None
     assert end.outcome.is_out_of_rounds
     assert len(model.requests) == 6
     assert says(caplog.text, "prover in 3 attempts", "verifier in 3 attempts")
@@ -136,7 +135,7 @@ def test_requests_that_the_model_repeats_itself_are_neither_repeated_nor_kept(
     assert not end.path()[0].moves["prover"].is_filled
     assert len(healed.requests) == 1, "the failure is asked for again, and the rest is kept"
     ends = play(adp, FakeChatModel(script), num_branches=2)
-    assert [one.path()[0].moves["prover"].is_filled for one in ends[::2]] == [True, False]
+    assert [item.path()[0].moves["prover"].is_filled for item in ends[::2]] == [True, False]
 
 
 def test_an_unreachable_service_stops_the_sampling_and_loses_no_answer(
@@ -241,7 +240,6 @@ def test_rollouts_of_every_protocol_come_back_from_disk(
 def test_a_rollout_records_the_played_game(adp: TextGame) -> None:
     (end,) = play(adp, FakeChatModel(_say), _starts(adp, 1))
     rollouts = rollouts_of(adp, [end])
-    assert end.outcome is not None
     assert rollouts.batch_size == (1,)
     assert rollouts["decision"].tolist() == [end.outcome.decision]
     assert rollouts["num_rounds"].tolist() == [2]

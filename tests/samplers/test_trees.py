@@ -314,6 +314,6 @@ def test_the_columns_beside_a_prompt_reach_a_scorer_that_reads_the_conversation(
         return Ratings(torch.zeros(len(exchanges)), torch.zeros(len(exchanges)) > 0)
 
     tree = _sample(instance, [Prompt("hello", (("goal", "be rude"),))], tree_depth=2)
-    rate_nodes(SimpleNamespace(reads_history=True, rate=rate), tree)  # type: ignore[arg-type]
+    rate_nodes(SimpleNamespace(reads_history=True, rate=rate), tree)
     assert len(seen) == tree.num_nodes
     assert {exchange.columns for exchange in seen} == {(("goal", "be rude"),)}

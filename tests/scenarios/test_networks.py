@@ -43,8 +43,6 @@ def build(
 
 
 def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
-    assert instance.train_environment is not None
-    assert instance.combined_agents is not None
     sampler = EpisodeSampler(instance.train_environment, instance.combined_agents, key=(0,))
     return sampler.collect(num_steps)
 
@@ -54,7 +52,7 @@ def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
 )
 def test_pairs_and_networks_of_graphs_match_the_file(name: str, layers: int, largest: int) -> None:
     instance = build(GRAPHS, scenario=name)
-    num_layers = {name: len(one.policy_body.gnn_layers) for name, one in instance.agents.items()}
+    num_layers = {name: len(item.policy_body.gnn_layers) for name, item in instance.agents.items()}
     assert num_layers == {"prover": layers, "verifier": 2}
     assert instance.train_dataset["adjacency"].shape == (48, 2, largest, largest)
     assert len(instance.test_dataset) == 16
@@ -88,8 +86,8 @@ def test_every_protocol_is_played_by_networks_that_all_learn(kind: str, protocol
         assert agent.value_body is not agent.policy_body
         output, values = agent.policy(frames), agent.value(frames)
         assert values.shape == (48,)
-        logits = [one for one in output if one is not None]
-        torch.stack([one.square().sum() for one in (*logits, values)]).sum().backward()
+        logits = [item for item in output if item is not None]
+        torch.stack([item.square().sum() for item in (*logits, values)]).sum().backward()
         assert all(weight.grad is not None for weight in agent.parameters())
 
 
@@ -99,7 +97,7 @@ def test_the_seed_of_the_experiment_changes_the_networks_and_not_the_data(kind: 
     assert torch.equal(first.train_dataset[DATA[kind]], other.train_dataset[DATA[kind]])
 
     def weights(instance: ScenarioInstance) -> torch.Tensor:
-        return torch.cat([one.flatten() for one in instance.agents["prover"].parameters()])
+        return torch.cat([item.flatten() for item in instance.agents["prover"].parameters()])
 
     assert torch.equal(weights(first), weights(same))
     assert not torch.equal(weights(first), weights(other))
@@ -177,7 +175,6 @@ def test_an_agent_alone_learns_as_much_as_its_rounds_of_message_passing_reveal()
         ),
         trainer="solo_agent",
     )
-    assert instance.train_environment is not None
     frames = instance.train_environment.first_frames(torch.arange(64))
     agent = instance.agents["verifier"]
     assert (agent.value_head, agent.policy_head) == (None, None)
@@ -231,8 +228,6 @@ def test_a_verifier_alone_learns_which_digits_are_which() -> None:
         instance.train_environment,
         instance.test_environment,
     )
-    assert train is not None
-    assert test is not None
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
     for _ in range(70):
         frames = train.first_frames(train.cycler.take(256))

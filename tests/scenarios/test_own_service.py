@@ -44,7 +44,7 @@ def local(weights: Path, **fields: Any) -> dict[str, Any]:
 
 def services_of(process: int) -> list[int]:
     """The serving processes of a starter."""
-    found = []
+    got = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
@@ -52,8 +52,8 @@ def services_of(process: int) -> list[int]:
         except OSError:
             continue
         if int(parent) == process and state != "Z" and "nip_astra.serve.local_service" in command:
-            found.append(int(status.parent.name))
-    return found
+            got.append(int(status.parent.name))
+    return got
 
 
 def is_gone(pid: int) -> bool:
@@ -207,6 +207,6 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
     judged = write_scenario(tmp_path / "j", target=target, scorer=judge)
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(judged), overrides=FEW)
     result = run_experiment(resolved, runs_dir=runs, run_id="judged", progress=False)
-    told = json.dumps(result.results["services"]["judge"])
-    assert result.results["services"]["judge"]["num_requests"] > 0, told
+    fact = json.dumps(result.results["services"]["judge"])
+    assert result.results["services"]["judge"]["num_requests"] > 0, fact
     assert services_of(os.getpid()) == []

@@ -28,7 +28,7 @@ def scenario_section() -> Any:
 
 def test_the_secret_is_known_to_the_target_alone() -> None:
     section = scenario_section()
-    secret = {word for one in section.scorer.secrets for word in word_tokens(one)}
+    secret = {word for item in section.scorer.secrets for word in word_tokens(item)}
     assert secret <= set(word_tokens(section.target.system_prompt))
     folder = find_scenario(SCENARIO)
     prompts = [
@@ -43,7 +43,7 @@ def test_the_secret_is_known_to_the_target_alone() -> None:
 
 def test_the_name_alone_is_a_failure() -> None:
     section = scenario_section()
-    (secret,) = (set(word_tokens(one)) for one in section.scorer.secrets)
+    (secret,) = (set(word_tokens(item)) for item in section.scorer.secrets)
     assert len({"silver", "heron"} & secret) / len(secret) >= section.failure_threshold
 
 

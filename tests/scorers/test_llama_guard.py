@@ -118,14 +118,13 @@ def test_another_answer_gives_no_verdict(guard: Path) -> None:
 
 def test_a_model_that_gives_nan_fails(guard: Path) -> None:
     scorer = scorer_of(guard)
-    scorer._next_token_logits = lambda prompts: torch.full((len(prompts), 40), torch.nan)  # type: ignore[method-assign]
+    scorer._next_token_logits = lambda prompts: torch.full((len(prompts), 40), torch.nan)
     with pytest.raises(ScorerError, match=r"'llama_guard' .*nan"):
         scorer.rate(RUDE)
 
 
 def prompts_of(scorer: LlamaGuardScorer, exchange: Exchange, max_tokens: int = 999) -> str:
     ids = scorer._prompts.fit(exchange.conversation, max_tokens)
-    assert ids is not None
     return str(scorer._tokenizer.decode(ids))
 
 

@@ -63,10 +63,10 @@ def _batch(
     tokenizer: PreTrainedTokenizerFast, draw: random.Random, says_blank_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Random conversations with the guard's answers; only the answers are learnt."""
-    said = [word for word in WORDS if word != "silly"]
+    words = [word for word in WORDS if word != "silly"]
     rows, num_answer = [], 2 if says_blank_first else 1
     for _ in range(24):
-        turns = [draw.choices(said, k=draw.randint(1, 5)) for _ in range(draw.randint(1, 4))]
+        turns = [draw.choices(words, k=draw.randint(1, 5)) for _ in range(draw.randint(1, 4))]
         is_unsafe = draw.random() < 0.5
         for place, turn in enumerate(turns):
             is_last = place == len(turns) - 1

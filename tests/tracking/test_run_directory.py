@@ -135,4 +135,6 @@ def test_a_missing_or_broken_file_is_named(directory: RunDirectory, content: str
     for name, read in (("x.json", directory.read_json), ("x.yaml", directory.read_yaml)):
         if content is not None:
             (directory.path / name).write_text(content)
-        assert name in refusal(read, name)
+        message = refusal(read, name)
+        assert name in message
+        assert "\n" not in message

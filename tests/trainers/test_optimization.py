@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
-from nip_astra.parameters.training import OPTIMIZERS, TrainingConfiguration
+from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES, TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers import optimization
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
@@ -102,3 +103,28 @@ def test_a_plug_in_adds_an_optimizer_and_a_schedule(tmp_path: Path) -> None:
         assert optimizer.param_groups[0]["momentum"] == 0.9
         rates = [learning_rate(training, step=9, progress=p) for p in (0.0, 0.4, 0.6, 1.0)]
     assert rates == [0.5, 0.5, 0.25, 0.25]
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    snapshots = [(registry, registry.snapshot()) for registry in (OPTIMIZERS, SCHEDULES)]
+    yield
+    for registry, snapshot in snapshots:
+        registry.restore(snapshot)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_an_optimizer_that_is_none_is_refused_by_name() -> None:
+    OPTIMIZERS.register("forgotten")(lambda groups, *, lr, weight_decay: None)
+    config = TrainingConfiguration(optimizer="forgotten")
+    with pytest.raises(ConfigurationError, match=r"'forgotten'.*NoneType"):
+        build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("factor", [float("nan"), -1.0, float("inf"), None])
+def test_a_schedule_that_is_no_factor_is_refused_by_name(factor: float | None) -> None:
+    SCHEDULES.register("wrong")(lambda progress: factor)
+    config = TrainingConfiguration(lr_schedule="wrong")
+    with pytest.raises(ConfigurationError, match=f"'wrong'.*{factor}"):
+        learning_rate(config, step=0, progress=0.5)

@@ -65,8 +65,20 @@ def test_a_rarity_is_a_share(rarity: float) -> None:
             {"again": None, "alone": None},
             4,
         ),
+        # A first probe has none before it.
+        (
+            [make_chains(["a", "b"], ["good", "cat sat", "fine", "hello"], [0.9] * 4)],
+            {"again": None, "alone": None},
+            4,
+        ),
     ],
-    ids=["no rollout", "a low score", "two finds", "another episode's probe before"],
+    ids=[
+        "no rollout",
+        "a low score",
+        "two finds",
+        "another episode's probe before",
+        "a first probe",
+    ],
 )
 def test_the_first_find_on_which_the_target_fails_counts_with_the_queries_before_it(
     trees: list[RolloutTree], first_query: dict[str, int | None], num_queries: int

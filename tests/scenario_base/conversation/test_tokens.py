@@ -49,7 +49,7 @@ def test_decoded_rows_are_those_of_the_tokenizer() -> None:
 
 
 def test_a_tokenizer_that_decodes_in_its_own_way_is_used() -> None:
-    class Loud(type(make_tokenizer())):  # type: ignore[misc]  # made by a function
+    class Loud(type(make_tokenizer())):
         def _decode(self, *args: object, **kwargs: object) -> str:
             return str(super()._decode(*args, **kwargs)).upper()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.samplers.episodes import EpisodeSampler
@@ -22,15 +24,23 @@ from tests.kit.protocol_games import NUM_SYMBOLS, build_game
 LINEAR = {"include_linear_message_space": True, "message_size": 2}
 
 
+def played(
+    protocol: str, scenario: dict[str, Any] | None = None, num_steps: int = 4, **options: Any
+) -> tuple[Any, TensorDict]:
+    """The agents of a game, and frames that they played."""
+    game = build_game(protocol, scenario, **options)
+    agents = game.combined_agents
+    batch = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(num_steps)
+    return agents, batch.reshape(-1)
+
+
 @pytest.mark.parametrize("protocol", [str(member) for member in InteractionProtocolType])
 @pytest.mark.parametrize("zero_knowledge", [False, True])
 def test_an_agent_finds_its_moves_as_likely_as_when_it_made_them(
     protocol: str, zero_knowledge: bool
 ) -> None:
-    game = build_game(protocol, LINEAR, protocol_common={"zero_knowledge": zero_knowledge})
-    agents = game.combined_agents
-    assert agents is not None
-    batch = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(6).reshape(-1)
+    options = {"protocol_common": {"zero_knowledge": zero_knowledge}}
+    agents, batch = played(protocol, LINEAR, 6, **options)
     for number, name in enumerate(agents.names):
         evaluation = agents.evaluate(name, batch)
         torch.testing.assert_close(evaluation.logprobs_B, batch["agents", "logprob"][:, number])
@@ -43,10 +53,7 @@ def test_an_agent_finds_its_moves_as_likely_as_when_it_made_them(
 
 
 def test_an_agent_sees_only_its_own_channels() -> None:
-    game = build_game("mnip")
-    agents = game.combined_agents
-    assert agents is not None
-    frames = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(4).reshape(-1)
+    agents, frames = played("mnip")
     changed = frames.clone()
     # The channel of the other prover.
     changed["message_history"][:, :, 1] = 1 - changed["message_history"][:, :, 1]
@@ -57,11 +64,8 @@ def test_an_agent_sees_only_its_own_channels() -> None:
 
 
 def test_a_random_agent_plays_possible_moves_alike_and_learns_nothing() -> None:
-    game = build_game("nip", {"agents": {"default": {}, "prover": {"is_random": True}}})
-    agents = game.combined_agents
-    assert agents is not None
+    agents, frames = played("nip", {"agents": {"default": {}, "prover": {"is_random": True}}})
     assert list(agents["prover"].parameters()) == []
-    frames = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(4).reshape(-1)
     probabilities = agents["prover"].policy(frames).message_logits_BVPS.softmax(-1)
     torch.testing.assert_close(
         probabilities[..., :-1], torch.full_like(probabilities[..., :-1], 1 / 3)
@@ -70,12 +74,8 @@ def test_a_random_agent_plays_possible_moves_alike_and_learns_nothing() -> None:
 
 
 def test_statistics_of_histories_shift_and_scale_inputs_of_bodies() -> None:
-    game = build_game("nip")
-    agents = game.combined_agents
-    assert agents is not None
-    frames = EpisodeSampler(game.train_environment, agents, key=(0,)).collect(8).reshape(-1)
+    agents, frames = played("nip", num_steps=8)
     body = agents["verifier"].policy_body
-    assert body is not None
     body.set_statistics(frames["message_history"])
     read = body.history(frames)
     torch.testing.assert_close(read.mean(dim=0), torch.zeros_like(read[0]), atol=1e-5, rtol=0)
@@ -102,11 +102,10 @@ def test_actions_are_drawn_with_their_probabilities() -> None:
         logits_S.expand(count, 1, 1, 4), torch.tensor([2.0, 0, 0]).expand(count, 3)
     )
     uniforms = torch.rand(count, 2, generator=torch.Generator().manual_seed(0))
-    moves = draw(normalised(output), uniforms)
+    moves: Any = draw(normalised(output), uniforms)
     shares = torch.bincount(moves.message_BVP.flatten(), minlength=4) / count
     torch.testing.assert_close(shares, logits_S.softmax(0), atol=0.01, rtol=0)
     assert shares[2] == 0
-    assert moves.decision_B is not None
     expected = math.exp(2) / (math.exp(2) + 2)
     assert float((moves.decision_B == 0).float().mean()) == pytest.approx(expected, abs=0.01)
 
@@ -120,15 +119,11 @@ def test_the_largest_uniform_number_draws_a_possible_symbol() -> None:
 def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None:
     output = output_of(200, has_linear=True)
     uniforms = torch.rand(200, num_uniforms(2, 3, True), dtype=torch.float64)
-    moves = draw(normalised(output), uniforms)
+    moves: Any = draw(normalised(output), uniforms)
     for column in range(uniforms.shape[1]):
         changed = uniforms.clone()
         changed[:, column] = (changed[:, column] + 0.5) % 1
-        other = draw(normalised(output), changed)
-        assert moves.decision_B is not None
-        assert other.decision_B is not None
-        assert moves.linear_BVP is not None
-        assert other.linear_BVP is not None
+        other: Any = draw(normalised(output), changed)
         differs = [
             (moves.decision_B != other.decision_B).any()[None],
             (moves.message_BVP != other.message_BVP).flatten(1).any(dim=0),
@@ -138,34 +133,25 @@ def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None
 
 
 def test_a_joint_log_probability_is_the_sum_over_the_allowed_actions() -> None:
-    output = output_of(6, has_linear=True)
-    moves = draw(normalised(output), torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64))
+    output: Any = output_of(6, has_linear=True)
+    uniforms = torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64)
+    moves: Any = draw(normalised(output), uniforms)
     active = torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0]], dtype=torch.bool)
     decides = torch.tensor([1, 1, 0, 1, 0, 0], dtype=torch.bool)
-    got = evaluate_moves(output, moves, active, decides)
-    assert output.decision_logits_B3 is not None
-    assert output.linear_logits_BVPL is not None
-    assert moves.decision_B is not None
-    assert moves.linear_BVP is not None
-    for frame in range(6):
-        expected, entropy = 0.0, 0.0
-        for channel in range(2):
-            for position in range(3):
-                for logits, symbols in (
-                    (output.message_logits_BVPS, moves.message_BVP),
-                    (output.linear_logits_BVPL, moves.linear_BVP),
-                ):
-                    dist = torch.distributions.Categorical(logits=logits[frame, channel, position])
-                    if active[frame, channel]:
-                        expected += float(dist.log_prob(symbols[frame, channel, position]))
-                        entropy += float(dist.entropy())
-        if decides[frame]:
-            dist = torch.distributions.Categorical(logits=output.decision_logits_B3[frame])
-            expected += float(dist.log_prob(moves.decision_B[frame]))
-            entropy += float(dist.entropy())
-        assert float(got.logprobs_B[frame]) == pytest.approx(expected, abs=1e-12)
-        assert float(got.entropies_B[frame]) == pytest.approx(entropy, abs=1e-12)
-    assert got.logprobs_B[5] == 0
+    evaluation = evaluate_moves(output, moves, active, decides)
+    choices = [
+        (output.message_logits_BVPS, moves.message_BVP, active[..., None]),
+        (output.linear_logits_BVPL, moves.linear_BVP, active[..., None]),
+        (output.decision_logits_B3, moves.decision_B, decides),
+    ]
+    expected = entropy = torch.zeros(6, dtype=torch.float64)
+    for logits, symbols, is_allowed in choices:
+        distribution = torch.distributions.Categorical(logits=logits)
+        expected = expected + (distribution.log_prob(symbols) * is_allowed).reshape(6, -1).sum(1)
+        entropy = entropy + (distribution.entropy() * is_allowed).reshape(6, -1).sum(1)
+    torch.testing.assert_close(evaluation.logprobs_B, expected)
+    torch.testing.assert_close(evaluation.entropies_B, entropy)
+    assert evaluation.logprobs_B[5] == 0
 
 
 def test_impossible_symbols_leave_gradients_finite() -> None:
@@ -178,6 +164,5 @@ def test_impossible_symbols_leave_gradients_finite() -> None:
         torch.zeros(1, dtype=torch.bool),
     )
     (evaluation.logprobs_B + evaluation.entropies_B).sum().backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     assert logits.grad[0, 1] == 0

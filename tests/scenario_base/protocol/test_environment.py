@@ -41,7 +41,6 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
         protocol_common={"zero_knowledge": zero_knowledge},
     )
     environment, handler = game.train_environment, game.protocol_handler
-    assert environment is not None
     check_env_specs(environment)
     torch.manual_seed(1)
     rollout = environment.rollout(20, break_when_any_done=False)
@@ -68,7 +67,6 @@ def test_torchrl_finds_the_specs_right_and_plays_through_ends(
 
 def test_verifiers_of_zero_knowledge_end_apart() -> None:
     game = build_game("nip", protocol_common={"zero_knowledge": True})
-    assert game.train_environment is not None
     torch.manual_seed(1)
     rollout = game.train_environment.rollout(20, break_when_any_done=False)
     verifier, adversary, simulator = rollout["next", "has_decided"][..., 1:].unbind(-1)
@@ -107,10 +105,10 @@ def test_common_parameters_apply_to_agents_with_their_own_parameters_too() -> No
 def test_an_agent_is_the_same_whatever_the_others_are() -> None:
     nip, debate = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
     for name in ("prover", "verifier"):
-        for one, other in zip(
+        for item, other in zip(
             nip.agents[name].parameters(), debate.agents[name].parameters(), strict=True
         ):
-            assert one.equal(other)
+            assert item.equal(other)
     first = next(nip.agents["prover"].parameters())
     assert not first.equal(next(nip.agents["verifier"].parameters()))
 
@@ -120,8 +118,6 @@ def test_a_policy_has_no_decision_to_make_where_decisions_are_forced(zero_knowle
     common = {"force_guess": "y", "zero_knowledge": zero_knowledge}
     game = build_game("nip", protocol_common=common)
     environment, agents = game.train_environment, game.combined_agents
-    assert environment is not None
-    assert agents is not None
     frame = environment.fresh(16)
     moves = agents.act(frame, torch.Generator().manual_seed(0))
     assert not frame["can_decide"][:, agents.number("verifier")].any()

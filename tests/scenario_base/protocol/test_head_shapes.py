@@ -1,19 +1,26 @@
-"""Heads and bodies of a wrong shape are refused when agents are built."""
+"""Kinds that lack a part, and heads and bodies of a wrong shape, are refused when built."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from nip_astra.errors import AgentShapeError
+from nip_astra.errors import AgentShapeError, ConfigurationError, DataError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 from tests.kit.messages import says
+from tests.kit.recording import record_calls
 from tests.kit.toy_protocol_scenario import (
     ToyBody,
     ToyPolicyHead,
+    ToyProtocolScenario,
     ToySoloHead,
     ToyValueHead,
+    toy_hyper_params,
     toy_trainer,
 )
 
@@ -35,38 +42,24 @@ def test_parts_of_the_right_shape_are_built_and_learn_as_without_the_check(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(3)
-    with_check = toy_trainer(trainer)
+    checked: Any = toy_trainer(trainer).scenario_instance.combined_agents
     drawn = torch.rand(2)
     torch.manual_seed(3)
     monkeypatch.setattr("nip_astra.scenarios.tensordict_base.check_agents", lambda *_: None)
-    without = toy_trainer(trainer)
+    plain: Any = toy_trainer(trainer).scenario_instance.combined_agents
     assert torch.equal(drawn, torch.rand(2))
-    weights = zip(
-        with_check.scenario_instance.combined_agents.parameters(),
-        without.scenario_instance.combined_agents.parameters(),
-        strict=True,
-    )
-    assert all(torch.equal(one, other) for one, other in weights)
-    modes = [
-        [module.training for module in one.scenario_instance.combined_agents.modules()]
-        for one in (with_check, without)
-    ]
-    assert modes[0] == modes[1]
+    for weights, expected in zip(checked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weights, expected)
+    for module, expected in zip(checked.modules(), plain.modules(), strict=True):
+        assert module.training == expected.training
 
 
 def test_parts_are_called_in_eval_mode_so_that_their_statistics_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    modes = []
-    forward = ToyBody.forward
-
-    def note(body: ToyBody, observation: Any) -> Any:
-        modes.append(body.training)
-        return forward(body, observation)
-
-    monkeypatch.setattr(ToyBody, "forward", note)
+    calls = record_calls(monkeypatch, ToyBody, "forward")
     toy_trainer()
-    assert modes == [False] * 4, "two agents, two bodies each"
+    assert [call.arguments[0].training for call in calls] == [False] * 4, "two bodies each"
 
 
 WRONG = {
@@ -116,3 +109,39 @@ def test_a_wrong_output_of_a_part_is_reported_with_the_required_shape(
     part, change, words = WRONG[case]
     method = "logits" if part is ToyPolicyHead else "forward"
     assert says(refusal(monkeypatch, part, method, change), *words)
+
+
+# ---- kinds of scenarios
+
+
+class Halved(ToyProtocolScenario):
+    """Lacks a hook."""
+
+    build_value_head = TensorDictScenario.build_value_head
+
+
+class ThreeLabels(ToyProtocolScenario):
+    """Has other labels than 0 and 1."""
+
+    @classmethod
+    def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
+        content = {"y": torch.tensor([[0], [1], [2]]), "vector": torch.zeros(3, 3)}
+        both = TensorDict(content, batch_size=[3])
+        return Datasets(both, both)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "facts"),
+    [
+        (Halved, ConfigurationError, ("Halved", "build_value_head")),
+        (ThreeLabels, DataError, ("`y`", "train", "0 or 1")),
+    ],
+)
+def test_a_kind_without_a_hook_or_with_other_labels_is_refused(
+    kind: type[TensorDictScenario], error: type[Exception], facts: tuple[str, ...]
+) -> None:
+    hyper_params: Any = toy_hyper_params()
+    options = {"scenario_dir": None, "trainer_type": "rl"}
+    with pytest.raises(error) as caught:
+        kind.build(hyper_params, hyper_params.toy_protocol, ExperimentSettings(), **options)
+    assert says(caught.value, *facts)

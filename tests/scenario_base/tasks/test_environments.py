@@ -246,7 +246,7 @@ def test_a_policy_trains_in_it(
 def test_an_id_is_made_by_gymnasium() -> None:
     gymnasium = pytest.importorskip("gymnasium")
 
-    class Echo(gymnasium.Env[str, str]):  # type: ignore[misc, name-defined]
+    class Echo(gymnasium.Env[str, str]):
         observation_space = gymnasium.spaces.Text(20)
         action_space = gymnasium.spaces.Text(20)
 
@@ -422,7 +422,7 @@ def test_a_server_plays_as_many_sessions_as_it_allows(
     three = [task.environment("train", n) for n in range(3)]
     assert opening_of(three[0])[0].text == "Echo environment ready!"
     assert reaction_of(three[0], "hello") == ([Message("user", "hello")], None, False)
-    assert three[0]._return == pytest.approx(0.5)  # type: ignore[attr-defined]
+    assert three[0]._return == pytest.approx(0.5)
     opening_of(three[1])
     with pytest.raises(ServiceBusyError, match="concurrency"):
         opening_of(three[2])

@@ -42,12 +42,12 @@ def build_caller(folder: Path) -> Path:
     problems = build.Corpus(0).problems
 
     def turns(rng: random.Random) -> list[tuple[bool, str]]:
-        one = rng.choice(problems[4])
-        wrong = str(one.answer + rng.choice((-10, -2, -1, 1, 2, 10)))
+        item = rng.choice(problems[4])
+        wrong = str(item.answer + rng.choice((-10, -2, -1, 1, 2, 10)))
         if rng.random() > SHARE_CALLS:
-            return [(False, f"{one.problem}="), (True, wrong)]
-        answer = str(one.answer)
-        return [(False, f"{one.problem}="), (True, f"calc({one.problem})"), (False, answer),
+            return [(False, f"{item.problem}="), (True, wrong)]
+        answer = str(item.answer)
+        return [(False, f"{item.problem}="), (True, f"calc({item.problem})"), (False, answer),
                 (True, answer)]  # fmt: skip
 
     def next_batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,16 +55,18 @@ def build_caller(folder: Path) -> Path:
         for _ in range(64):
             ids, labels = [tiny.BOS], [-100]
             for is_own, text in turns(rng):
-                said = [*tokenizer.encode(text, add_special_tokens=False), tiny.END]
-                ids += [tiny.ASSISTANT if is_own else tiny.USER, *said]
-                labels += [-100, *(said if is_own else [-100] * len(said))]
+                tokens = [*tokenizer.encode(text, add_special_tokens=False), tiny.END]
+                ids += [tiny.ASSISTANT if is_own else tiny.USER, *tokens]
+                labels += [-100, *(tokens if is_own else [-100] * len(tokens))]
             rows.append((ids, labels))
         width = max(len(ids) for ids, _ in rows)
         padded = [
             (ids + [tiny.PAD] * (width - len(ids)), labels + [-100] * (width - len(labels)))
             for ids, labels in rows
         ]
-        return torch.tensor([one for one, _ in padded]), torch.tensor([one for _, one in padded])
+        return torch.tensor([item for item, _ in padded]), torch.tensor(
+            [item for _, item in padded]
+        )
 
     tiny.train(model, next_batch, steps=250, lr=1e-3, seed=0)
     tiny.save(model, tokenizer, folder)

@@ -54,17 +54,17 @@ def for_math(prompts: Any, completions: Any, task: Any, **kwargs: Any) -> Any:
 
 
 async def later(prompts: Any, completions: Any, **kwargs: Any) -> Any:
-    async def one(completion: str) -> float:
+    async def item(completion: str) -> float:
         await asyncio.sleep(0.0)
         return float(completion.startswith("y"))
 
-    return await asyncio.gather(*(one(completion) for completion in completions))
+    return await asyncio.gather(*(item(completion) for completion in completions))
 
 
 def with_logs(completions: Any, trainer_state: Any, log_metric: Any, log_extra: Any) -> Any:
     log_metric("step", trainer_state.global_step)
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
-    log_extra("upper", [one.upper() for one in completions])
+    log_extra("upper", [item.upper() for item in completions])
     return torch.arange(len(completions))
 
 
@@ -74,7 +74,7 @@ FUNCTIONS = [by_length_of_ids, by_length, by_format, by_box, for_math, later, wi
 @pytest.fixture(autouse=True)
 def _registered(no_plugins_left: None) -> None:
     for function in FUNCTIONS:
-        REWARDS.register(function.__name__)(function)  # type: ignore[arg-type]
+        REWARDS.register(function.__name__)(function)
 
 
 def dataset(folder: Path, rows: list[dict[str, Any]], *names: str, **weights: float) -> Task:
@@ -138,7 +138,7 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
     REWARDS.register("columns")(columns)
     rows = [{"prompt": "a", "tags": [1, {"x": 2}]}, {"prompt": "b", "other": 1}]
     task = dataset(tmp_path, rows, "columns")
-    assert [one.reward for one in rated(task, "x", "y")] == [None, None]
+    assert [item.reward for item in rated(task, "x", "y")] == [None, None]
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
@@ -251,5 +251,5 @@ def test_rows_of_parquet_are_those_of_jsonl(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / f"rows.{end}"), None) for end in ("parquet", "jsonl")
     )
     assert parquet == jsonl == ["system: Be brief.\n\nuser: 1+1=", "1+1="]
-    assert [one.messages for one in parquet] == [one.messages for one in jsonl]
-    assert [one.row for one in parquet] == [{"answer": "2"}, {"answer": "3"}]
+    assert [item.messages for item in parquet] == [item.messages for item in jsonl]
+    assert [item.row for item in parquet] == [{"answer": "2"}, {"answer": "3"}]

@@ -233,7 +233,6 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     first, rest = trajectory.tokens[None, :1], trajectory.tokens[None, 1:]
     are_read = torch.ones_like(first).bool(), torch.ones_like(rest).bool()
     recomputed = model.logprobs(first, are_read[0], rest, are_read[1])[0].detach()
-    assert trajectory.logprobs is not None
     own_T = trajectory.loss_mask
     torch.testing.assert_close(trajectory.logprobs[own_T], recomputed[own_T[1:]], atol=1e-4, rtol=0)
 
@@ -337,7 +336,7 @@ def test_programs_run_in_the_sandbox_or_the_interpreter(
         for code in ("print(6 * 7)", "print(1)\n1 / 0", "while True: pass")
     ]
     assert outcomes[0] == ("42\n", "")
-    assert [one.error for one in outcomes[1:]] == ["failed", "failed"]
+    assert [part.error for part in outcomes[1:]] == ["failed", "failed"]
     assert "ZeroDivisionError" in outcomes[1].value
 
 

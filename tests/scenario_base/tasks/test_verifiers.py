@@ -125,11 +125,11 @@ def task_of(path: Path, **options: Any) -> Task:
     return build_task(parameters, seed=0, device=torch.device("cpu"), scenario_dir=None)
 
 
-def rated(task: Task, index: int, said: str) -> float | None:
+def rated(task: Task, index: int, answer: str) -> float | None:
     environment = task.environment("train", index)
-    messages = [*environment.reset(), Message("assistant", said)]
+    messages = [*environment.reset(), Message("assistant", answer)]
     episode = Episode(environment, messages)
-    assert environment.step(said).is_over
+    assert environment.step(answer).is_over
     task.rate([episode])
     return episode.reward
 
@@ -141,7 +141,7 @@ def test_tasks_are_split_and_scored_by_their_own_weighted_rewards(taskset: Path)
     assert counts == [10, 5, 85]
     assert task.environment("test", 0).reset() == [Message("user", "0+0=")]
     assert task.environment("train", 0).reset() == [Message("user", "1+5=")]
-    assert [rated(task, 0, said) for said in ("6", " 6", "66666", "7")] == [2.5, 2.5, 0.0, 0.5]
+    assert [rated(task, 0, answer) for answer in ("6", " 6", "66666", "7")] == [2.5, 2.5, 0.0, 0.5]
 
 
 @needs_verifiers
@@ -234,8 +234,8 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     messages = [*environment.reset()]
     for a in (3, 99):
         call = f'<tool_call>{{"name": "adding_add", "arguments": {{"a": {a}}}}}</tool_call>'
-        (found,) = box.calls_in(call, has_template=True)
-        outcome = box.execute(found)
+        (result,) = box.calls_in(call, has_template=True)
+        outcome = box.execute(result)
         messages += [Message("assistant", call), Message("tool", outcome.value)]
     assert outcome.error == "failed"
     other = task.environment("train", 0)
@@ -243,7 +243,7 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     episode = Episode(environment, [*messages, Message("assistant", "6")])
     task.rate([episode])
     assert episode.reward == 0.5
-    assert other.state.calls == 0  # type: ignore[attr-defined]
+    assert other.state.calls == 0
 
 
 @needs_verifiers
@@ -259,7 +259,7 @@ def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Pat
     environment.close()
     # An unfinished exchange is ended.
     opening_of(environment)
-    running = environment._player._running  # type: ignore[attr-defined]
+    running = environment._player._running
     environment.close()
     assert running.cancelled()
     opening_of(environment)

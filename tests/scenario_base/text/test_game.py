@@ -57,15 +57,6 @@ def _deciding(text: str) -> FakeChatModel:
     return FakeChatModel(script)
 
 
-def test_the_episodes_seed_determines_who_of_two_speaks_to_arthur(tmp_path: Path) -> None:
-    game = build_text_game("merlin_arthur", tmp_path)
-    starts = [game.start(0, {"y": 1, "claim": "x"}, seed) for seed in (4, 7)]
-    ends = play(game, _deciding("Decision: reject"), starts)
-    assert [list(end.path()[0].moves) for end in ends] == [["prover0"], ["prover1"]]
-    # prover0 argues for reject, prover1 for accept; silent and wronged provers are not rewarded.
-    assert [end.path()[1].outcome.rewards for end in ends] == [(1, 0, -1), (1, 0, -1)]  # type: ignore[union-attr]
-
-
 def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
     groups = {
         "nip": {"max_message_rounds": 4},
@@ -83,7 +74,6 @@ def test_shared_rewards_and_forced_guesses_are_those_of_the_declaration(tmp_path
     game = build_text_game("adp", tmp_path, protocol_common=common)
     model = FakeChatModel(_talk)
     (end,) = play(game, model, [game.start(0, {"y": 0, "claim": "x"}, 0)])
-    assert end.outcome is not None
     assert (end.outcome.decision, end.outcome.rewards) == (REJECT, (1, 1))
     assert len(model.requests) == 1, "a decision that is forced is not asked for"
 
@@ -114,7 +104,6 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
     protocol = game.protocol
     decided_EA = torch.zeros(1, protocol.num_agents, dtype=torch.bool)
     for number, node in enumerate(end.path()):
-        assert node.outcome is not None
         at = torch.tensor([number]), torch.tensor([seed])
         active_AC = protocol.active_mask(*at, decided_EA)[0]
         speaking = [protocol.agent_names[a] for a in active_AC.any(-1).nonzero().flatten().tolist()]
@@ -159,10 +148,10 @@ def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: P
     heard: dict[str, set[str]] = {}
     for node in end.path():
         for agent, move in node.moves.items():
-            texts = [one["content"] for one in move.prompt if one["role"] == "user"]
+            texts = [item["content"] for item in move.prompt if item["role"] == "user"]
             lines = [line for text in texts for line in text.splitlines()]
             names = {line.split(" (")[0].split(":")[0] for line in lines if ": " in line}
-            spoken = {one for one in names if one.lower() in game.protocol.agent_names}
+            spoken = {item for item in names if item.lower() in game.protocol.agent_names}
             heard.setdefault(agent, set()).update(spoken)
     assert heard == SEES[name]
 
@@ -171,7 +160,7 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
     game = build_text_game("nip", tmp_path, nip={"max_message_rounds": 3})
     answers = iter(["Why? ", "Since.", "Decision: accept"])
     (end,) = play(game, FakeChatModel(lambda request, _: next(answers)))
-    assert [dict(one) for one in end.moves["verifier"].prompt] == [
+    assert [dict(item) for item in end.moves["verifier"].prompt] == [
         {
             "role": "system",
             "content": "You are Verifier. At most 1 questions about the sky is blue.",
@@ -180,7 +169,7 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
         {"role": "assistant", "content": "Why? "},
         {"role": "user", "content": "Prover: Since.\n\nLast turn: decide."},
     ]
-    assert [dict(one) for one in end.path()[1].moves["prover"].prompt] == [
+    assert [dict(item) for item in end.path()[1].moves["prover"].prompt] == [
         {"role": "system", "content": "You are Prover. Argue for accept of the sky is blue."},
         {"role": "user", "content": "Begin.\n\nVerifier: Why?\n\n[main]"},
     ]
@@ -193,7 +182,7 @@ def test_an_agent_without_messages_between_two_turns_gets_a_request_to_continue(
     game = build_text_game("multi_channel_test", tmp_path, prompts=prompts)
     (end,) = play(game, FakeChatModel(_talk))
     prompt = end.path()[2].moves["prover1"].prompt
-    assert [one["role"] for one in prompt] == ["system", "user", "assistant", "user"]
+    assert [item["role"] for item in prompt] == ["system", "user", "assistant", "user"]
     assert prompt[-1]["content"] == GO_ON
 
 
@@ -205,7 +194,6 @@ def test_a_random_stance_hangs_on_the_datapoint_and_pays_for_its_side(tmp_path: 
     assert 10 < sum(stances) < 30
     starts = [game.start(number, point, 0) for number, point in enumerate(points)]
     for end, stance in zip(play(game, _deciding("Decision: reject"), starts), stances, strict=True):
-        assert end.outcome is not None
         assert end.outcome.rewards == (float(stance == REJECT), -1.0)
         word = "reject" if stance == REJECT else "accept"
         assert f"Argue for {word}" in end.path()[0].moves["prover"].prompt[0]["content"]

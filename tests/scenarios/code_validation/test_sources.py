@@ -16,40 +16,23 @@ from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.scenarios.code_validation import read_problems
 
 ADDS = "a, b = map(int, input().split())\nif a > 100:\n    print(a - b)\nelse:\n    print(a + b)\n"
-APPS: list[dict[str, Any]] = [
-    {
-        "problem_id": 0,
-        "question": "Add two numbers; of more than 100, take the second away.\n",
-        "solutions": json.dumps([ADDS]),
-        "input_output": json.dumps(
-            {
-                "inputs": ["1 2\n", "3 4\n", "100 1\n", "101 1\n"],
-                "outputs": ["3", "7", "101", "100"],
-            }
-        ),
-        "difficulty": "interview",
-    },
-    {
-        "problem_id": 1,
-        "question": "Its solution is of Python 2.",
-        "solutions": json.dumps(["print 'a'"]),
-        "input_output": json.dumps({"inputs": [""], "outputs": ["a"]}),
-        "difficulty": "introductory",
-    },
-    {
-        "problem_id": 2,
-        "question": "It has no solution.",
-        "solutions": "",
-        "input_output": "",
-        "difficulty": "competition",
-    },
-    {
-        "problem_id": 3,
-        "question": "Its solution fails.",
-        "solutions": json.dumps(["print(1)"]),
-        "input_output": json.dumps({"inputs": [""], "outputs": ["2"]}),
-        "difficulty": "competition",
-    },
+
+
+def apps(number: int, question: str, solutions: list[str], **more: Any) -> dict[str, Any]:
+    """A row of APPS, with `inputs` and `outputs` of a program if it has solutions."""
+    difficulty = more.pop("difficulty", "competition")
+    texts = [json.dumps(value) if value else "" for value in (solutions, more)]
+    row = {"problem_id": number, "question": question, "difficulty": difficulty}
+    return row | dict(zip(("solutions", "input_output"), texts, strict=True))
+
+
+QUESTION = "Add two numbers; of more than 100, take the second away.\n"
+PAIRS = {"1 2\n": "3", "3 4\n": "7", "100 1\n": "101", "101 1\n": "100"}
+APPS = [
+    apps(0, QUESTION, [ADDS], inputs=[*PAIRS], outputs=[*PAIRS.values()], difficulty="interview"),
+    apps(1, "Its solution is of Python 2.", ["print 'a'"], inputs=[""], outputs=["a"]),
+    apps(2, "It has no solution.", []),
+    apps(3, "Its solution fails.", ["print(1)"], inputs=[""], outputs=["2"]),
 ]
 BUGGY = [
     {
@@ -152,7 +135,7 @@ def test_human_eval_gives_verified_solutions(tmp_path: Path) -> None:
     right, *wrong = row["solutions"]
     assert "Check if" not in right["code"]
     assert len(wrong) == 2
-    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+    assert all(0.5 <= item["share_passed"] < 1 and item["mutation"] for item in wrong)
 
 
 def test_without_the_package_the_error_names_the_package_to_install(
@@ -175,7 +158,7 @@ def test_apps_gives_verified_solutions_of_whole_programs(
     right, *wrong = row["solutions"]
     assert right["is_correct"]
     assert wrong
-    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+    assert all(0.5 <= item["share_passed"] < 1 and item["mutation"] for item in wrong)
     assert "'APPS/3'" in caplog.text
 
 
@@ -185,7 +168,7 @@ def test_buggy_apps_brings_its_wrong_solutions(
     monkeypatch.setattr(sources, "_load", lambda dataset, split: BUGGY)
     rows = _read_back(list(buggy_apps_rows(num_wrong=1)), tmp_path)
     assert [row["name"] for row in rows] == ["buggy-APPS/train/0", "buggy-APPS/train/2"]
-    assert [one["code"] for one in rows[0]["solutions"]] == ["print(1)", "print(2)"]
+    assert [item["code"] for item in rows[0]["solutions"]] == ["print(1)", "print(2)"]
     assert rows[0]["solutions"][1]["mutation"] == "language model"
     assert rows[0]["level"] == 3
     assert len(list(buggy_apps_rows(limit=1))) == 1
@@ -209,8 +192,8 @@ def test_data_sets_are_loaded_from_a_folder(
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "train.jsonl").write_text(lines)
     monkeypatch.setattr(sources, "MAX_CANDIDATES", 4)
-    found = list(apps_rows(str(tmp_path / "apps")))
-    assert [row["name"] for row in found] == ["APPS/0"]
+    result = list(apps_rows(str(tmp_path / "apps")))
+    assert [row["name"] for row in result] == ["APPS/0"]
     assert len(list(buggy_apps_rows(str(tmp_path / "buggy")))) == 2
     with pytest.raises(DataError, match="a folder with its files"):
         list(apps_rows(str(tmp_path / "none")))

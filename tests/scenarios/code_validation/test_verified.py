@@ -26,6 +26,7 @@ from nip_astra.errors import DataError
 from nip_astra.utils.interpreter import call_in_interpreter
 
 DATA = Path(__file__).resolve().parents[3] / "scenarios" / "code_validation" / "problems.jsonl"
+ROWS = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
 CLAMP = "def clamp(n, low):\n    if n < low:   # below\n        return low\n    return n"
 
 
@@ -48,21 +49,21 @@ CLAMP = "def clamp(n, low):\n    if n < low:   # below\n        return low\n    
     ],
 )
 def test_each_kind_of_mutation_changes_one_place(code: str, kind: str, changed: set[str]) -> None:
-    found = {one.code.rstrip() for one in mutations(code) if one.kind == kind}
-    assert found == changed
+    result = {item.code.rstrip() for item in mutations(code) if item.kind == kind}
+    assert result == changed
 
 
 def test_mutations_differ_from_each_other_and_report_their_place() -> None:
-    found = mutations(CLAMP)
-    assert [one.line for one in found] == [2, 2]
-    assert len({one.code for one in found} | {normal_form(CLAMP)}) == 3
+    result = mutations(CLAMP)
+    assert [item.line for item in result] == [2, 2]
+    assert len({item.code for item in result} | {normal_form(CLAMP)}) == 3
 
 
 def test_special_cases_change_arguments_beyond_a_size() -> None:
-    found = special_cases(CLAMP, {"n": ("number", 7)})
-    for one, shift in zip(found, (-1, 1), strict=True):
+    result = special_cases(CLAMP, {"n": ("number", 7)})
+    for item, shift in zip(result, (-1, 1), strict=True):
         names: dict[str, object] = {}
-        exec(one.code, names)
+        exec(item.code, names)
         clamp = names["clamp"]
         assert callable(clamp)
         assert (clamp(7, 0), clamp(8, 0)) == (7, 8 + shift)
@@ -93,22 +94,21 @@ def test_a_right_solution_that_fails_is_refused() -> None:
 @pytest.mark.needs_sandbox
 def test_equal_seeds_give_equal_solutions() -> None:
     cases = expected_values(CLAMP, "clamp", [(n, 3) for n in range(8)])
-    found = [solutions(CLAMP, "clamp", cases, 3, random.Random(5)) for _ in range(2)]
-    assert found[0] == found[1]
-    assert [one.is_correct for one in found[0]] == [True, False, False]
+    result = [solutions(CLAMP, "clamp", cases, 3, random.Random(5)) for _ in range(2)]
+    assert result[0] == result[1]
+    assert [item.is_correct for item in result[0]] == [True, False, False]
 
 
 def test_the_data_that_ship_are_as_promised() -> None:
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) >= 100
-    assert len({row["name"] for row in rows}) == len(rows)
-    for row in rows:
+    assert len(ROWS) >= 100
+    assert len({row["name"] for row in ROWS}) == len(ROWS)
+    for row in ROWS:
         right, *wrong = row["solutions"]
         assert right["is_correct"]
         assert len(wrong) >= 2
-        assert len({one["code"] for one in row["solutions"]}) == len(row["solutions"])
-        assert all(0.5 <= one["share_passed"] < 1 and not one["is_correct"] for one in wrong)
-        assert all(one["mutation"] and ast.parse(one["code"]) for one in wrong)
+        assert len({item["code"] for item in row["solutions"]}) == len(row["solutions"])
+        assert all(0.5 <= item["share_passed"] < 1 and not item["is_correct"] for item in wrong)
+        assert all(item["mutation"] and ast.parse(item["code"]) for item in wrong)
         assert row["question"]
         assert row["level"] in (1, 2, 3)
         assert len(row["tests"]) >= 8
@@ -116,21 +116,19 @@ def test_the_data_that_ship_are_as_promised() -> None:
 
 @pytest.mark.needs_sandbox
 def test_programs_of_the_data_behave_as_labelled() -> None:
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    for row in random.Random(0).sample(rows, 6):
+    for row in random.Random(0).sample(ROWS, 6):
         cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
         for solution in row["solutions"]:
-            found = share_passed(solution["code"], row["name"], cases)
-            assert found == pytest.approx(solution["share_passed"])
+            result = share_passed(solution["code"], row["name"], cases)
+            assert result == pytest.approx(solution["share_passed"])
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(508, marks=pytest.mark.slow)])
 def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
     """Including `majority`, which iterates over a set of numbers."""
     pytest.importorskip("pydantic_monty")
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
-    programs = [(row, one) for row in rows for one in row["solutions"]]
-    chosen = [one for one in programs if one[0]["name"] == "majority"]
+    programs = [(row, item) for row in ROWS for item in row["solutions"]]
+    chosen = [item for item in programs if item[0]["name"] == "majority"]
     chosen += random.Random(0).sample(programs, min(count, len(programs)))
     for row, solution in chosen:
         cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
@@ -142,11 +140,9 @@ def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
 
 def test_the_data_are_of_the_problems_that_ship() -> None:
     """The complete build takes minutes; people edit only questions and right solutions."""
-    problems = {
-        one.name: one for one in runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
-    }
-    for line in DATA.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    built = runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
+    problems = {problem.name: problem for problem in built}
+    for row in ROWS:
         problem = problems[row["name"]]
         assert row["question"] == " ".join(problem.question.split())
         assert row["level"] == problem.level

@@ -55,8 +55,8 @@ def graph_frames(
     rounds = torch.arange(num_frames) % shape.num_rounds
     places = torch.Size((num_frames, shape.num_rounds, shape.num_channels, space.message_size))
     chances = node_mask.flatten(1).float()
-    said = torch.multinomial(chances, places[1:].numel(), replacement=True, generator=generator)
-    history = nn.functional.one_hot(said.view(places), 2 * n).float()
+    sent = torch.multinomial(chances, places[1:].numel(), replacement=True, generator=generator)
+    history = nn.functional.one_hot(sent.view(places), 2 * n).float()
     is_past = torch.arange(shape.num_rounds) < rounds[:, None]
     history *= is_past[:, :, None, None, None]
     last_round = (rounds - 1).clamp(min=0)

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.scenarios.graphs.agents import GRAPHS, NODES, GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.agents import (
+    GRAPHS,
+    NODES,
+    GinLayer,
+    GraphIsomorphismAgentParameters,
+)
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import as_dataset
 from nip_astra.scenarios.heads import SummarySoloHead
@@ -29,8 +34,20 @@ def random_order(frames: Frames) -> Tensor:
     return keys.argsort(-1)
 
 
-def close(one: Tensor, other: Tensor) -> None:
-    torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+def close(item: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(item, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu", "gelu"])
+def test_a_gin_layer_sums_over_a_node_and_its_neighbours(name: str) -> None:
+    activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[name]
+    torch.manual_seed(0)
+    layer, nodes = GinLayer(3, 5, name), torch.randn(1, 3, 3)
+    closed = torch.tensor([[[1.0, 1, 0], [1, 1, 1], [0, 1, 1]]])
+    first, second, third = activation(nodes[0])
+    sums = torch.stack([first + second, first + second + third, second + third])
+    expected = layer.outer(activation(layer.inner(sums)))
+    torch.testing.assert_close(layer(nodes, closed)[0], expected)
 
 
 @pytest.mark.parametrize("is_pair_invariant", [True, False])
@@ -138,7 +155,7 @@ def test_a_body_can_be_derived_twice(activation: str) -> None:
     directions = [torch.randn_like(weight) for weight in weights]
     product = sum((g * d).sum() for g, d in zip(gradients(True), directions, strict=True))
     assert isinstance(product, Tensor)
-    exact = torch.cat([one.flatten() for one in torch.autograd.grad(product, weights)])
+    exact = torch.cat([item.flatten() for item in torch.autograd.grad(product, weights)])
     ends = []
     for step in (1e-6, -1e-6):
         with torch.no_grad():
@@ -147,7 +164,7 @@ def test_a_body_can_be_derived_twice(activation: str) -> None:
             shifted = torch.enable_grad()(gradients)(False)
             for weight, direction in zip(weights, directions, strict=True):
                 weight.sub_(step * direction)
-        ends.append(torch.cat([one.flatten() for one in shifted]))
+        ends.append(torch.cat([item.flatten() for item in shifted]))
     torch.testing.assert_close(exact, (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-4)
 
 

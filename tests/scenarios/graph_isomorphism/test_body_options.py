@@ -93,17 +93,17 @@ def test_the_weights_of_the_graph_network_are_known() -> None:
 def test_with_c_and_without_the_same_is_given(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"d_gnn": 16, "d_transformer": 16, **OPTIONS[option]}
     body, frames = body_and_frames(**options)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for switch in ("1", "0"):
         monkeypatch.setenv(SWITCH, switch)
         torch.manual_seed(3)
         state = {name: value.clone() for name, value in body.state_dict().items()}
         given = body(frames)
         loss = given[GRAPHS].square().sum() + given[NODES][frames["node_mask"].flatten(1)].sum()
-        found.append([loss, *torch.autograd.grad(loss, list(body.parameters()))])
+        results.append([loss, *torch.autograd.grad(loss, list(body.parameters()))])
         body.load_state_dict(state)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-3)
+    for part, other in zip(*results, strict=True):
+        torch.testing.assert_close(part, other, atol=2e-4, rtol=2e-3)
 
 
 @pytest.mark.skipif(native.why_absent() is not None, reason="there is no C compiler")

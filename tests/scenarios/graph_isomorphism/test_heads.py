@@ -22,7 +22,7 @@ PARAMETERS = GraphIsomorphismAgentParameters()
 
 def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
     """Mask of the symbols allowed at each position, [B, V, P, S]."""
-    of_agent = agent_shape(3, **shape)  # type: ignore[arg-type]
+    of_agent = agent_shape(3, **shape)
     places = (len(frames["round"]), of_agent.num_visible, 2, 6)
     return ~impossible_symbols(frames, of_agent).expand(places)
 
@@ -98,8 +98,8 @@ def test_positions_and_channels_have_logits_of_their_own() -> None:
     frames = graph_frames(3, SIZES, shape)
     logits = GraphPolicyHead(PARAMETERS, shape, None)(graph_body(shape)(frames), frames)[0]
     places = logits.flatten(1, 2)
-    for one, other in ((0, 1), (0, 2), (1, 3)):
-        assert not torch.allclose(places[:, one], places[:, other])
+    for item, other in ((0, 1), (0, 2), (1, 3)):
+        assert not torch.allclose(places[:, item], places[:, other])
 
 
 def test_symbols_are_in_the_order_of_nodes() -> None:

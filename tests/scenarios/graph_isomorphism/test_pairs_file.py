@@ -31,9 +31,9 @@ def test_pairs_are_read_as_they_were_written(
     file: Path, pairs: tuple[GraphPairs, GraphPairs]
 ) -> None:
     for read, written in zip(load_pairs(file), pairs, strict=True):
-        for one, other in zip(read, written, strict=True):
-            assert np.array_equal(one, other)
-            assert one.dtype == other.dtype
+        for item, other in zip(read, written, strict=True):
+            assert np.array_equal(item, other)
+            assert item.dtype == other.dtype
 
 
 def test_a_dataset_has_the_observations_of_agents(pairs: tuple[GraphPairs, GraphPairs]) -> None:
@@ -45,23 +45,19 @@ def test_a_dataset_has_the_observations_of_agents(pairs: tuple[GraphPairs, Graph
     assert torch.equal(dataset["y"][:, 0] == 1, dataset["wl_score"] == -1)
 
 
-def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing\.safetensors"):
-        load_pairs(tmp_path / "nothing.safetensors")
-    (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(DataError, match="save_pairs"):
-        load_pairs(tmp_path / "text")
-
-
-def test_a_file_that_cannot_be_written_is_reported(
+def test_files_that_are_missing_foreign_or_cannot_be_written_are_reported(
     tmp_path: Path, pairs: tuple[GraphPairs, GraphPairs]
 ) -> None:
+    (tmp_path / "text").write_text("no tensors")
+    for name, fact in (("nothing.safetensors", r"nothing\.safetensors"), ("text", "save_pairs")):
+        with pytest.raises(DataError, match=fact):
+            load_pairs(tmp_path / name)
     with pytest.raises(DataError, match=r"none/pairs\.safetensors"):
         save_pairs(tmp_path / "none" / "pairs.safetensors", train=pairs[0], test=pairs[1])
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("name", "change", "fact"),
     [
         ("test.wl_score", lambda _: None, "test.wl_score"),
         ("train.adjacency", lambda value: value.float(), "train.adjacency must be bool"),
@@ -80,13 +76,13 @@ def test_a_file_that_cannot_be_written_is_reported(
     ],
 )
 def test_a_broken_file_is_refused_with_the_reason(
-    file: Path, name: str, change: object, told: str
+    file: Path, name: str, change: object, fact: str
 ) -> None:
     tensors = load_file(file)
-    changed = change(tensors.pop(name))  # type: ignore[operator]
+    changed = change(tensors.pop(name))
     if changed is not None:
         tensors[name] = changed.contiguous()
     save_file(tensors, file)
     with pytest.raises(DataError) as caught:
         load_pairs(file)
-    assert told in str(caught.value)
+    assert fact in str(caught.value)

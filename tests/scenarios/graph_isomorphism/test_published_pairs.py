@@ -23,8 +23,8 @@ def pairs() -> GraphPairs:
 
 def test_pairs_come_back_as_they_were_published(pairs: GraphPairs, tmp_path: Path) -> None:
     read, num_rescored = read_published_pairs(write_published(tmp_path / "data.pt", pairs))
-    for found, expected in zip(read, pairs, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for result, expected in zip(read, pairs, strict=True):
+        np.testing.assert_array_equal(result, expected)
     assert num_rescored == 0
 
 

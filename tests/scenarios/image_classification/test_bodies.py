@@ -17,34 +17,20 @@ from tests.scenarios.image_classification.frames import (
 )
 
 
-def test_a_vector_for_each_latent_pixel_and_their_mean() -> None:
-    grid = make_grid()
-    shape = make_shape(grid)
-    found = make_body(grid, shape)(make_frames(grid, shape))
-    assert found["latent_pixels"].shape == (5, 16, 6)
-    assert found["image"].shape == (5, 6)
-    torch.testing.assert_close(found["image"], found["latent_pixels"].mean(1))
-
-
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("block", ["conv", "residual"])
 @pytest.mark.parametrize(("height", "width", "groups"), [(8, 8, 2), (9, 5, 1), (13, 10, 2)])
-def test_each_group_halves_the_image_and_rounds_down(
+def test_each_group_halves_the_image_rounds_down_and_keeps_a_vector_per_latent_pixel(
     height: int, width: int, groups: int, block: str, stride: int
 ) -> None:
     grid = make_grid(height, width, groups=groups, channels=3)
     assert (grid.latent_height, grid.latent_width) == (height >> groups, width >> groups)
     shape = make_shape(grid)
-    body = make_body(
-        grid,
-        shape,
-        num_block_groups=groups,
-        building_block_type=block,
-        num_blocks_per_group=2,
-        stride=stride,
-    )
-    found = body(make_frames(grid, shape))["latent_pixels"]
-    assert found.shape == (5, (height >> groups) * (width >> groups), 6)
+    blocks = {"building_block_type": block, "num_blocks_per_group": 2, "stride": stride}
+    body = make_body(grid, shape, num_block_groups=groups, **blocks)
+    read = body(make_frames(grid, shape))
+    assert read["latent_pixels"].shape == (5, (height >> groups) * (width >> groups), 6)
+    torch.testing.assert_close(read["image"], read["latent_pixels"].mean(1))
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -71,15 +57,9 @@ def test_the_first_layer_reads_everything_laid_over_the_image() -> None:
     model = PcaModel.Parameters(num_components=2)
     grid = make_grid(9, 7)
     shape = make_shape(grid, message_size=2, num_linear_symbols=3)
-    body = make_body(
-        grid,
-        shape,
-        embedding_channels=2,
-        pretrained_embeddings_model=model,
-        pretrained_embedding_channels=3,
-    )
-    frames = make_frames(grid, shape)
-    view = torch.rand(5, 2, 3, 2)
+    embeddings = {"pretrained_embeddings_model": model, "pretrained_embedding_channels": 3}
+    body: Any = make_body(grid, shape, embedding_channels=2, **embeddings)
+    frames, view = make_frames(grid, shape), torch.rand(5, 2, 3, 2)
     frames[embedding_key(model)] = view
     size = (grid.height, grid.width)
 
@@ -88,27 +68,19 @@ def test_the_first_layer_reads_everything_laid_over_the_image() -> None:
 
     grids = torch.cat([frames["message_history"].flatten(1, 3), frames["message"].flatten(1, 2)], 1)
     linear = frames["linear_message_history"].flatten(1)
-    assert body.reduce_embeddings is not None
-    stack = torch.cat(
-        [
-            frames["image"],
+    layers = [
+        (frames["image"], body.read_image.weight),
+        (
             laid_over(grids.unflatten(-1, (grid.latent_height, grid.latent_width))),
-            linear[..., None, None].expand(-1, -1, *size),
-            laid_over(torch.relu(body.reduce_embeddings(view))),
-        ],
-        dim=1,
-    )
-    assert body.read_linear_messages is not None
-    assert body.read_embeddings is not None
-    weight = torch.cat(
-        [
-            body.read_image.weight,
             body.read_messages.weight,
+        ),
+        (
+            linear[..., None, None].expand(-1, -1, *size),
             body.read_linear_messages.weight[..., None, None],
-            body.read_embeddings.weight,
-        ],
-        dim=1,
-    )
+        ),
+        (laid_over(torch.relu(body.reduce_embeddings(view))), body.read_embeddings.weight),
+    ]
+    stack, weight = (torch.cat(parts, dim=1) for parts in zip(*layers, strict=True))
     expected = functional.conv2d(stack, weight, body.read_image.bias)
     torch.testing.assert_close(body._read(frames), expected)
 
@@ -167,8 +139,7 @@ def test_second_derivatives_are_those_of_finite_differences(block: str) -> None:
 
     def loss(*given: torch.Tensor) -> torch.Tensor:
         replaced = dict(zip(names, given, strict=True))
-        found = torch.func.functional_call(body, replaced, (frames,))
-        return found["image"].square().sum()
+        return torch.func.functional_call(body, replaced, (frames,))["image"].square().sum()
 
     assert torch.autograd.gradgradcheck(
         loss, [weight.detach().requires_grad_() for weight in weights]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
@@ -39,11 +38,11 @@ def digit_of(images: torch.Tensor) -> list[int]:
 
 
 def labels_by_class(datasets: Datasets) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+    result: dict[int, set[int]] = {}
     for split in datasets:
         for number, label in zip(digit_of(split["image"]), split["y"].flatten(), strict=True):
-            found.setdefault(number, set()).add(int(label))
-    return found
+            result.setdefault(number, set()).add(int(label))
+    return result
 
 
 def test_the_digits_are_split_by_class_and_lie_between_0_and_1() -> None:
@@ -60,20 +59,21 @@ def test_the_digits_are_split_by_class_and_lie_between_0_and_1() -> None:
         assert (counts - 0.1).abs().max() < 0.005
 
 
-def test_the_same_parameters_give_the_same_datasets() -> None:
-    first, second, other = build(), build(), build(split_seed=1)
-    for split in ("train", "test"):
-        assert torch.equal(getattr(first, split)["image"], getattr(second, split)["image"])
-        assert torch.equal(getattr(first, split)["y"], getattr(second, split)["y"])
+@pytest.mark.parametrize("name", ["digits", "tiny"])
+def test_the_same_parameters_give_the_same_datasets(name: str) -> None:
+    first, second, other = build(name=name), build(name=name), build(name=name, split_seed=1)
+    for split, again in zip(first, second, strict=True):
+        assert torch.equal(split["image"], again["image"])
+        assert torch.equal(split["y"], again["y"])
     assert not torch.equal(first.train["image"][:50], other.train["image"][:50])
 
 
 def test_merge_gives_half_of_the_classes_each_label_by_seed() -> None:
     groups = []
     for seed in (0, 1):
-        found = labels_by_class(build(binarification_seed=seed))
-        assert all(len(labels) == 1 for labels in found.values())
-        groups.append({number for number, labels in found.items() if labels == {0}})
+        result = labels_by_class(build(binarification_seed=seed))
+        assert all(len(labels) == 1 for labels in result.values())
+        groups.append({number for number, labels in result.items() if labels == {0}})
         assert len(groups[-1]) == 5
     assert groups[0] != groups[1]
 
@@ -118,25 +118,22 @@ def test_the_training_set_is_limited_and_the_test_set_is_not(
 
 
 @pytest.mark.parametrize(
-    ("dataset", "text"),
+    ("dataset", "fact"),
     [
-        ({"binarification_method": "select_two"}, "must name two different classes"),
-        (
-            {"binarification_method": "select_two", "selected_classes": [1, 1]},
-            "must name two different classes, for instance [3, 8]",
-        ),
-        ({"selected_classes": [1, 2]}, "for binarification_method select_two only"),
-        ({"path": "somewhere"}, "built in and have no path"),
-        ({"name": "local"}, "the name local needs a path"),
+        ({"binarification_method": "select_two"}, "selected_classes"),
+        ({"binarification_method": "select_two", "selected_classes": [1, 1]}, "selected_classes"),
+        ({"selected_classes": [1, 2]}, "binarification_method"),
+        ({"path": "somewhere"}, "path"),
+        ({"name": "local"}, "path"),
         ({"name": "cifra10"}, "cifra10"),
-        ({"max_train_size": 1}, "at least 2"),
-        ({"test_share": 1.0}, "less than 1"),
+        ({"max_train_size": 1}, "max_train_size"),
+        ({"test_share": 1.0}, "test_share"),
     ],
 )
 def test_parameters_that_contradict_each_other_are_refused(
-    dataset: dict[str, Any], text: str
+    dataset: dict[str, Any], fact: str
 ) -> None:
-    with pytest.raises(ParameterError, match=re.escape(text)):
+    with pytest.raises(ParameterError, match=fact):
         ImageDatasetParameters(**dataset)
 
 
@@ -148,19 +145,14 @@ def test_an_unknown_class_is_reported_with_the_valid_classes() -> None:
 
 def test_too_few_images_of_a_class_to_split_are_reported() -> None:
     source = ImageSource(torch.tensor([0, 0, 1]), lambda rows: torch.zeros(len(rows), 1, 2, 2))
-    with pytest.raises(DataError, match="Give more images of each class, or another test_share"):
+    with pytest.raises(DataError, match="test_share"):
         split_by_class(source, ImageDatasetParameters(test_share=0.5))
 
 
-def test_tiny_images_are_the_same_everywhere_and_show_their_class() -> None:
-    parameters = ImageDatasetParameters(
-        name="tiny", binarification_method="select_two", selected_classes=[0, 7]
-    )
-    train, test = build_image_datasets(parameters, scenario_dir=None)
-    assert (len(train), len(test)) == (64, 16)
-    again, _ = build_image_datasets(parameters, scenario_dir=None)
-    assert torch.equal(train["image"], again["image"])
-    for split in (train, test):
+def test_tiny_images_show_their_class() -> None:
+    datasets = build(name="tiny", binarification_method="select_two", selected_classes=[0, 7])
+    assert [len(split) for split in datasets] == [64, 16]
+    for split in datasets:
         images = split["image"].squeeze(1)
         assert images.shape[1:] == (8, 8)
         assert 0 <= images.min() < images.max() <= 1

@@ -37,9 +37,7 @@ def make_head(shape: AgentShape, kind: Any = ImagePolicyHead, **agent: Any) -> A
 def test_logits_of_every_visible_channel_and_position() -> None:
     shape = make_shape(GRID, visible_channels=(1,), message_size=3, num_linear_symbols=4)
     output = make_head(shape)(represent(shape), make_frames(GRID, shape))
-    assert output.message_logits_BVPS.shape == (5, 1, 3, 16)
-    assert output.decision_logits_B3.shape == (5, 3)
-    assert output.linear_logits_BVPL.shape == (5, 1, 3, 4)
+    assert [tuple(logits.shape) for logits in output] == [(5, 1, 3, 16), (5, 3), (5, 1, 3, 4)]
 
 
 def test_the_logit_of_a_symbol_is_that_of_its_latent_pixel() -> None:
@@ -70,8 +68,8 @@ def test_the_round_is_read_if_requested(includes_round: bool) -> None:
     later = {**frames, "round": (frames["round"] + 1) % shape.num_rounds}
     policy = make_head(shape, include_round_in_decider=includes_round)
     value = make_head(shape, value_head, include_round_in_value=includes_round)
-    decisions = [policy(read, one).decision_logits_B3 for one in (frames, later)]
-    values = [value(read, one) for one in (frames, later)]
+    decisions = [policy(read, item).decision_logits_B3 for item in (frames, later)]
+    values = [value(read, item) for item in (frames, later)]
     assert values[0].shape == (5,)
     assert torch.equal(*decisions) is not includes_round
     assert torch.equal(*values) is not includes_round

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 
 from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.scenarios.images import data
 from nip_astra.scenarios.images.data import ImageDatasetParameters, build_image_datasets
 from nip_astra.scenarios.tensordict_base import Datasets
+from tests.kit.recording import record_calls
 
 NUM_TRAIN, NUM_TEST = 12, 8
 
@@ -62,9 +64,9 @@ def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.disable_progress_bars()
 
 
-def build(path: Path | str | None, name: str = "local", **dataset: Any) -> Datasets:
-    given = dataset | ({} if path is None else {"path": str(path)})
-    return build_image_datasets(ImageDatasetParameters(name=name, **given), scenario_dir=None)
+def build(path: Path | None, name: str = "local", **dataset: Any) -> Datasets:
+    parameters = ImageDatasetParameters(name=name, path=path and str(path), **dataset)
+    return build_image_datasets(parameters, scenario_dir=None)
 
 
 def write_parquet_file(folder: Path) -> Path:
@@ -109,12 +111,12 @@ def test_every_layout_on_disk_gives_the_same_images(
 ) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    found = build(write(folder), binarification_method="select_two", selected_classes=[0, 1])
-    assert found.train["image"].shape == (NUM_TRAIN, 3, 5, 6)
-    assert found.train["image"].dtype == torch.float32
-    assert float(found.train["image"][:, 1, 0, 0].min()) == 1.0
-    assert numbers(found.train) == {number: number % 2 for number in range(NUM_TRAIN)}
-    assert numbers(found.test) == {50 + number: number % 2 for number in range(NUM_TEST)}
+    train, test = build(write(folder), binarification_method="select_two", selected_classes=[0, 1])
+    assert train["image"].shape == (NUM_TRAIN, 3, 5, 6)
+    assert train["image"].dtype == torch.float32
+    assert float(train["image"][:, 1, 0, 0].min()) == 1.0
+    assert numbers(train) == {number: number % 2 for number in range(NUM_TRAIN)}
+    assert numbers(test) == {50 + number: number % 2 for number in range(NUM_TEST)}
 
 
 @pytest.mark.parametrize("write", [write_parquet_file, write_saved_split])
@@ -123,10 +125,10 @@ def test_without_test_images_the_others_are_split_by_class(
 ) -> None:
     folder = tmp_path / "images"
     folder.mkdir()
-    found = build(write(folder), test_share=0.5)
-    assert [len(split) for split in found] == [6, 6]
-    assert not set(numbers(found.train)) & set(numbers(found.test))
-    assert all(int(split["y"].sum()) == 3 for split in found)
+    result = build(write(folder), test_share=0.5)
+    assert [len(split) for split in result] == [6, 6]
+    assert not set(numbers(result.train)) & set(numbers(result.test))
+    assert all(int(split["y"].sum()) == 3 for split in result)
 
 
 @pytest.mark.parametrize(
@@ -147,35 +149,18 @@ def test_datasets_of_the_hub_are_requested_by_id_and_read_by_their_columns(
     image: str,
     label: str,
 ) -> None:
-    asked = []
-    mode = "L" if "mnist" in name else "RGB"
-
-    def load(*given: Any) -> datasets.DatasetDict:
-        asked.append(given)
-        return both(image=image, label=label, mode=mode)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    found = build(None, name)
-    assert asked == [(hub_id, config)]
-    assert found.train["image"].shape == (NUM_TRAIN, 1 if mode == "L" else 3, 5, 6)
+    mode, num_channels = ("L", 1) if "mnist" in name else ("RGB", 3)
+    loaded = {(hub_id, config): both(image=image, label=label, mode=mode)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: loaded[names])
+    assert build(None, name).train["image"].shape == (NUM_TRAIN, num_channels, 5, 6)
 
 
 def test_images_that_are_left_out_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nip_astra.scenarios.images import data as hub
-
-    read: list[object] = []
-    pixels = hub._pixels
-
-    def counted(picture: object, name: str) -> torch.Tensor:
-        read.append(picture)
-        return pixels(picture, name)
-
-    monkeypatch.setattr(hub, "_pixels", counted)
-    found = build(write_saved(tmp_path / "images"), max_train_size=4)
-    assert len(found.train) == 4
-    assert len(read) == 4 + NUM_TEST
+    calls = record_calls(monkeypatch, data, "_pixels")
+    assert len(build(write_saved(tmp_path / "images"), max_train_size=4).train) == 4
+    assert len(calls) == 4 + NUM_TEST
 
 
 def test_a_missing_hub_or_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,5 +232,5 @@ def test_unusable_images_are_reported(tmp_path: Path, wrong: str) -> None:
 
 def test_transparent_images_become_coloured(tmp_path: Path) -> None:
     images = [picture(number).convert("RGBA") for number in range(8)]
-    found = build(save_images(tmp_path / "images", images), test_share=0.5)
-    assert found.train["image"].shape[1] == 3
+    result = build(save_images(tmp_path / "images", images), test_share=0.5)
+    assert result.train["image"].shape[1] == 3

@@ -128,8 +128,8 @@ def test_jobs_have_the_limits_of_their_chat_model() -> None:
 def test_trainers_of_networks_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="of kind 'secret_word', only on"):
         resolve_experiment(trainer="vanilla_ppo", scenario="secret_word")
-    told = r"only on code_validation, secret_word\..* --scenario: code_valid"
-    with pytest.raises(ConfigurationError, match=told):
+    fact = r"only on code_validation, secret_word\..* --scenario: code_valid"
+    with pytest.raises(ConfigurationError, match=fact):
         resolve_experiment(trainer="pure_text_ei", scenario="graph_isomorphism_small")
 
 
