@@ -1,7 +1,7 @@
 """Runs the command line, for `nip-astra` and `python -m nip_astra`."""
 
 try:
-    from nip_astra.cli.app import main as main
+    from nip_astra.cli.app import main
 except KeyboardInterrupt:  # Ctrl-C in the half second of imports
     raise SystemExit(130) from None
 
