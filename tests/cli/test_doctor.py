@@ -123,6 +123,7 @@ def test_a_full_disk_is_reported(
     result = cli("doctor", "--json")
     report = json.loads(result.out)
     assert (result.code, report["is_sound"]) == (code, code == 0)
+    assert ("warning" in doctor().tables()[-1]) is (status == "warning")
     assert {one["status"] for one in report["findings"]} <= {str(one) for one in Status}
     (finding,) = (one for one in report["findings"] if one["area"] == "runs")
     assert finding["status"] == status
