@@ -236,7 +236,7 @@ def _share_observed(weights_EH: Array, follow_up: FollowUp) -> Array:
     is_censored_EH = ~is_event_E1 & (turns_E1 + 1 == turns_H)
     at_risk_H = np.where(is_at_risk_EH, weights_EH, 0.0).sum(axis=0)
     censored_H = np.where(is_censored_EH, weights_EH, 0.0).sum(axis=0)
-    # Where nobody is at risk any more, none is censored.
+    # Where no episode is at risk any more, none is censored.
     shares_H = np.divide(censored_H, at_risk_H, out=np.zeros_like(at_risk_H), where=at_risk_H > 0)
     return np.asarray(np.cumprod(1.0 - shares_H))
 

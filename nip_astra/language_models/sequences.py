@@ -146,7 +146,7 @@ class RunningSequence:
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
         self._detokenizer = IncrementalDetokenizer(tokenizer, (), request.shown_ids)
-        # Unless somebody needs the text on the way, it is decoded once, at the end.
+        # Unless the text is needed on the way, it is decoded once, at the end.
         self._has_tokens = request.num_top is not None or request.keeps_tokens
         is_read = request.is_streamed or request.stop or self._has_tokens
         self._undecoded: list[int] | None = None if is_read else []

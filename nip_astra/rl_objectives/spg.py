@@ -124,7 +124,7 @@ class SpgObjective(Objective):
     ) -> dict[str, dict[str, Tensor]]:
         """Add each agent's direction to its gradients; return the metrics by agent.
 
-        `names` are the agents that learn; nobody foresees the others.
+        `names` are the agents that learn; the updates of the others are not foreseen.
         """
         frames, agents = frames_of(batch), self.agents
         # Fused attention cannot be differentiated twice.
@@ -253,7 +253,7 @@ def shaping_losses(
         Of each agent, also in frames where others move. No gradient flows.
     mask_BA : Tensor
         bool; True where the agent moved. Elsewhere its log-probability never matters, not even NaN.
-        A frame in which nobody moved is padding: nothing in it matters.
+        A frame in which no agent moved is padding and does not matter.
     episode_B, round_B : Tensor, optional
         long; the episode and the round of a frame, in any order. Without them each frame is an
         episode.

@@ -281,7 +281,7 @@ class TextRolloutSampler:
             return [node]
         by_agent = await self.moves(node, num_branches, key, journal)
         children = []
-        # Where nobody has a turn all branches would be one.
+        # Without an active agent all branches would be equal.
         for branch in range(num_branches if by_agent else 1):
             moves = {agent: found[branch] for agent, found in by_agent.items()}
             answered = {agent: (move.answer, move.parsed) for agent, move in moves.items()}

@@ -221,7 +221,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.settings,
         )
         if isinstance(self.service, LocalTrainingService):
-            # Of weights that were divided, nobody may keep the whole.
+            # No process may keep whole copies of sharded weights.
             self.learned = self.service.learned
 
     # ---- hooks

@@ -118,8 +118,8 @@ def event_rate_estimate(
 ) -> Estimate:
     """Estimate the share of episodes with an event if some are censored.
 
-    One minus the Kaplan-Meier estimate at the horizon; NaN if nobody was left to observe. If no
-    episode is censored after its first turn, this is `rate_estimate`. Otherwise the interval is the
+    One minus the Kaplan-Meier estimate at the horizon; NaN if no episode was left to observe. If
+    none is censored after its first turn, this is `rate_estimate`. Otherwise the interval is the
     beta product of Fay, Brittain and Proschan (2013, doi:10.1093/biostatistics/kxt016), fitted by
     its first two moments, with counts scaled to the effective sample size over prompts; without
     censoring it is Clopper and Pearson's.
@@ -135,7 +135,7 @@ def event_rate_estimate(
     if observed.is_complete:
         return rate_estimate(failed, groups, level=level)
     at_risk_H, events_H = event_counts(observed)
-    # If nobody is left at the end, earlier turns show how alike a prompt's episodes are.
+    # If none is left at the end, earlier turns show how alike a prompt's episodes are.
     until = int(np.count_nonzero(at_risk_H))
     cut = FollowUp([min(turn, until) for turn in observed.turns], observed.is_event, until)
     values = pseudo_values(cut)

@@ -62,7 +62,7 @@ def kaplan_meier(follow_up: FollowUp) -> Survival:
     else:
         survival_H = np.where(at_risk_H > 0, (at_risk_H - events_H) / np.maximum(at_risk_H, 1), 1.0)
         survival_H = survival_H.cumprod()
-    # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
+    # Where no episode is left to observe, survival is known only if all failed before: it is 0.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
     half = np.flatnonzero(survival_H <= 0.5)
     median = int(half[0]) + 1 if len(half) else None
@@ -85,7 +85,7 @@ def pseudo_values(follow_up: FollowUp) -> Array:
     1 or 0 without censoring. Otherwise the estimate plus E times the episode's influence on it, so
     that their spread is the estimate's (infinitesimal jackknife):
     F + E S(H) sum_t (dN(t) - Y(t) d_t / n_t) / (n_t - d_t), with d_t events among n_t at risk.
-    Leave out episodes censored before turn 1. NaN if nobody was left to observe.
+    Leave out episodes censored before turn 1. NaN if no episode was left to observe.
     """
     last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
     if follow_up.is_complete:

@@ -439,7 +439,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if not self._dumps.period or self.state.iteration % self._dumps.period:
             return
         whole = ((str(i), full_tensor(one.detach())) for i, one in enumerate(tensors))
-        # One at a time: nobody but the leader keeps them.
+        # One at a time: only the leader keeps them.
         self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 
     # ---- playing
