@@ -81,7 +81,7 @@ class ProtocolStep:
 
 
 class ProtocolTables(NamedTuple):
-    """Lookup tables of a protocol, with an extra row after the last round, in which no agent acts."""
+    """Lookup tables of a protocol, with an extra row after the last round, when none acts."""
 
     active_ORAC: Tensor
     """bool; whether an agent may send in a channel."""
