@@ -80,7 +80,7 @@ class ProgressBar:
     Parameters
     ----------
     total : int, optional
-        Iterations of the whole run; None if nobody knows, for instance while models are loaded.
+        Iterations of the whole run; None if unknown, for instance while models are loaded.
     console : Console, optional
         Where it is shown: one live line on a terminal, else at most `NUM_PLAIN_LINES` lines.
     bar : optional
@@ -284,7 +284,7 @@ class _Display(Live):
 
 
 class _Console(Console):
-    """A console that is silent from when nobody reads it, where Rich would end the program."""
+    """A console that discards its output once the pipe is closed; Rich would exit."""
 
     def on_broken_pipe(self) -> None:
         """Discard all further output."""
@@ -561,7 +561,7 @@ def open_progress(
     Parameters
     ----------
     total : int, optional
-        Iterations of the whole run; see `total_num_iterations`. None if nobody knows.
+        Iterations of the whole run; see `total_num_iterations`. None if unknown.
     enabled : bool
         False shows nothing.
     tqdm_func : Callable, optional

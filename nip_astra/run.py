@@ -138,9 +138,26 @@ def prepare_experiment(
         )
         instance.team = team
         refuse_unfinished(resolved.trainer_class)
-        trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
+        trainer = _built(resolved.trainer_class, resolved.hyper_params, instance, settings)
         refuse_half_built(trainer)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
+
+
+def _built(
+    trainer_class: type[Trainer],
+    hyper_params: HyperParameters,
+    instance: ScenarioInstance,
+    settings: ExperimentSettings,
+) -> Trainer:
+    try:
+        return trainer_class(hyper_params, instance, settings)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # from within the constructor
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} cannot be built: {error}. Its __init__ must "
+            "take (hyper_params, scenario_instance, settings)."
+        ) from error
 
 
 @contextmanager
@@ -351,8 +368,8 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
         raise CheckpointError(
-            f"the checkpoints of the run {directory.run_id!r} are lost: {store.directory} holds "
-            "none. Restore that folder, or start a new run."
+            f"the checkpoints of the run {directory.run_id!r} are lost: {store.directory} is "
+            "empty. Restore that folder, or start a new run."
         )
     return checkpoint
 

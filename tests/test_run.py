@@ -402,12 +402,21 @@ class Unfinished(na.AstTrainer):
 @na.register_trainer("forgetful")
 class Forgetful(AstDpoTrainer):
     def __init__(self, *given): self.given = given
+
+@na.register_trainer("narrow")
+class Narrow(AstDpoTrainer):
+    def __init__(self, config): super().__init__(config)
 """
 
 
 @pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
-    ("trainer", "facts"), [("unfinished", "Unfinished .*loss"), ("forgetful", "Forgetful .*super")]
+    ("trainer", "facts"),
+    [
+        ("unfinished", "Unfinished .*loss"),
+        ("forgetful", "Forgetful .*super"),
+        ("narrow", "Narrow .*scenario_instance"),
+    ],
 )
 def test_a_trainer_without_its_hooks_or_its_base_class_s_constructor_is_refused(
     trainer: str, facts: str, tiny_scenario: Path, tmp_path: Path

@@ -45,32 +45,33 @@ SMALL = (
 def killed_at(number: int) -> Iterator[list[str]]:
     """Record stages, requests and jobs by name; kill this process at operation `number`."""
     done: list[str] = []
-    looks: set[str] = set()
+    polled: set[str] = set()
 
-    def note(name: str) -> None:
-        done.append(name)
-        if len(done) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+    @contextmanager
+    def recorded(name: str) -> Iterator[None]:
+        # The number of polls of a job depends on how long it takes.
+        is_repeated = name.startswith("look") and name in polled
+        polled.add(name)
+        note(f"before {name}", is_repeated)
+        yield
+        note(f"after {name}", is_repeated)
+
+    def note(name: str, is_repeated: bool) -> None:
+        if not is_repeated:
+            done.append(name)
+            if len(done) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def around(patch: pytest.MonkeyPatch, owner: Any, method: str, name_of: Any) -> None:
         call = getattr(owner, method)
 
         async def later(*args: Any, **kwargs: Any) -> Any:
-            name = name_of(*args)
-            # The number of polls of a job depends on how long it takes.
-            if name.startswith("look") and name in looks:
+            with recorded(name_of(*args)):
                 return await call(*args, **kwargs)
-            looks.add(name)
-            note(f"before {name}")
-            found = await call(*args, **kwargs)
-            note(f"after {name}")
-            return found
 
         def at_once(*args: Any, **kwargs: Any) -> Any:
-            note(f"before {name_of(*args)}")
-            found = call(*args, **kwargs)
-            note(f"after {name_of(*args)}")
-            return found
+            with recorded(name_of(*args)):
+                return call(*args, **kwargs)
 
         is_async = owner in (OpenAIChatModel, OpenAIFineTuning)
         patch.setattr(owner, method, later if is_async else at_once)
@@ -90,12 +91,12 @@ def places_in(folder: Path, points: dict[str, int]) -> Callable[[int], list[int]
 
     def places(_: int) -> list[int]:
         names = json.loads((folder / "whole.json").read_text())
-        found: set[int] = set()
+        result: set[int] = set()
         for part, count in points.items():
             numbers = [number for number, name in enumerate(names, start=1) if part in name]
             assert numbers, f"no operation is called {part!r}: {sorted(set(names))}"
-            found |= {numbers[n * (len(numbers) - 1) // max(count - 1, 1)] for n in range(count)}
-        return sorted(found)
+            result |= {numbers[n * (len(numbers) - 1) // max(count - 1, 1)] for n in range(count)}
+        return sorted(result)
 
     return places
 
@@ -145,10 +146,10 @@ def test_a_killed_run_resumes_without_repeating_requests(
             trainer=trainer, overrides=[*SMALL, f"secret_word.agents.default.model={model}"]
         )
         places = places_in(folder, points)
-        found = check_resume(resolved, folder, places=places, max_iterations=None, on_kill=count)
-        assert found.is_equal, f"{found}\n{service.log()}"
+        result = check_resume(resolved, folder, places=places, max_iterations=None, on_kill=count)
+        assert result.is_equal, f"{result}\n{service.log()}"
         completions.close()
-    assert len(found.kills) == num_kills
+    assert len(result.kills) == num_kills
     # Two complete runs precede the first killed run.
     answered, started = (total // 3 for total in counts[0])
     expected = [(answered * number, started * number) for number in range(3, num_kills + 3)]

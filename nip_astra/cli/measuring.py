@@ -95,7 +95,7 @@ def evaluate(
     ] = DEFAULT_COLUMN,
 ) -> None:
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
-    or policies on the problems of their task; goes on where a killed evaluation was.
+    or policies on the problems of their task. A killed evaluation is continued.
     """
     options, as_json = _options(given), given["as_json"]
     from nip_astra.evaluation.api import Matrix

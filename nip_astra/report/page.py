@@ -103,7 +103,7 @@ def write_report(
         Where to write; `report.html` in the run's directory or the folder, or for several runs
         `comparison.html` beside the first run's directory.
     redact : bool
-        Whether the text of failures is blurred until the reader asks for it.
+        Whether the text of failures is blurred until the reader clicks on it.
 
     Raises
     ------

@@ -250,7 +250,7 @@ def read_run(path: str | Path, *, has_tables: bool = True) -> RunRecord:
         if run.results.get("status") == files.FAILED:
             run.notes.append(
                 f"The run failed: {text(error.get('message'))} Its latest checkpoint is kept; "
-                "nip-astra resume goes on from it."
+                "nip-astra resume continues from it."
             )
     else:
         run.notes.append("The run has not ended: there is no results.json yet.")

@@ -325,8 +325,8 @@ class PolicyLoss:
             logprobs_BT, old_BT, _per_token(advantages), mask_BT, **self.options
         )
         if not isinstance(loss_BT, Tensor) or loss_BT.shape != mask_BT.shape:
-            is_tensor = isinstance(loss_BT, Tensor)
-            result = f"shape {list(loss_BT.shape)}" if is_tensor else type(loss_BT).__name__
+            kind = type(loss_BT).__name__
+            result = f"shape {list(loss_BT.shape)}" if isinstance(loss_BT, Tensor) else kind
             raise ConfigurationError(
                 f"the policy loss {self.name!r} returned {result}; it must return the loss of each "
                 f"token, a tensor {list(mask_BT.shape)}."

@@ -175,7 +175,7 @@ def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) 
     """
     warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
     factor: object = SCHEDULES.get(config.lr_schedule)(progress)
-    if not isinstance(factor, Real) or not 0 <= factor < math.inf:
+    if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
         raise ConfigurationError(
             f"the schedule {config.lr_schedule!r} returned {factor!r} at progress {progress:.3g}. "
             "Return a finite number (float) of at least 0."

@@ -23,7 +23,7 @@ from nip_astra.checkpoints.run_state import Part, RunState, global_generators, s
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.placement import Work
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import LostProcessError
+from nip_astra.errors import ConfigurationError, LostProcessError
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective, reward_to_go_of
 from nip_astra.samplers.episodes import EpisodeSampler
@@ -121,7 +121,13 @@ class TensorDictRlTrainer(AgentTrainer):
         self.train_environment = instance.train_environment
         by_name = {name: self.agents[name] for name in self.agents.names}
         self.reward_to_go_gamma = self.rl.gamma
-        self.loss_module, self.gae = self._get_loss_module_and_gae()
+        result: object = self._get_loss_module_and_gae()
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigurationError(
+                f"_get_loss_module_and_gae of the trainer {type(self).__name__} returned "
+                f"{type(result).__name__}. Return the pair (loss_module, gae); gae may be None."
+            )
+        self.loss_module, self.gae = result
         self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
         self.buffer = self._get_replay_buffer()
         self.learner = Learner(

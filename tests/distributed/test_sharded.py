@@ -43,7 +43,7 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
     whole: list[Any] = []
     divide = ShardedService.__init__
 
-    def noted(self: ShardedService, local: LocalTrainingService, team: Team) -> None:
+    def recorded(self: ShardedService, local: LocalTrainingService, team: Team) -> None:
         # Of an adapter, the first weight belongs to the base.
         module: Any = local.model.module  # type: ignore[attr-defined]
         whole.append(weakref.ref(next(module.parameters())))
@@ -59,7 +59,7 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
         }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedService, "__init__", noted)
+        patch.setattr(ShardedService, "__init__", recorded)
         return learn(resolved, store, sharding, scores_by_module=True, inspect=inspect)
 
 
@@ -147,9 +147,9 @@ def test_dumps_of_sharded_weights_are_complete(tmp_path: Path) -> None:
 
     for sharding in ("none", "fsdp"):
         together(partial(dumped, sharding=sharding), tmp_path)
-    found = compare_dumps(tmp_path / "none", tmp_path / "fsdp", tolerance=1e-4)
-    assert found.num_stages > 10
-    assert not found.differences
+    comparison = compare_dumps(tmp_path / "none", tmp_path / "fsdp", tolerance=1e-4)
+    assert comparison.num_stages > 10
+    assert not comparison.differences
 
 
 @pytest.mark.slow
@@ -172,9 +172,9 @@ def test_sharded_weights_learn_rounded_and_recomputed_like_whole_weights(
             logged: list[float] = []
             trainer.tracker.log_metrics = lambda metrics, step: logged.append(metrics["loss"])
             trainer.train()
-            weights = dict(trainer.policy.module.named_parameters()) if team.is_leader else {}
-            found = {name: one.detach().clone() for name, one in weights.items()}
-            return {"weights": found, "logged": logged, "dtype": str(trainer.policy.dtype)}
+            named = dict(trainer.policy.module.named_parameters()) if team.is_leader else {}
+            weights = {name: weight.detach().clone() for name, weight in named.items()}
+            return {"weights": weights, "logged": logged, "dtype": str(trainer.policy.dtype)}
 
     if lora == "null":
         whole = learned(None)
@@ -211,18 +211,16 @@ def signalled(
     path: Path,
     method: str,
     number: int,
-    *,
-    rank: int,
-    by: signal.Signals,
+    by: dict[int, signal.Signals],
 ) -> Callable[[str], str]:
-    """A run in which a process gets a signal at a call of the service; returns how it ended."""
+    """A run whose processes get signals by rank at a call of the service; returns its end."""
 
     def play(store: str) -> str:
         original, calls = getattr(ShardedService, method), iter(range(99))
 
         def with_signal(self: ShardedService, *given: Any) -> Any:
-            if self.team.rank == rank and next(calls) == number:
-                os.kill(os.getpid(), by)
+            if self.team.rank in by and next(calls) == number:
+                os.kill(os.getpid(), by[self.team.rank])
             return original(self, *given)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -250,13 +248,6 @@ def resume(path: Path, store: str | None) -> None:
     resume_experiment(path, progress=False, process_store=store, sharding=sharding)
 
 
-def in_processes(count: int, work: Callable[[str | None], None], folder: Path) -> None:
-    if count == 1:
-        work(None)
-    else:
-        together(work, folder, count=count)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "what"),
     [
@@ -274,12 +265,16 @@ def test_a_divided_run_goes_on_in_any_number_of_processes(
     resolved = request.getfixturevalue(what)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     is_exact = before == after
-    in_processes(after, lambda store: run_by(resolved, whole, store), tmp_path)
-    in_processes(before, lambda store: run_by(resolved, stopped, store, stops=True), tmp_path)
+
+    def in_processes(count: int, work: Callable[[str | None], None]) -> None:
+        work(None) if count == 1 else together(work, tmp_path, count=count)
+
+    in_processes(after, lambda store: run_by(resolved, whole, store))
+    in_processes(before, lambda store: run_by(resolved, stopped, store, stops=True))
     (checkpoint,) = (stopped / "checkpoints").glob("step_*")
     parts = [*checkpoint.glob("attacker/shards/*"), *checkpoint.glob("optimizer_shards/*")]
     assert len(parts) == (4 if before == 2 else 0)
-    in_processes(after, lambda store: resume(stopped, store), tmp_path)
+    in_processes(after, lambda store: resume(stopped, store))
     assert (stopped / "results.json").is_file()
     # float32, and a single process reads trees of tokens where sharded weights read rows.
     assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
@@ -328,29 +323,24 @@ def test_parts_are_joined_for_others_and_a_lost_part_is_reported_with_an_intact_
     assert says(failed(), f"shards/{lost.name} is corrupt")
 
 
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("_part_of_step", 5), pytest.param("_save_parts", 1, marks=pytest.mark.slow)],
+    ids=["in a step", "while it saves"],
+)
 def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkpoint(
-    resolved: ResolvedExperiment, tmp_path: Path
+    method: str, number: int, resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
     whole, path = tmp_path / "whole", tmp_path / "killed"
     run(resolved, whole, None)
-    killed = signalled(resolved, path, "_part_of_step", 5, rank=1, by=signal.SIGKILL)
+    killed = signalled(resolved, path, method, number, {1: signal.SIGKILL})
     message, _ = together(killed, tmp_path, killed=[1])
-    assert says(message, "2 processes", "has ended", "saved in step_", "resume")
+    (checkpoint,) = (path / "checkpoints").glob("step_*")
+    assert says(message, "2 processes", "has ended", f"saved in {checkpoint.name}", "resume")
+    CheckpointStore(checkpoint.parent).verify(checkpoint)
     assert not (path / "results.json").exists()
     resume(path, None)
     assert gap_of(whole, path) < 1e-4
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_saves_leaves_the_checkpoint_before(
-    resolved: ResolvedExperiment, tmp_path: Path
-) -> None:
-    path = tmp_path / "killed"
-    killed = signalled(resolved, path, "_save_parts", 1, rank=1, by=signal.SIGKILL)
-    message, _ = together(killed, tmp_path, killed=[1])
-    (checkpoint,) = (path / "checkpoints").glob("step_*")
-    assert says(message, "has ended", f"saved in {checkpoint.name}")
-    CheckpointStore(checkpoint.parent).verify(checkpoint)
 
 
 @pytest.mark.slow
@@ -359,7 +349,7 @@ def test_a_divided_run_that_is_stopped_saves_within_the_iteration(
 ) -> None:
     whole, path = tmp_path / "whole", tmp_path / "stopped"
     run(resolved, whole, None)
-    stopped = signalled(resolved, path, "_part_of_step", 1, rank=0, by=signal.SIGTERM)
+    stopped = signalled(resolved, path, "_part_of_step", 1, {0: signal.SIGTERM})
     assert together(stopped, tmp_path) == ["SIGTERM", "SIGTERM"]
     (checkpoint,) = (path / "checkpoints").glob("step_*")
     assert len([*checkpoint.glob("attacker/shards/*")]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from nip_astra.resolving.resolution import resolve_experiment
 from tests.kit.experiments import run_in
 
 TRAINERS = ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")
-PROTOCOLS = tuple(str(member) for member in InteractionProtocolType)
 SCENARIOS = {
     "graph_isomorphism": (
         "graph_isomorphism.dataset.num_train=40",
@@ -32,28 +32,25 @@ SMALL = (
 )
 
 
-def _cases() -> list[Any]:
-    """All combinations; in every test run each protocol with vanilla_ppo, and reinforce on graphs,
-    which no preset has.
-    """
-    cases = []
-    for scenario in SCENARIOS:
-        for trainer in TRAINERS:
-            for protocol in PROTOCOLS:
-                for zero_knowledge in (False, True):
-                    is_on_graphs = scenario == "graph_isomorphism"
-                    is_quick = trainer == "vanilla_ppo" and (
-                        protocol == "nip" or (is_on_graphs and not zero_knowledge)
-                    )
-                    is_quick |= (trainer, protocol) == ("reinforce", "nip") and is_on_graphs
-                    name = f"{scenario}-{trainer}-{protocol}{'-zk' * zero_knowledge}"
-                    marks = () if is_quick else pytest.mark.slow
-                    case = (scenario, trainer, protocol, zero_knowledge)
-                    cases.append(pytest.param(*case, id=name, marks=marks))
-    return cases
+def _case(scenario: str, trainer: str, protocol: str, zero_knowledge: bool) -> Any:
+    """Not slow: each protocol with vanilla_ppo, and reinforce on graphs, which no preset has."""
+    is_on_graphs = scenario == "graph_isomorphism"
+    is_quick = trainer == "vanilla_ppo" and (
+        protocol == "nip" or (is_on_graphs and not zero_knowledge)
+    )
+    is_quick |= (trainer, protocol) == ("reinforce", "nip") and is_on_graphs
+    name = f"{scenario}-{trainer}-{protocol}{'-zk' * zero_knowledge}"
+    marks = () if is_quick else pytest.mark.slow
+    return pytest.param(scenario, trainer, protocol, zero_knowledge, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("scenario", "trainer", "protocol", "zero_knowledge"), _cases())
+@pytest.mark.parametrize(
+    ("scenario", "trainer", "protocol", "zero_knowledge"),
+    [
+        _case(*parts)
+        for parts in product(SCENARIOS, TRAINERS, map(str, InteractionProtocolType), (False, True))
+    ],
+)
 def test_a_test_run_ends_with_results(
     scenario: str, trainer: str, protocol: str, zero_knowledge: bool, tmp_path: Path
 ) -> None:
@@ -67,19 +64,22 @@ def test_a_test_run_ends_with_results(
     assert "<svg" in (run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("trainer", ["vanilla_ppo", "spg", "solo_agent"])
-def test_networks_with_everything_that_they_may_have_learn(trainer: str, tmp_path: Path) -> None:
-    agents = "graph_isomorphism.agents.default"
-    overrides = [
-        "interaction_protocol=nip",
-        *SCENARIOS["graph_isomorphism"],
-        f"{agents}.use_dual_gnn=true",
-        f"{agents}.gnn_output_digits=4",
-        f"{agents}.use_batch_norm=true",
-        f"{agents}.noise_sigma=0.1",
-        f"{agents}.transformer_dropout=0.1",
-        *(SMALL if trainer != "solo_agent" else ("solo_agent.num_epochs=2",)),
-    ]
+@pytest.mark.parametrize(
+    ("trainer", "short"),
+    [("vanilla_ppo", SMALL), ("spg", SMALL), ("solo_agent", ("solo_agent.num_epochs=2",))],
+)
+def test_networks_with_every_option_learn(
+    trainer: str, short: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = {
+        "use_dual_gnn": "true",
+        "gnn_output_digits": 4,
+        "use_batch_norm": "true",
+        "noise_sigma": 0.1,
+        "transformer_dropout": 0.1,
+    }
+    agents = [f"graph_isomorphism.agents.default.{name}={value}" for name, value in options.items()]
+    overrides = ["interaction_protocol=nip", *SCENARIOS["graph_isomorphism"], *agents, *short]
     resolved = resolve_experiment(
         trainer=trainer, scenario="graph_isomorphism", overrides=overrides
     )

@@ -46,7 +46,7 @@ def test_every_optimizer_of_torch_steps(name: str) -> None:
 
 def test_large_weights_are_moved_in_blocks_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimization, "BLOCK", 64)
-    found = []
+    result = []
     for cls in (torch.optim.AdamW, optimization.AdamW):
         generator = torch.Generator().manual_seed(0)
         shapes = [(20, 10), (333,), (7,), (10, 20)]
@@ -60,9 +60,9 @@ def test_large_weights_are_moved_in_blocks_as_by_torch(monkeypatch: pytest.Monke
             version = weights[0]._version
             optimizer.step()
             assert weights[0]._version > version
-        found.append([*weights, *(x for one in optimizer.state.values() for x in one.values())])
-    assert all(map(torch.equal, *found))
-    assert len(found[0]) == len(found[1]) == 4 * 4
+        result.append([*weights, *(x for one in optimizer.state.values() for x in one.values())])
+    assert all(map(torch.equal, *result))
+    assert len(result[0]) == len(result[1]) == 4 * 4
 
 
 def test_weight_decay_is_refused_where_an_optimizer_has_none() -> None:

@@ -121,6 +121,15 @@ def test_weights_of_a_loss_module_learn_as_well() -> None:
     assert float(trainer.loss_module.scale.detach()) != 1.0
 
 
+def test_a_loss_module_without_the_second_value_is_refused_with_the_pair_to_return() -> None:
+    class Alone(TensorDictRlTrainer):
+        def _get_loss_module_and_gae(self) -> Any:
+            return Likely(self.agents)
+
+    with pytest.raises(ConfigurationError, match=r"Alone returned Likely.*gae"):
+        toy_trainer("my_trainer", trainer_class=Alone)
+
+
 def test_the_gae_is_made_from_the_loss_module_as_in_the_guide() -> None:
     trainer = toy_trainer()
     loss_module, gae = trainer._get_loss_module_and_gae()

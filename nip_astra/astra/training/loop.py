@@ -255,7 +255,7 @@ def check_dev_prompts(config: SharedConfiguration, dev_prompts: Sequence[str]) -
     given = ", ".join(f"{name}={value}" for name, value in needs.items() if value)
     if given and not dev_prompts:
         raise ConfigurationError(
-            f"the configuration asks for dev evaluations ({given}), but the trainer has no prompts "
-            "to evaluate on. Give them: HFASTTrainer(..., dev_prompts=[...]); or leave eval_period "
+            f"the configuration has dev evaluations ({given}), but the trainer has no prompts to "
+            "evaluate on. Give them: HFASTTrainer(..., dev_prompts=[...]); or leave eval_period "
             "0 and early_stopping_patience None."
         )

@@ -23,7 +23,6 @@ from nip_astra.scenario_base.tasks.base import (
     toolbox_of,
 )
 from nip_astra.scorers.base import Message
-from tests.kit.command_line import plugins_forgotten_after
 
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
@@ -112,11 +111,10 @@ MORE = {
 
 
 @pytest.fixture
-def taskset(tmp_path: Path) -> Any:
+def taskset(tmp_path: Path, no_plugins_left: None) -> Path:
     path = tmp_path / "my_sums.py"
     path.write_text(TASKSET)
-    with plugins_forgotten_after():
-        yield path
+    return path
 
 
 def task_of(path: Path, **options: Any) -> Task:

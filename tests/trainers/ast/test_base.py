@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import prepare_experiment
@@ -24,7 +22,6 @@ from nip_astra.trainers.ast.base import rollout_token_metrics
 from nip_astra.trainers.ast.dpo import AstDpoTrainer
 from tests.kit.experiments import SHORT, ast_trainer, metrics_of, run_in
 from tests.kit.tiny import experience_of
-from tests.tracking.wandb_log import WandbLog
 
 
 def dpo(scenario: Path, *overrides: str) -> ResolvedExperiment:
@@ -42,37 +39,18 @@ def _trainer(scenario: Path, *overrides: str) -> AstDpoTrainer:
 def whole(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two iterations."""
     resolved = dpo(tiny_scenario, "training.num_iterations=2", "training.eval_period=1")
-    return run_in(tmp_path_factory.mktemp("runs"), resolved, "whole", wandb="offline")
+    return run_in(tmp_path_factory.mktemp("runs"), resolved, "whole")
 
 
-def test_a_run_leaves_everything_in_its_directory(whole: Path) -> None:
-    for name in (
-        "hyper_parameters.yaml",
-        "settings.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "timings.jsonl",
-        "results.json",
-        "log.txt",
-        "rollouts/train.jsonl",
-        "rollouts/evaluation.jsonl",
-        "checkpoints/latest",
-    ):
-        assert (whole / name).is_file(), name
+def test_a_run_leaves_everything_in_its_directory(whole: Path, tiny_scenario: Path) -> None:
+    names = ("hyper_parameters.yaml", "settings.yaml", "environment.json", "metrics.jsonl")
+    names += ("timings.jsonl", "results.json", "log.txt", "checkpoints/latest")
+    names += ("rollouts/train.jsonl", "rollouts/evaluation.jsonl")
+    assert [name for name in names if not (whole / name).is_file()] == []
     results = json.loads((whole / "results.json").read_text())
-    keys = {
-        "failure_rate",
-        "failure_rate_interval",
-        "mean_score",
-        "probe_nll",
-        "distinct_share",
-        "plants_found",
-        "num_plants",
-        "num_episodes",
-        "target_queries",
-    }
-    assert keys <= set(results["before"])
-    assert keys <= set(results["after"])
+    keys = {"failure_rate", "failure_rate_interval", "mean_score", "probe_nll", "distinct_share"}
+    keys |= {"plants_found", "num_plants", "num_episodes", "target_queries"}
+    assert keys <= results["before"].keys() & results["after"].keys()
     rows = metrics_of(whole)
     assert [row["step"] for row in rows] == [1, 2]
     # The attacker starts as its reference.
@@ -82,78 +60,8 @@ def test_a_run_leaves_everything_in_its_directory(whole: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     assert model.config.vocab_size == len(tokenizer)
     assert tokenizer.chat_template
-
-
-def test_the_saved_model_is_the_trained_model(whole: Path, tiny_scenario: Path) -> None:
-    saved = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(tiny_scenario / "attacker").state_dict()
-    assert any(not torch.equal(saved[name], before[name]) for name in saved)
-
-
-def test_a_run_is_mirrored_to_w_and_b(whole: Path) -> None:
-    wandb = pytest.importorskip("wandb")
-    wandb.teardown()
-    (file,) = (whole / "wandb").glob("offline-run-*/*.wandb")
-    log = WandbLog(file)
-    assert log.config["training"]["num_iterations"] == 2
-    assert log.config["environment"]["device"] == "cpu"
-    rewards = [r["rollout/mean_reward"] for r in log.history if "rollout/mean_reward" in r]
-    assert len(rewards) == 2
-    assert any("rollouts/train" in row for row in log.history)
-    assert any("report" in row for row in log.history)
-    ends = [
-        f"eval/{when}/failure_rate_{e}" for when in ("before", "after") for e in ("low", "high")
-    ]
-    assert set(ends) <= set(log.summary)
-    assert {"train/loss", "eval/dev/failure_rate"} <= set().union(*log.history)
-    assert {"attacker-whole", "checkpoint-whole"} <= {one.name for one in log.artifacts}
-
-
-def test_another_seed_gives_other_numbers(whole: Path, tiny_scenario: Path, tmp_path: Path) -> None:
-    resolved = dpo(tiny_scenario, "training.num_iterations=2", "training.eval_period=1", "seed=1")
-    assert metrics_of(whole) != metrics_of(run_in(tmp_path, resolved))
-
-
-FIELD_CHANGES: dict[str, object] = {
-    "lr": 1e-2,
-    "minibatch_size": 2,
-    "optimizer": "sgd",
-    "weight_decay": 0.5,
-    "batch_order": "by_episode",
-    "gradient_accumulation_steps": 2,
-    "num_iterations": 2,
-    "num_episodes_per_experience": 4,
-    "num_epochs": 2,
-    "max_grad_norm": 0.01,
-    "lr_schedule": "linear",
-    "num_warmup_steps": 10,
-    "eval_period": 1,
-    "dev_metric": "mean_score",
-    "early_stopping_patience": 1,
-}
-NEEDS_EVALUATIONS = {"dev_metric", "early_stopping_patience"}
-
-
-def test_every_field_of_the_training_configuration_has_a_change_to_test() -> None:
-    assert set(FIELD_CHANGES) == set(TrainingConfiguration.model_fields)
-
-
-@pytest.mark.parametrize("field", FIELD_CHANGES)
-def test_every_field_of_the_training_configuration_is_used(tiny_scenario: Path, field: str) -> None:
-    base = ["training.num_iterations=3", "training.minibatch_size=3"]
-    if field in NEEDS_EVALUATIONS:
-        base += ["training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2"]
-    one = _weights_and_results(tiny_scenario, *base)
-    assert one != _weights_and_results(
-        tiny_scenario, *base, f"training.{field}={FIELD_CHANGES[field]}"
-    )
-
-
-@cache
-def _weights_and_results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
-    trainer = _trainer(scenario, *overrides)
-    trainer.train()
-    return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
+    assert any(not torch.equal(weight, before[n]) for n, weight in model.state_dict().items())
 
 
 def test_a_loss_that_is_not_finite_stops_saves_and_names_the_place(
@@ -183,13 +91,13 @@ def test_the_best_checkpoint_by_dev_reward_is_kept_and_tested(
     run = run_in(tmp_path, resolved, num_checkpoints_kept=1)
     rewards = [row["dev/mean_reward"] for row in metrics_of(run)]
     best = run / "checkpoints" / (run / "checkpoints" / "best").read_text().strip()
-    state = json.loads((best / "manifest.json").read_text())
-    assert state["metadata"]["iteration"] == rewards.index(max(rewards)) + 1
-    one, two = (
+    manifest = json.loads((best / "manifest.json").read_text())
+    assert manifest["metadata"]["iteration"] == rewards.index(max(rewards)) + 1
+    final, kept = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
         for folder in (run / "model", best / "attacker")
     )
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(torch.equal(final[name], kept[name]) for name in final)
 
 
 def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario: Path) -> None:
@@ -199,19 +107,38 @@ def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario:
     assert rollouts.prompts_of(0, seed=3) == first
 
 
-def test_batches_hold_every_sample_once_in_a_seeded_order(tiny_scenario: Path) -> None:
-    trainer = _trainer(tiny_scenario, "training.minibatch_size=4")
-    samples = [{"x": torch.tensor(i)} for i in range(10)]
+@pytest.mark.parametrize("order", ["shuffled", "by_episode"])
+def test_batches_hold_every_sample_once_in_a_seeded_order(order: str, tiny_scenario: Path) -> None:
+    options = ("training.minibatch_size=4", f"training.batch_order={order}")
+    trainer = _trainer(tiny_scenario, *options)
+    samples = [{"x": torch.tensor(i), "episode": torch.tensor(i % 5)} for i in range(10)]
 
-    def order(iteration: int, epoch: int) -> list[list[int]]:
+    def order_of(iteration: int, epoch: int) -> list[list[int]]:
         batches = trainer.batches(samples, iteration=iteration, epoch=epoch)
         return [batch["x"].tolist() for batch in batches]
 
-    found = order(0, 0)
-    assert [len(batch) for batch in found] == [4, 4, 2]
-    assert sorted(number for batch in found for number in batch) == list(range(10))
-    assert found == order(0, 0)
-    assert found != order(0, 1) != order(1, 0)
+    first = order_of(0, 0)
+    assert sorted(len(batch) for batch in first) == [2, 4, 4]
+    assert sorted(number for batch in first for number in batch) == list(range(10))
+    assert first == order_of(0, 0)
+    assert first != order_of(0, 1) != order_of(1, 0)
+
+
+def test_batches_by_episode_share_contexts_and_need_samples_with_an_episode(
+    tiny_scenario: Path,
+) -> None:
+    options = ("training.minibatch_size=3", "training.num_episodes_per_experience=4")
+    forwarded = {}
+    for order in ("shuffled", "by_episode"):
+        trainer = _trainer(tiny_scenario, *options, f"training.batch_order={order}")
+        samples = experience_of(trainer).samples
+        with trainer.policy.counting() as spent:
+            for batch in trainer.batches(samples, iteration=0, epoch=0):
+                trainer.step(batch)
+        forwarded[order] = spent.forwarded
+    assert forwarded["by_episode"] < forwarded["shuffled"]
+    with pytest.raises(ConfigurationError, match="samples with 'episode'"):
+        list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 
 def test_a_scenario_of_another_kind_is_refused(tiny_scenario: Path) -> None:
@@ -221,33 +148,6 @@ def test_a_scenario_of_another_kind_is_refused(tiny_scenario: Path) -> None:
         AstDpoTrainer(
             prepared.trainer.hyper_params, prepared.scenario_instance, ExperimentSettings()
         )
-
-
-def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: Path) -> None:
-    options = ("training.minibatch_size=3", "training.num_episodes_per_experience=4")
-    trainers = {
-        order: _trainer(tiny_scenario, *options, f"training.batch_order={order}")
-        for order in ("shuffled", "by_episode")
-    }
-    forwarded = {}
-    for order, trainer in trainers.items():
-        samples = experience_of(trainer).samples
-        batches = list(trainer.batches(samples, iteration=0, epoch=0))
-        taken = sorted(int(e) for batch in batches for e in batch["episode"])
-        assert taken == sorted(int(sample["episode"]) for sample in samples)
-        with trainer.policy.counting() as spent:
-            for batch in batches:
-                trainer.step(batch)
-        forwarded[order] = spent.forwarded
-        other = [b["episode"].tolist() for b in trainer.batches(samples, iteration=0, epoch=1)]
-        assert other != [batch["episode"].tolist() for batch in batches]
-    assert forwarded["by_episode"] < forwarded["shuffled"]
-
-
-def test_batches_by_episode_need_samples_with_an_episode(tiny_scenario: Path) -> None:
-    trainer = _trainer(tiny_scenario, "training.batch_order=by_episode")
-    with pytest.raises(ConfigurationError, match="samples with 'episode'"):
-        list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 
 def test_work_and_memory_are_logged(whole: Path) -> None:
@@ -261,42 +161,45 @@ def test_work_and_memory_are_logged(whole: Path) -> None:
     assert all(row["memory/peak_gib"] > 0 for row in timings)
 
 
-@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
-def test_scoring_again_is_done_once_and_counted_apart(name: str, tiny_scenario: Path) -> None:
-    trainer = ast_trainer(name, tiny_scenario, "ast_chat.attacker.language_model.dtype=bfloat16")
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_times"),
+    [("ast_ppo", "bfloat16", 1), ("ast_grpo", "bfloat16", 1), ("ast_grpo", "float32", 0)],
+)
+def test_probes_are_scored_again_once_if_rounded_and_counted_apart(
+    name: str, dtype: str, num_times: int, tiny_scenario: Path
+) -> None:
+    trainer = ast_trainer(name, tiny_scenario, f"ast_chat.attacker.language_model.dtype={dtype}")
     policy = trainer.policy
     with (
         mock.patch.object(policy, "token_scores", wraps=policy.token_scores) as scored,
         policy.counting() as spent,
     ):
         tree = experience_of(trainer).tree
-    assert scored.call_count == 1
+    assert scored.call_count == num_times
     metrics = rollout_token_metrics({"attacker": spent}, tree)
     assert 1.0 <= metrics["tokens/attacker_forwarded_per_unique"] <= 1.3
-    assert metrics["tokens/rescored"] > 0
+    assert (metrics.get("tokens/rescored", 0) > 0) == bool(num_times)
     assert spent.scored == 0
     assert "value" not in tree.nodes
 
 
-# ---- random search
-
 PLANT = "ast_chat.planted_failures=[{name: one, probe: a}]"
+NO_PLANT = "ast_chat.planted_failures=[]"
 
 
 @pytest.mark.parametrize(
-    ("planted", "asked", "is_run"),
+    ("plants", "use_random_search", "is_run"),
     [
-        (True, "null", True),
-        (True, "false", False),
-        (False, "null", False),
-        (False, "true", True),
+        (PLANT, "null", True),
+        (PLANT, "false", False),
+        (NO_PLANT, "null", False),
+        (NO_PLANT, "true", True),
     ],
 )
-def test_it_is_run_if_failures_are_planted_or_on_request(
-    tiny_scenario: Path, planted: bool, asked: str, is_run: bool
+def test_random_search_is_run_if_failures_are_planted_or_on_request(
+    tiny_scenario: Path, plants: str, use_random_search: str, is_run: bool
 ) -> None:
-    plants = PLANT if planted else "ast_chat.planted_failures=[]"
-    search = f"ast_chat.evaluation.use_random_search={asked}"
+    search = f"ast_chat.evaluation.use_random_search={use_random_search}"
     trainer = ast_trainer("ast_dpo", tiny_scenario, plants, search)
     assert (trainer.evaluation.num_random_search_parts() > 0) is is_run
 

@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError, ParameterError
-from nip_astra.rollouts.samples import Sample
-from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast.base import AstState
 from nip_astra.trainers.ast.sft import best_of, probes_that_worked
@@ -41,13 +40,13 @@ def _cat_scorer() -> Iterator[None]:
         """No verdict on texts of an odd number of words, an error where there are four."""
 
         def _score(self, texts: Sequence[str]) -> list[float | None]:
-            found: list[float | None] = []
+            result: list[float | None] = []
             for text in texts:
                 count = len(text.split())
                 if count == 4:
                     raise ArithmeticError("four words")
-                found.append(None if count % 2 else min(count / 8, 1.0))
-            return found
+                result.append(None if count % 2 else min(count / 8, 1.0))
+            return result
 
     yield
     SCORERS.restore(snapshot)
@@ -103,115 +102,56 @@ def test_an_attacker_learns_rewarded_probes(
     assert share_of_cats() > 0.9
 
 
-CHANGES: dict[str, dict[str, object]] = {
-    "ast_dpo": {
-        "beta": 2.0,
-        "min_reward_difference": 0.3,
-        "min_score_difference": 0.5,
-        "min_chosen_score": 0.6,
-        "loss": "hinge",
-        "divergence": "js",
-        "alpha": 0.1,
-        "label_smoothing": 0.3,
-        "length_normalised": "true",
-        "credit.kind": "best_child",
-    },
-    "ast_ipo": {"beta": 2.0, "length_normalised": "true", "credit.kind": "mean_child"},
-    "ast_simpo": {
-        "loss": "orpo",
-        "orpo_weight": 2.0,
-        "beta": 0.5,
-        "length_normalised": "false",
-        "margin": 3.0,
-    },
-    "ast_ppo": {
-        "loss": "importance_sampling",
-        "clip_low": 0.001,
-        "clip_high": 0.001,
-        "loss_options": "{temperature_negative: 3.0}",
-        "gamma": 0.0,
-        "lam": 0.1,
-        "whiten_advantages": "false",
-        "value_weight": 5.0,
-        "value_clip_range": 0.001,
-        "value_lr_factor": 100.0,
-        "value_trains_model": "true",
-        "kl.weight": 1.0,
-        "kl.value": "k3",
-        "kl.gradient": "k3",
-        "kl.place": "loss",
-        "kl.target": 0.01,
-        "kl.horizon": 10.0,
-        "entropy_weight": 0.5,
-    },
-    "ast_grpo": {
-        "variant": "dr_grpo",
-        "clip_low": 0.0001,
-        "clip_high": 0.0001,
-        "loss": "importance_sampling",
-        "loss_options": "{temperature_negative: 3.0}",
-        "reduction": "sequence_sum",
-        "baseline": "leave_one_out",
-        "scale": "batch",
-        "std_epsilon": 1.0,
-        "kl.weight": 1.0,
-        "kl.gradient": "k3",
-        "kl.target": 0.01,
-        "kl.horizon": 10.0,
-        "entropy_weight": 0.5,
-        "credit.kind": "best_child",
-    },
-    "ast_reinforce": {
-        "kl_mix": 0.9,
-        "baseline": "siblings",
-        "divides_by_std": "false",
-        "std_epsilon": 1.0,
-        "kl_estimator": "token_k2",
-        "entropy_weight": 0.5,
-        "credit.kind": "mean_child",
-    },
-    "ast_sft": {
-        "num_best": 2,
-        "num_samples": 3,
-        "min_score": 0.6,
-        "credit.kind": "best_child",
-    },
+# As on the command line, below the section of the trainer.
+CHANGES = {
+    "ast_dpo": "beta=2.0 min_reward_difference=0.3 min_score_difference=0.5 min_chosen_score=0.6 "
+    "loss=hinge divergence=js alpha=0.1 label_smoothing=0.3 length_normalised=true "
+    "credit.kind=best_child",
+    "ast_ipo": "beta=2.0 length_normalised=true credit.kind=mean_child",
+    "ast_simpo": "loss=orpo orpo_weight=2.0 beta=0.5 length_normalised=false margin=3.0",
+    "ast_ppo": "loss=importance_sampling clip_low=0.001 clip_high=0.001 "
+    "loss_options.temperature_negative=3.0 gamma=0.0 lam=0.1 whiten_advantages=false "
+    "value_weight=5.0 value_clip_range=0.001 value_lr_factor=100.0 value_trains_model=true "
+    "kl.weight=1.0 kl.value=k3 kl.gradient=k3 kl.place=loss kl.target=0.01 kl.horizon=10.0 "
+    "entropy_weight=0.5",
+    "ast_grpo": "variant=dr_grpo clip_low=0.0001 clip_high=0.0001 loss=importance_sampling "
+    "loss_options.temperature_negative=3.0 reduction=sequence_sum baseline=leave_one_out "
+    "scale=batch std_epsilon=1.0 kl.weight=1.0 kl.gradient=k3 kl.target=0.01 kl.horizon=10.0 "
+    "entropy_weight=0.5 credit.kind=best_child",
+    "ast_reinforce": "kl_mix=0.9 baseline=siblings divides_by_std=false std_epsilon=1.0 "
+    "kl_estimator=token_k2 entropy_weight=0.5 credit.kind=mean_child",
+    "ast_sft": "num_best=2 num_samples=3 min_score=0.6 credit.kind=best_child",
 }
+OF_BEHAVIOUR = (
+    " behaviour.logprobs=raw behaviour.importance_weights=token "
+    "behaviour.max_importance_weight=0.3 staleness_weights=sequence max_staleness_weight=0.3"
+)
 # Without these the parameter has no effect.
-CONTEXT = {
+CONTEXT: dict[str, tuple[str, ...]] = {
     "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
     "ast_ipo.credit.kind": ("training.num_episodes_per_experience=12",),
     "ast_simpo.orpo_weight": ("ast_simpo.loss=orpo",),
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_ppo.kl.gradient": ("ast_ppo.kl.place=loss",),
-    "ast_ppo.loss_options": ("ast_ppo.loss=sapo",),
+    "ast_ppo.loss_options.temperature_negative": ("ast_ppo.loss=sapo",),
     "ast_grpo.kl.horizon": ("ast_grpo.kl.target=0.01",),
-    "ast_grpo.loss_options": ("ast_grpo.loss=sapo",),
+    "ast_grpo.loss_options.temperature_negative": ("ast_grpo.loss=sapo",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
 }
 TEMPERED = "ast_chat.attacker.temperature=0.5"
 for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
-    _section = f"{_name}.behaviour"
-    CHANGES[_name] |= {
-        "behaviour.logprobs": "raw",
-        "behaviour.importance_weights": "token",
-        "behaviour.max_importance_weight": 0.3,
-    }
-    _raw = f"{_section}.logprobs=raw"
+    CHANGES[_name] += OF_BEHAVIOUR
+    _behaviour, _raw = f"{_name}.behaviour", f"{_name}.behaviour.logprobs=raw"
     CONTEXT |= {
-        f"{_section}.logprobs": (TEMPERED,),
-        f"{_section}.importance_weights": (TEMPERED, _raw),
-        f"{_section}.max_importance_weight": (
-            *(TEMPERED, _raw, f"{_section}.importance_weights=sequence"),
+        f"{_behaviour}.logprobs": (TEMPERED,),
+        f"{_behaviour}.importance_weights": (TEMPERED, _raw),
+        f"{_behaviour}.max_importance_weight": (
+            *(TEMPERED, _raw, f"{_behaviour}.importance_weights=sequence"),
         ),
+        f"{_name}.staleness_weights": (f"{_name}.max_staleness=1",),
+        f"{_name}.max_staleness_weight": (f"{_name}.max_staleness=1",),
     }
-for _name in CHANGES:
-    CHANGES[_name]["max_staleness"] = 1
-for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
-    CHANGES[_name] |= {"staleness_weights": "sequence", "max_staleness_weight": 0.3}
-    for _field in ("staleness_weights", "max_staleness_weight"):
-        CONTEXT[f"{_name}.{_field}"] = (f"{_name}.max_staleness=1",)
 
 
 @cache
@@ -224,51 +164,64 @@ def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [(name, field) for name, fields in CHANGES.items() for field in fields]
+    ("name", "change"),
+    [
+        (name, change)
+        for name, changes in CHANGES.items()
+        for change in (*changes.split(), "max_staleness=1")
+    ],
 )
-def test_every_parameter_of_a_trainer_acts(tiny_scenario: Path, name: str, field: str) -> None:
+def test_every_parameter_of_a_trainer_acts(tiny_scenario: Path, name: str, change: str) -> None:
+    field = change.partition("=")[0]
     context = CONTEXT.get(f"{name}.{field}", ())
     # A single small rollout comes from the reference itself, and has few pairs.
     if field.partition(".")[0] in ("kl", "kl_mix", "kl_estimator", "credit") or "stale" in field:
         context += ("training.num_iterations=2",)
-    change = f"{name}.{field}={CHANGES[name][field]}"
-    assert _outcome(name, tiny_scenario, *context) != _outcome(
-        name, tiny_scenario, *context, change
-    )
+    outcome = _outcome(name, tiny_scenario, *context)
+    assert outcome != _outcome(name, tiny_scenario, *context, f"{name}.{change}")
 
 
-EXPERIMENT = {
-    "tree_width": 3,
-    "tree_depth": 1,
-    "failure_threshold": 0.9,
-    "reward.w_response": 3.0,
-    "reward.w_combined": 0.0,
-    "reward.w_likelihood": 2.0,
-    "reward.likelihood_model": "target",
-    "attacker.max_new_tokens": 3,
-    "attacker.min_new_tokens": 4,
-    "attacker.temperature": 0.3,
-    "attacker.top_k": 2,
-    "attacker.top_p": 0.3,
-    "attacker.preamble": "hello",
-    "attacker.format": "plain",
-    "target.max_new_tokens": 2,
-    "target.temperature": 0.0,
-    "scorer.label": "civil",
-}
+OF_TRAINING = (
+    "lr=1e-2 minibatch_size=2 optimizer=sgd weight_decay=0.5 batch_order=by_episode "
+    "gradient_accumulation_steps=2 num_iterations=2 num_episodes_per_experience=4 num_epochs=2 "
+    "max_grad_norm=0.01 lr_schedule=linear num_warmup_steps=10 eval_period=1 "
+    "dev_metric=mean_score early_stopping_patience=1"
+)
+OF_SCENARIO = (
+    "tree_width=3 tree_depth=1 failure_threshold=0.9 reward.w_response=3.0 reward.w_combined=0.0 "
+    "reward.w_likelihood=2.0 reward.likelihood_model=target attacker.max_new_tokens=3 "
+    "attacker.min_new_tokens=4 attacker.temperature=0.3 attacker.top_k=2 attacker.top_p=0.3 "
+    "attacker.preamble=hello attacker.format=plain target.max_new_tokens=2 "
+    "target.temperature=0.0 scorer.label=civil"
+)
+SELECTS = ("training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2")
+CONTEXT |= {"training.dev_metric": SELECTS, "training.early_stopping_patience": SELECTS}
 
 
 @cache
-def _results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
-    trainer = ast_trainer("ast_dpo", scenario, "training.num_iterations=1", *overrides)
+def _weights_and_results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
+    trainer = ast_trainer("ast_dpo", scenario, "training.minibatch_size=3", *overrides)
     trainer.train()
     return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
 
 
-@pytest.mark.parametrize("field", EXPERIMENT)
-def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, field: str) -> None:
-    change = f"ast_chat.{field}={EXPERIMENT[field]}"
-    assert _results(tiny_scenario) != _results(tiny_scenario, change)
+def test_every_field_of_the_training_configuration_has_a_change_to_test() -> None:
+    fields = {change.partition("=")[0] for change in OF_TRAINING.split()}
+    assert fields == set(TrainingConfiguration.model_fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        *(f"training.{change}" for change in OF_TRAINING.split()),
+        *(f"ast_chat.{change}" for change in OF_SCENARIO.split()),
+    ],
+)
+def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, change: str) -> None:
+    context = CONTEXT.get(change.partition("=")[0], ())
+    outcome = _weights_and_results(tiny_scenario, *context)
+    assert outcome != _weights_and_results(tiny_scenario, *context, change)
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
@@ -281,26 +234,6 @@ def test_each_variant_of_grpo_takes_steps_and_records_its_options(
     objective = trainer.results["objective"]
     assert objective["variant"] == variant
     assert {"std_epsilon", "reduction", "zero_variance", "source"} <= set(objective)
-
-
-@pytest.mark.parametrize("name", ["ast_dpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft"])
-def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, name: str) -> None:
-    common = ("training.num_iterations=1", "training.optimizer=sgd", "training.lr=0.1")
-    if name == "ast_grpo":
-        common += ("ast_grpo.variant=dapo",)
-    large = ast_trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
-    learn(large)
-    small = ast_trainer(
-        name,
-        tiny_scenario,
-        *common,
-        "training.minibatch_size=5",
-        "training.gradient_accumulation_steps=32",
-    )
-    learn(small)
-    assert large.state.num_optimizer_steps == small.state.num_optimizer_steps == 1
-    for a, b in zip(large.learned, small.learned, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -453,13 +386,6 @@ def test_old_log_probabilities_come_from_the_path_of_the_loss_in_bfloat16(
     assert (kept - scored_NT[mask_NT]).abs().mean() < 0.1
 
 
-def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
-    trainer = ast_trainer("ast_grpo", tiny_scenario)
-    with mock.patch.object(trainer, "probe_logprobs") as again:
-        experience_of(trainer)
-    again.assert_not_called()
-
-
 BETA = 0.5
 AT_THE_REFERENCE = {
     "ast_dpo.loss=sigmoid": math.log(2),
@@ -499,29 +425,6 @@ def test_a_step_separates_chosen_from_rejected(tiny_scenario: Path, choice: str)
     assert trainer.loss(batch).loss.item() < loss
 
 
-def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenario: Path) -> None:
-    trainer = ast_trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
-    with torch.no_grad():
-        samples = experience_of(trainer).samples
-    for number, sample in enumerate(samples):  # as if the policy had moved from the reference
-        sample["reference_chosen"] = sample["reference_chosen"] - 2.0 * number
-
-    def gradients(*parts: list[Sample]) -> tuple[float, list[torch.Tensor]]:
-        batches = [trainer.collate_fn(part) for part in parts]
-        trainer._write_step_totals(batches)
-        loss = trainer.service.forward_backward(batches, trainer.loss)["loss"]
-        found = [one.grad.clone() for one in trainer.learned if one.grad is not None]
-        trainer.optimizer.zero_grad(set_to_none=True)
-        return loss, found
-
-    assert len(samples) > 2
-    loss, whole = gradients(samples)
-    split_loss, split = gradients(samples[:1], samples[1:])
-    assert split_loss == pytest.approx(loss, abs=1e-6)
-    for one, other in zip(whole, split, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
-
-
 def test_the_loss_of_a_pair_of_equal_probes_is_that_of_the_margin_alone(
     tiny_scenario: Path,
 ) -> None:
@@ -532,60 +435,44 @@ def test_the_loss_of_a_pair_of_equal_probes_is_that_of_the_margin_alone(
     assert float(trainer.loss(batch).loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-# ---- which probes are kept as the best so far
-
-
-def sample(context: int, probe: int, credit: float) -> Sample:
-    return {
-        "context": torch.tensor([context]),
-        "probe": torch.tensor([probe]),
-        "credit": torch.tensor(credit),
-    }
-
-
-def kept(samples: list[Sample], number: int) -> list[tuple[int, int]]:
-    return [(int(s["context"]), int(s["probe"])) for s in best_of(samples, number)]
-
-
-def test_those_of_most_credit_are_kept() -> None:
-    samples = [sample(1, 1, 0.2), sample(2, 2, 0.9), sample(3, 3, 0.5)]
-    assert kept(samples, 2) == [(2, 2), (3, 3)]
-    assert kept(samples, 9) == [(2, 2), (3, 3), (1, 1)]
-    assert kept([], 3) == []
-
-
-def test_contexts_take_turns_among_equals() -> None:
-    samples = [sample(1, 1, 0.5), sample(1, 2, 0.5), sample(1, 3, 0.5), sample(2, 1, 0.5)]
-    assert kept(samples, 2) == [(1, 1), (2, 1)]
-    assert kept(samples, 3) == [(1, 1), (2, 1), (1, 2)]
-
-
-def test_a_probe_is_kept_once_in_its_context_as_it_was_met_last() -> None:
-    samples = [sample(1, 1, 0.9), sample(2, 1, 0.5), sample(1, 1, 0.1)]
-    assert kept(samples, 3) == [(2, 1), (1, 1)]
-    assert float(best_of(samples, 3)[1]["credit"]) == torch.tensor(0.1)
-
-
-class OneLevel:
-    """A tree of four nodes under one opening."""
-
-    nodes = TensorDict(
-        {
-            "probe": torch.tensor([[5, 6], [7, 0], [8, 9], [4, 4]]),
-            "probe_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]).bool(),
-            "credit": torch.tensor([0.5, 0.25, math.nan, 1.0]),
-        },
-        batch_size=[4],
-    )
-
-    def context_of(self, node: int) -> list[int]:
-        return [1, 2]
+@pytest.mark.parametrize(
+    ("samples", "number", "kept"),
+    [
+        ([], 3, []),
+        ([(1, 1, 0.2), (2, 2, 0.9), (3, 3, 0.5)], 2, [(2, 2, 0.9), (3, 3, 0.5)]),
+        ([(1, 1, 0.2), (2, 2, 0.9)], 9, [(2, 2, 0.9), (1, 1, 0.2)]),
+        # Contexts take turns among equals.
+        (
+            [(1, 1, 0.5), (1, 2, 0.5), (1, 3, 0.5), (2, 1, 0.5)],
+            *(3, [(1, 1, 0.5), (2, 1, 0.5), (1, 2, 0.5)]),
+        ),
+        # A probe is kept once in its context, as it was last sampled.
+        ([(1, 1, 0.9), (2, 1, 0.5), (1, 1, 0.1)], 3, [(2, 1, 0.5), (1, 1, 0.1)]),
+    ],
+)
+def test_the_best_of_some_probes_are_those_of_the_table(
+    samples: list[tuple[int, int, float]], number: int, kept: list[tuple[int, int, float]]
+) -> None:
+    """Samples are of a context, a probe and a credit."""
+    names = ("context", "probe", "credit")
+    given = [
+        {name: torch.tensor([value]) for name, value in zip(names, sample, strict=True)}
+        for sample in samples
+    ]
+    best = [[float(sample[name]) for name in names] for sample in best_of(given, number)]
+    assert best == [pytest.approx(sample) for sample in kept]
 
 
 def test_successful_probes_have_their_tokens_and_a_credit() -> None:
-    found = probes_that_worked(
-        cast(RolloutTree, OneLevel()), torch.tensor([True, True, True, False])
+    content = {
+        "probe": torch.tensor([[5, 6], [7, 0], [8, 9], [4, 4]]),
+        "probe_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]).bool(),
+        "credit": torch.tensor([0.5, 0.25, math.nan, 1.0]),
+    }
+    tree: Any = SimpleNamespace(
+        nodes=TensorDict(content, batch_size=[4]), context_of=lambda node: [1, 2]
     )
-    assert [sample["probe"].tolist() for sample in found] == [[5, 6], [7]]
-    assert [sample["context"].tolist() for sample in found] == [[1, 2], [1, 2]]
-    assert [float(sample["credit"]) for sample in found] == [0.5, 0.25]
+    samples = probes_that_worked(tree, torch.tensor([True, True, True, False]))
+    assert [sample["probe"].tolist() for sample in samples] == [[5, 6], [7]]
+    assert [sample["context"].tolist() for sample in samples] == [[1, 2], [1, 2]]
+    assert [float(sample["credit"]) for sample in samples] == [0.5, 0.25]
