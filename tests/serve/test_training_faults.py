@@ -7,7 +7,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +137,16 @@ class StoppedQueue:
         monkeypatch.setattr(WorkQueue, "_check_room", note_refusals)
         self.is_open.set()
 
-    def shut(self) -> None:
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Close the queue within the block; a test that fails there does not wait for it."""
         self.at_work.clear()
         self.has_refused.clear()
         self.is_open.clear()
+        try:
+            yield
+        finally:
+            self.is_open.set()
 
     def wait_for(self, *, at_work: int, waiting: int) -> None:
         while len(self.at_work) < at_work or self.at_work[0].num_waiting < waiting:
@@ -146,7 +154,7 @@ class StoppedQueue:
 
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
-ASKED = torch.tensor([[3]]), ONE, torch.tensor([[4]]), ONE
+ROW = torch.tensor([[3]]), ONE, torch.tensor([[4]]), ONE
 
 
 @pytest.mark.parametrize(
@@ -159,11 +167,10 @@ def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProto
         pytest.importorskip("tinker")
     with training_server([protocol], max_waiting=1) as server, ThreadPoolExecutor(3) as pool:
         services = [trainer_at(server, protocol, PATIENT).service for _ in range(3)]
-        queue.shut()
-        # One request is at work, one waits, and one is refused.
-        answers = [pool.submit(one.compute_logprobs, *ASKED) for one in services]
-        assert queue.has_refused.wait(10)
-        queue.is_open.set()
+        with queue.shut():
+            # One request is at work, one waits, and one is refused.
+            answers = [pool.submit(one.compute_logprobs, *ROW) for one in services]
+            assert queue.has_refused.wait(10)
         first, second, third = (answer.result(20) for answer in answers)
         assert first == second == third < 0
 
@@ -172,16 +179,15 @@ def test_a_queue_that_stays_full_is_reported(queue: StoppedQueue) -> None:
     with training_server(["http"], max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
         patient = [trainer_at(server, "http", PATIENT).service for _ in range(2)]
         hurried = trainer_at(server, "http").service
-        queue.shut()
-        answers = [pool.submit(patient[0].compute_logprobs, *ASKED)]
-        queue.wait_for(at_work=1, waiting=0)
-        answers.append(pool.submit(patient[1].compute_logprobs, *ASKED))
-        queue.wait_for(at_work=1, waiting=1)
-        with pytest.raises(ServiceBusyError, match=r"1 operations wait already.*max_waiting"):
-            hurried.compute_logprobs(*ASKED)
-        queue.is_open.set()
-        results = [one.result(20) for one in answers]
-        assert hurried.compute_logprobs(*ASKED) == results[0] == results[1]
+        with queue.shut():
+            answers = [pool.submit(patient[0].compute_logprobs, *ROW)]
+            queue.wait_for(at_work=1, waiting=0)
+            answers.append(pool.submit(patient[1].compute_logprobs, *ROW))
+            queue.wait_for(at_work=1, waiting=1)
+            with pytest.raises(ServiceBusyError, match="max_waiting"):
+                hurried.compute_logprobs(*ROW)
+        results = [answer.result(20) for answer in answers]
+        assert hurried.compute_logprobs(*ROW) == results[0] == results[1]
 
 
 def test_a_service_of_a_wrong_model_path_is_refused(tmp_path: Path) -> None:
