@@ -160,7 +160,7 @@ def check_resume(
         places = places or random_places(num_kills, resolved.hyper_params.seed)
         for number in () if unlike else places(len(operations)):
             killed = partial(run, str(number), number)
-            resume = partial(go_on, resolved, folder / str(number), settings)
+            resume = partial(resume_or_restart, resolved, folder / str(number), settings)
             difference = _kill(killed, resume, folder, number, expected)
             kills.append(KilledRun(number, operations[number - 1], difference))
             on_kill(kills[-1])
@@ -283,7 +283,7 @@ def _last_line(log: Path) -> str:
     return log.read_text(errors="replace").strip().rpartition("\n")[2] if log.exists() else ""
 
 
-def go_on(
+def resume_or_restart(
     resolved: ResolvedExperiment, runs_dir: Path, settings: Mapping[str, Any] = SETTINGS
 ) -> None:
     """Resume a killed run; restart it if it has no directory yet."""

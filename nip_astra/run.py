@@ -300,7 +300,7 @@ def resume_experiment(
                 if directory.has_ended:
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
-                checkpoint = _checkpoint_to_go_on_from(directory)
+                checkpoint = _latest_checkpoint(directory)
                 return _run(resolved, settings, directory, team, stop_flag, checkpoint=checkpoint)
         return _take_part(_resolved_again(directory, plugins, is_trusted), settings, team)
 
@@ -344,7 +344,7 @@ def _take_part(
     trainer = prepare_experiment(resolved, settings, team=team).trainer
     if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
         if shared["checkpoint"]:
-            trainer.go_on_from(Path(shared["checkpoint"]))
+            trainer.resume_from(Path(shared["checkpoint"]))
         trainer.train()
     return ExperimentResult(RunDirectory(Path(shared["run"])), trainer.results)
 
@@ -362,7 +362,7 @@ def _finish_ended(directory: RunDirectory) -> ExperimentResult:
     return ExperimentResult(directory, results)
 
 
-def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
+def _latest_checkpoint(directory: RunDirectory) -> Path | None:
     """Return the newest checkpoint; None if the run stopped before its first one."""
     store = CheckpointStore(directory.checkpoints_dir)
     checkpoint = store.latest()
@@ -428,7 +428,7 @@ def _run(
             ) from None
         except WorkerProcessError as error:
             logger.error("the run failed: %s", error)
-            raise type(error)(f"{error} {_how_to_go_on(directory)}") from error
+            raise type(error)(f"{error} {_how_to_resume(directory)}") from error
         except SystemExit as error:
             logger.error("the run failed: sys.exit(%r) was called", error.code)
             raise UnexpectedExitError(error.code) from error
@@ -457,7 +457,7 @@ def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) 
         directory.write_json(files.RESULTS, failure)
 
 
-def _how_to_go_on(directory: RunDirectory) -> str:
+def _how_to_resume(directory: RunDirectory) -> str:
     latest = CheckpointStore(directory.checkpoints_dir).latest()
     if latest is None:
         return "It had saved nothing yet: start it again."
@@ -472,7 +472,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
     else:
         logger.info("resuming from %s", checkpoint.name)
         warn_of_changed_plugins(directory)
-        trainer.go_on_from(checkpoint)
+        trainer.resume_from(checkpoint)
     if not directory.has_ended:
         # The reason of an earlier failure.
         (directory.path / files.RESULTS).unlink(missing_ok=True)

@@ -99,7 +99,7 @@ def sweep(
         bool, typer.Option("--dry-run", help="Check and list the runs; start none.")
     ] = False,
 ) -> None:
-    """Run every combination of trainers, values and seeds, or search; go on where it was left."""
+    """Run every combination of trainers, values and seeds, or search; resume if interrupted."""
     from nip_astra.sweep.plan import RunStatus, read_plan
     from nip_astra.sweep.runner import SweepOptions, check_sweep, run_sweep
 

@@ -391,7 +391,7 @@ class WorkQueue:
             else:
                 results = together([one.item for one in batch])
         except BaseException as error:
-            # Only the requests of this operation fail; the thread goes on.
+            # Only the requests of this operation fail; the thread continues.
             if len(batch) > 1:
                 for one in batch:
                     self._do([one])

@@ -248,7 +248,7 @@ class Trainer(ABC):
         store = self._checkpoint_store()
         return store is not None and store.latest() is not None
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def resume_from(self, checkpoint: Path) -> None:
         """Restore a checkpoint of this run: the trainer's own state, and the global generators.
 
         `train` then continues from there.
@@ -372,7 +372,7 @@ class Trainer(ABC):
         self.results["model_dir"] = str(model_dir)
 
     def resume(self, checkpoint: Path) -> None:
-        """Hook of `go_on_from`: restore models, state and parts of a checkpoint."""
+        """Hook of `resume_from`: restore models, state and parts of a checkpoint."""
         content = load_state(checkpoint / STATE)
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])

@@ -50,10 +50,10 @@ def test_terms_are_logged_and_a_resumed_run_equals_an_uninterrupted_run(
 
     middle, *_, last = sorted((run / "checkpoints").glob("step_*"))
     resumed, whole = (prepare_experiment(resolved, progress=False).trainer for _ in range(2))
-    resumed.go_on_from(middle)
+    resumed.resume_from(middle)
     assert resumed.state.iteration == 2
     resumed.train()
-    whole.go_on_from(last)
+    whole.resume_from(last)
     assert whole.state.iteration == 4
     assert pack_state(resumed.shaping.state()) == pack_state(whole.shaping.state())
     for a, b in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):

@@ -236,7 +236,7 @@ class OwnObjectsLoop(AstTrainer):
                 f"{self.state_dir or 'a trainer without ckpt_dir'} has no checkpoint to resume. "
                 "Call train()."
             )
-        self.go_on_from(store.open_latest()[0])
+        self.resume_from(store.open_latest()[0])
 
     def _checkpoint_store(self) -> CheckpointStore | None:
         return None if self.state_dir is None else self._store_in(self.state_dir)

@@ -95,7 +95,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
         if self._loop.state.iteration >= self.config.num_iterations:
             logger.warning(
                 "there is nothing left to train: %d of %d iterations are done; raise "
-                "config.training_steps to go on",
+                "config.training_steps to continue",
                 self._loop.state.iteration,
                 self.config.num_iterations,
             )

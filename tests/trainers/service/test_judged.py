@@ -125,7 +125,7 @@ def test_a_checkpoint_may_lack_only_the_answers_of_a_judge(
             return content
 
         monkeypatch.setattr(trainer_base, "load_state", without)
-        prepare_experiment(resolved, progress=False).trainer.go_on_from(checkpoint)
+        prepare_experiment(resolved, progress=False).trainer.resume_from(checkpoint)
 
     continue_without("verdicts 1")
     assert "without verdicts 1," in caplog.text

@@ -131,7 +131,7 @@ def _run(folder: Path, trainer: str, service: Service) -> list[str]:
     assert store is not None
     latest = store.latest()
     if latest is not None:
-        process.go_on_from(latest)
+        process.resume_from(latest)
     process.train()
     # Service durations are measured, and the folder is the test's own.
     own = ("services", "model_dir")

@@ -228,7 +228,7 @@ def _continue(folder: Path, directory: RunDirectory, parts: TextParts) -> PureTe
     assert store is not None
     latest = store.latest()
     if latest is not None:
-        trainer.go_on_from(latest)
+        trainer.resume_from(latest)
     trainer.train()
     parts.models.update({f"{name} again": model for name, model in again.models.items()})
     return trainer
