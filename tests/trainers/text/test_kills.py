@@ -165,7 +165,7 @@ def watch(fate: Fate, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) 
 
 USES_OF_ANSWERS = (
     (AnswerJournal, "put"),
-    (ResponseCache, "remember"),
+    (ResponseCache, "put"),
     (UsageLog, "release"),
     (PureTextSharedModelGroup, "switch_to_next_model"),
 )
