@@ -326,6 +326,7 @@ def _inputs(
 
 def _bias(block: Block, keys_KGLD: Tensor) -> Tensor:
     """Return the bias of all keys of a block, `[Q, L]`."""
+    # Stored, these would take memory quadratic in the tokens of a row.
     num_seen_by_all = keys_KGLD.shape[2] - block.bias_QL.shape[1]
     return F.pad(block.bias_QL, (num_seen_by_all, 0)).to(keys_KGLD)
 
