@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -138,26 +139,9 @@ def prepare_experiment(
         )
         instance.team = team
         refuse_unfinished(resolved.trainer_class)
-        trainer = _built(resolved.trainer_class, resolved.hyper_params, instance, settings)
+        trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
         refuse_half_built(trainer)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
-
-
-def _built(
-    trainer_class: type[Trainer],
-    hyper_params: HyperParameters,
-    instance: ScenarioInstance,
-    settings: ExperimentSettings,
-) -> Trainer:
-    try:
-        return trainer_class(hyper_params, instance, settings)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from within the constructor
-        raise ConfigurationError(
-            f"the trainer {trainer_class.__name__} cannot be built: {error}. Its __init__ must "
-            "take (hyper_params, scenario_instance, settings)."
-        ) from error
 
 
 @contextmanager
@@ -625,13 +609,20 @@ def refuse_idle_settings(
 
 
 def refuse_unfinished(trainer_class: type[Trainer]) -> None:
-    """Refuse a class that does not define the abstract methods of its base class."""
+    """Refuse a class without its base class's abstract methods, or with another constructor."""
     missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
     if missing:
         raise ConfigurationError(
             f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
             "base class requires."
         )
+    try:
+        inspect.signature(trainer_class).bind("hyper_params", "scenario_instance", "settings")
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} cannot be built: {error}. Its __init__ must "
+            "take (hyper_params, scenario_instance, settings)."
+        ) from error
 
 
 def refuse_half_built(trainer: Trainer) -> None:
