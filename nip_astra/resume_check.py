@@ -319,9 +319,11 @@ def what_was_found(run: Path) -> dict[str, bytes]:
     texts = _Texts(run)
     latest = run / "checkpoints" / "latest"
     checkpoint = run / "checkpoints" / (latest.read_text().strip() if latest.is_file() else "none")
+    # Without the revision of a step that was saved again, as after a kill before `latest` named it.
+    step = checkpoint.name.partition("_r")[0]
     found = {
         RESULTS: texts.plain_json(run / RESULTS),
-        f"{checkpoint.name}/state.json": texts.plain_json(checkpoint / "state.json"),
+        f"{step}/state.json": texts.plain_json(checkpoint / "state.json"),
     }
     files = [run / "metrics.jsonl", *run.glob("model/**/*.safetensors")]
     files += [file for end in ("jsonl", "json") for file in run.glob(f"rollouts/**/*.{end}")]
@@ -334,7 +336,8 @@ def what_was_found(run: Path) -> dict[str, bytes]:
             content = b"".join(sorted(content.splitlines(keepends=True)))
         if file.suffix in (".json", ".jsonl"):
             content = texts.neutral(content.decode(errors="replace")).encode()
-        found[texts.neutral(str(file.relative_to(run)))] = content
+        name = str(file.relative_to(run)).replace(checkpoint.name, step)
+        found[texts.neutral(name)] = content
     return {name: content for name, content in found.items() if content}
 
 

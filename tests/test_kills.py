@@ -121,6 +121,14 @@ def test_files_of_a_run_are_compared_by_file_and_name(
     assert bool(text) == bool(difference)
 
 
+def test_the_revision_of_a_step_saved_again_is_no_difference(tmp_path: Path) -> None:
+    first, second = a_run(tmp_path / "a"), a_run(tmp_path / "b")
+    checkpoints = second / "checkpoints"
+    (checkpoints / "step_00000002").rename(checkpoints / "step_00000002_r2")
+    (checkpoints / "latest").write_text("step_00000002_r2\n")
+    assert what_was_found(first) == what_was_found(second)
+
+
 def test_leftovers_of_a_resumed_run_are_named(tmp_path: Path) -> None:
     run = a_run(tmp_path / RUN)
     (run / "report.html").touch()
