@@ -616,8 +616,10 @@ def refuse_unfinished(trainer_class: type[Trainer]) -> None:
             f"the trainer {trainer_class.__name__} lacks {', '.join(missing)}. Define what its "
             "base class requires."
         )
+    # A decorated constructor is called as its wrapper is.
+    constructor = inspect.signature(trainer_class.__init__, follow_wrapped=False)
     try:
-        inspect.signature(trainer_class).bind("hyper_params", "scenario_instance", "settings")
+        constructor.bind("self", "hyper_params", "scenario_instance", "settings")
     except TypeError as error:
         raise ConfigurationError(
             f"the trainer {trainer_class.__name__} cannot be built: {error}. Its __init__ must "
