@@ -99,10 +99,17 @@ def test_a_part_that_ends_early_is_written(
     assert (record["part"], record["status"]) == ("memory", "failed")
 
 
+def test_one_row_is_run(benchmark: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert benchmark.main([*SMALL, "--row", "scorer", "--out", str(out)]) == 0
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert (record["part"], record["row"], record["agrees"]) == ("correctness", "scorer", True)
+
+
 def test_a_wrong_part_and_a_missing_device_are_refused(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for wrong in (["--part", "losses"], ["--device", "tpu"]):
+    for wrong in (["--part", "losses"], ["--row", "losses"], ["--device", "tpu"]):
         with pytest.raises(SystemExit) as stopped:
             benchmark.main(wrong)
         assert stopped.value.code == 2

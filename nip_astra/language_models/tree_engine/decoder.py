@@ -235,8 +235,9 @@ def unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
 
 def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square of the last axis, and multiply by weights."""
-    if not is_unsaved(x_NX):
-        # F.rms_norm calls this after checks that cost a small model as much again.
+    if x_NX.device.type != "cpu" or not is_unsaved(x_NX):
+        # F.rms_norm calls this after checks that cost a small model as much again. On a GPU it is
+        # one kernel each way, and keeps nothing but its input.
         return torch.rms_norm(x_NX, weight_X.shape, weight_X, eps)
     normed: Tensor = _RmsNorm.apply(x_NX, weight_X, eps)  # type: ignore[no-untyped-call]
     return normed
@@ -289,5 +290,5 @@ class _SiluGated(torch.autograd.Function):
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
         torch.mul(gradients[0], F.silu(gate), out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(gradients[0] * up, gate))
+        torch.ops.aten.silu_backward(gradients[0] * up, gate, grad_input=grad_gate)
         return grad

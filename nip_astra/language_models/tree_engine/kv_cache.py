@@ -468,6 +468,11 @@ class KeyValueTree:
         """The newest block."""
         return self.blocks[-1]
 
+    @property
+    def bias_free(self) -> bool:
+        """Whether every row sees all positions of its blocks."""
+        return all(block.bias_PL is None for block in self.blocks)
+
     def clear(self) -> None:
         """Drop all blocks."""
         self.blocks = []
@@ -559,6 +564,19 @@ class KeyValueTree:
                 bias = block.bias_PL[groups, None, None, None, None]
             found.append(block.read(layer, groups, block.length, bias))
         return found
+
+    def read_all(self, layer: int, rows: slice, num_rows: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return copies of what some rows of the top block read: keys and values, `[R, K, L, D]`.
+
+        Of the top block they contain the positions up to `stop`.
+        """
+        top = self.top.read(layer, rows, stop, None)
+        keys, values = [], []
+        for segment in (*self.read_below(layer, rows, num_rows), top):
+            sharing = len(top.keys) // len(segment.keys)
+            keys.append(segment.keys.transpose(2, 3).repeat_interleave(sharing, dim=0))
+            values.append(segment.values.repeat_interleave(sharing, dim=0))
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def chunks(self, num_rows: int, limit: int) -> list[slice]:
         """Split rows into ranges of about `limit` that begin and end with whole groups."""

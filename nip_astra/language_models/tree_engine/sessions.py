@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 
 import torch
@@ -23,7 +24,12 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.sampling import Draw, SamplingOptions
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
-from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
+from nip_astra.language_models.tree_engine.attention import (
+    cascade_attention,
+    causal_attention,
+    causal_bias,
+    is_flash_faster,
+)
 from nip_astra.language_models.tree_engine.decode_graphs import FixedStep, FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree, first_room
@@ -326,31 +332,47 @@ class _PrefillAttention:
         self.rows = rows
         self.num_rows = num_rows
         self.width = max(lengths)
-        device, dtype = tree.device, tree.dtype
         is_ragged = min(lengths) < self.width
         self.padded = self.packed = None
         if is_ragged:
             used = torch.arange(self.width) < torch.tensor(lengths).unsqueeze(1)
             index = torch.zeros(used.shape, dtype=torch.long)
             index[used] = torch.arange(int(used.sum()))
-            self.padded = index.flatten().to(device)
-            self.packed = used.flatten().nonzero().squeeze(1).to(device)
-        old = tree.top.bias_PL
-        self.bias = causal_bias(
-            self.width, tree.top.length, None if old is None else old[rows], dtype, device
-        )
+            self.padded = index.flatten().to(tree.device)
+            self.packed = used.flatten().nonzero().squeeze(1).to(tree.device)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """Return what each new token sees of its block, for `cascade_attention`."""
+        block = self.tree.top
+        old = None if block.bias_PL is None else block.bias_PL[self.rows]
+        return causal_bias(self.width, block.length, old, self.tree.dtype, self.tree.device)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if self.padded is not None:
             queries, keys, values = queries[self.padded], keys[self.padded], values[self.padded]
-        shape = (len(keys) // self.width, self.width, *keys.shape[1:])
-        block, start = self.tree.top, self.tree.top.length
-        block.write(layer, self.rows, start, keys.view(shape), values.view(shape))
-        own = block.read(layer, self.rows, start + self.width, self.bias)
+        queries, keys, values = (
+            x.view(-1, self.width, *x.shape[1:]) for x in (queries, keys, values)
+        )
+        block = self.tree.top
+        block.write(layer, self.rows, block.length, keys, values)
+        if self.tree.bias_free and is_flash_faster(queries):
+            seen = self.tree.read_all(layer, self.rows, self.num_rows, block.length + self.width)
+            attended = causal_attention(queries, *seen)
+        else:
+            attended = self._cascade(layer, queries)
+        attended = attended.flatten(0, 1).flatten(1)
+        return attended if self.packed is None else attended[self.packed]
+
+    def _cascade(self, layer: int, queries_RTHD: Tensor) -> Tensor:
+        """Attend to the blocks below and the own one, in chunks that bound the memory."""
+        block, num_keys = self.tree.top, self.tree.shape[1]
+        own = block.read(layer, self.rows, block.length + self.width, self.bias)
         below = self.tree.read_below(layer, self.rows, self.num_rows)
-        grouped = queries.view(*shape[:3], -1, shape[3])
-        num_keys = sum(values.shape[2] for _, values, _ in [*below, own])
-        size = max(1, MAX_SCORES // (len(grouped) * grouped[0, 0].numel() // shape[3] * num_keys))
+        num_rows, _, num_heads, dim = queries_RTHD.shape
+        num_positions = sum(values.shape[2] for _, values, _ in [*below, own])
+        size = max(1, MAX_SCORES // (num_rows * num_heads * num_positions))
+        grouped = queries_RTHD.view(num_rows, self.width, num_keys, -1, dim)
         parts = [
             cascade_attention(
                 part, [*below, own._replace(bias=self.bias[:, :, :, first : first + size])]
@@ -359,8 +381,7 @@ class _PrefillAttention:
                 range(0, self.width, size), torch.split(grouped, size, dim=1), strict=True
             )
         ]
-        attended = torch.cat(parts, dim=1).flatten(0, 1).flatten(1)
-        return attended if self.packed is None else attended[self.packed]
+        return torch.cat(parts, dim=1)
 
 
 def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:

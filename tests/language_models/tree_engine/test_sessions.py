@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.tree_engine import kv_cache, sessions
+from nip_astra.language_models.tree_engine import attention, kv_cache, sessions
 from tests.kit.tiny import uniforms_of
 from tests.language_models.tree_engine.growing import OPTIONS, assert_same, grow
 
@@ -42,6 +44,24 @@ def test_small_passes_and_few_scores_at_once_change_nothing(
     monkeypatch.setattr(sessions, "MAX_SCORES", 50)
     monkeypatch.setattr(sessions, "MAX_LOGITS", 40)
     assert_same(grow(tiny_model), whole, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("width", "branching"), [(1, 1), (2, 3)])
+def test_flash_attention_reads_contexts_alike(
+    tiny_model: HuggingFaceLanguageModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fold_tokens: int,
+    width: int,
+    branching: int,
+) -> None:
+    expected = grow(tiny_model, width=width, branching=branching)
+    attend = mock.Mock(side_effect=attention.causal_attention)
+    monkeypatch.setattr(attention, "SMALLEST_FLASH", 0)
+    monkeypatch.setattr(sessions, "causal_attention", attend)
+    assert_same(grow(tiny_model, width=width, branching=branching), expected, tolerance=1e-5)
+    old_lengths = {call.args[1].shape[2] - call.args[0].shape[1] for call in attend.mock_calls}
+    assert min(old_lengths) == 0
+    assert len(old_lengths) > 1
 
 
 @pytest.mark.parametrize("period", [2, 3, 100])
