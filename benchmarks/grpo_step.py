@@ -358,7 +358,8 @@ class Floor:
         for _ in range(self.num_layers):
             for block in self.blocks:
                 own = slice(block.queries.start * group, block.queries.stop * group)
-                queries, keys = self.queries[:, own], self.keys[:, block.keys]
+                queries = self.queries[:, own]
+                keys = torch.cat([self.keys[:, own] for own in block.keys], dim=1)
                 for _ in range(2):
                     scores = torch.bmm(queries, keys.transpose(1, 2))
                     torch.bmm(scores, keys), torch.bmm(scores.transpose(1, 2), queries)

@@ -49,7 +49,7 @@ from nip_astra.language_models.services.fine_tuning import (
     LrSchedule,
     Method,
 )
-from nip_astra.language_models.services.training import LocalTrainingService
+from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.language_models.sources import find_tokenizer, load_causal_lm, resolve_model
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
@@ -176,7 +176,7 @@ class FineTuning:
         self.rows = self._rows_of(texts)
         self.weights = [one for one in self.model.module.parameters() if one.requires_grad]
         self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
-        self.optimizer = torch.optim.AdamW(self.weights, lr=self.lr, weight_decay=0.0)
+        self.optimizer = build_adamw([{"params": self.weights}], lr=self.lr)
         self.service = LocalTrainingService(self.model, self.optimizer, learned=self.weights)
         self.steps_per_epoch = math.ceil(len(self.rows) / plan.batch_size)
         self.num_steps = self.steps_per_epoch * plan.num_epochs

@@ -23,7 +23,7 @@ from nip_astra.language_models.sampling import (
     keep_likely,
 )
 from nip_astra.language_models.tree_engine.attention import (
-    SMALLEST_IN_BLOCKS,
+    SMALLEST_FLASH,
     trie_attention,
     uses_flex_attention,
 )
@@ -222,7 +222,7 @@ def row_limits(
     if uses_flex_attention(device, dtype):
         return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
     if device.type == "cpu":
-        in_blocks = math.isqrt(SMALLEST_IN_BLOCKS // (decoder.num_heads * decoder.head_dim))
+        in_blocks = math.isqrt(SMALLEST_FLASH // (decoder.num_heads * decoder.head_dim))
         return {"pair_cost": decoder.pair_cost, "max_dense_tokens": in_blocks}
     longest = math.isqrt(MAX_MASK_BYTES // dtype.itemsize)
     return {"pair_cost": decoder.pair_cost, "max_row_tokens": longest}

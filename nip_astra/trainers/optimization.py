@@ -9,9 +9,9 @@ from numbers import Real
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.training import build_adamw
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES, TrainingConfiguration
 
 MakesOptimizer = TypeVar("MakesOptimizer", bound=Callable[..., torch.optim.Optimizer])
@@ -40,56 +40,10 @@ def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
     return SCHEDULES.register(name)  # type: ignore[return-value]  # gives back what it decorates
 
 
-BLOCK = 1 << 16
-"""Elements of a weight that `AdamW` updates at once on a CPU: with gradient and moments they fit in
-its cache, from which a step reads them several times."""
-
-
-class AdamW(torch.optim.AdamW):
-    """Torch's AdamW with equal results and state that updates large weights in blocks."""
-
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        largest_squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> bool:
-        """Fill the lists that torch's step updates; large tensors become views of their blocks."""
-        columns = (weights, gradients, means, squares)
-        has_complex: bool = super()._init_group(group, *columns, largest_squares, steps)  # type: ignore[no-untyped-call]
-        if largest_squares or all(x.numel() <= BLOCK for x in weights):
-            return has_complex
-        counts = [_num_blocks(*row) for row in zip(*columns, strict=True)]
-        for column in columns:
-            column[:] = [
-                part
-                for x, count in zip(column, counts, strict=True)
-                for part in (torch.split(x.view(-1), BLOCK) if count > 1 else [x])
-            ]
-        # Every block counts a step, the first of a weight in the count that is kept.
-        steps[:] = [
-            step.clone() if i else step
-            for step, count in zip(steps, counts, strict=True)
-            for i in range(count)
-        ]
-        return has_complex
-
-
-def _num_blocks(*tensors: Tensor) -> int:
-    """Return the number of blocks in which a weight, its gradient and moments are updated."""
-    is_flat = all(
-        type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.is_contiguous()
-        for x in tensors
-    )
-    return max(-(-tensors[0].numel() // BLOCK), 1) if is_flat else 1
-
-
 def _of_torch(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     def build(groups: Any, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+        if cls is torch.optim.AdamW:
+            return build_adamw(groups, lr=lr, weight_decay=weight_decay)
         if "weight_decay" in inspect.signature(cls).parameters:
             return cls(groups, lr=lr, weight_decay=weight_decay)  # type: ignore[call-arg]
         if weight_decay:
@@ -104,7 +58,7 @@ def _of_torch(cls: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Opt
 
 for _cls in (
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Adam),
-    *(torch.optim.Adamax, AdamW, torch.optim.ASGD, torch.optim.NAdam),
+    *(torch.optim.Adamax, torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam),
     *(torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 ):
     register_optimizer(_cls.__name__.lower())(_of_torch(_cls))

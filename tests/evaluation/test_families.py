@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import nip_astra as na
 from nip_astra.evaluation.api import Matrix
 from nip_astra.evaluation.exports import Material
+from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.resuming import short_experiment
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
@@ -31,13 +33,16 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a finished run of each family, under its family's name."""
     folder = tmp_path_factory.mktemp("families")
-    for name, (trainer, overrides) in RUNS.items():
-        resolved = short_experiment(trainer, folder / "made" / name, *overrides, num_iterations=1)
-        na.run_experiment(resolved, runs_dir=str(folder), run_id=name, progress=False)
-    return folder
+    with plugins_forgotten_after():
+        for name, (trainer, overrides) in RUNS.items():
+            resolved = short_experiment(
+                trainer, folder / "made" / name, *overrides, num_iterations=1
+            )
+            na.run_experiment(resolved, runs_dir=str(folder), run_id=name, progress=False)
+        yield folder
 
 
 @pytest.mark.parametrize("family", RUNS)

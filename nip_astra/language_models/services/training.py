@@ -256,6 +256,21 @@ class TrainingService(ABC):
         """Write a complete model and tokenizer in Hugging Face layout."""
 
 
+SMALLEST_FUSED = 1 << 24
+"""Number of weights from which AdamW is fused, which takes a quarter of the time and rounds
+differently."""
+
+
+def build_adamw(
+    groups: Sequence[dict[str, Any]], *, lr: float, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
+    """Build `torch.optim.AdamW`, fused for large models."""
+    num_weights = sum(weight.numel() for group in groups for weight in group["params"])
+    # The fused kernel ignores strides; autograd leaves gradients with those of their weights.
+    is_fused = True if num_weights >= SMALLEST_FUSED else None
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, fused=is_fused)
+
+
 @register_training_service(TrainingServiceType.LOCAL)
 class LocalTrainingService(TrainingService):
     """A model in this process and its optimizer.

@@ -23,16 +23,16 @@ from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_tr
 
 logger = logging.getLogger(__name__)
 
-SMALLEST_IN_BLOCKS = 1 << 26
-"""Number of multiplications for a row's scores below which one product is as fast as blocks."""
-SMALLEST_FLASH = 1 << 24
-"""Number of multiplications among a row's new tokens from which a CPU reads contexts with flash
-attention. A layer of SmolLM2 takes 0.25 of the time at 8 rows of 512 tokens, 0.15 at one of 2,000;
-with few tokens after many shared ones it would take 1.2."""
+SMALLEST_FLASH = 1 << 25
+"""Number of multiplications for the scores of a row's own tokens from which a CPU uses flash
+attention. In layers of SmolLM2 it reads 8 contexts of 512 tokens in 0.25 of the time, one of 2,000
+in 0.15, and few tokens after many shared ones in 1.2; with gradients, a trie of 250 tokens takes
+half, of 650 tokens 0.4."""
 FEWEST_FLASH_TOKENS = 64
-"""The same on a GPU, in tokens; fewer would not repay the copies of shared keys."""
-BLOCK_TOKENS = 192
-"""Tokens per block; smaller blocks compute fewer unrelated pairs, in more and smaller products."""
+"""Tokens of a context from which a GPU does; fewer would not repay the copies of shared keys."""
+BLOCK_TOKENS = 96
+"""Tokens per block; smaller blocks compute fewer unrelated pairs, in more and smaller products. For
+rows of 2,000 tokens and more twice as many are faster."""
 SMALLEST_FLEX = 4096
 """Minimum sequence length for compiled flex attention. On an H200 in bfloat16, a layer with its
 gradients took 1.4 times as long as dense attention at 2,048 tokens, and 0.87 at 8,192."""
@@ -89,7 +89,9 @@ class TrieAttention:
         """Return the attended values `[N, H * D]`; the queries are scaled."""
         if self._is_in_blocks(queries_NHD):
             if self._blocks is None:
-                self._blocks = blocks_of(self.trie, BLOCK_TOKENS)
+                is_short = max(self.row_lengths) < 2000
+                size = BLOCK_TOKENS if is_short else 2 * BLOCK_TOKENS
+                self._blocks = blocks_of(self.trie, size)
             return block_attention(queries_NHD, keys_NKD, values_NKD, self._blocks)
         rows = []
         inputs = (queries_NHD, keys_NKD, values_NKD)
@@ -100,9 +102,11 @@ class TrieAttention:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _is_in_blocks(self, queries_NHD: Tensor) -> bool:
-        _, num_heads, dim = queries_NHD.shape
-        size = num_heads * dim * max(self.row_lengths, default=0) ** 2
-        return queries_NHD.device.type == "cpu" and size >= SMALLEST_IN_BLOCKS
+        longest = max(self.row_lengths, default=0)
+        return (
+            queries_NHD.device.type == "cpu"
+            and _num_products(queries_NHD, longest) >= SMALLEST_FLASH
+        )
 
 
 class SharedKeys(NamedTuple):
@@ -118,10 +122,16 @@ class SharedKeys(NamedTuple):
 
 def is_flash_faster(queries_RTHD: Tensor) -> bool:
     """Return whether `causal_attention` is clearly faster than `cascade_attention`."""
-    _, num_queries, num_heads, dim = queries_RTHD.shape
+    num_queries = queries_RTHD.shape[1]
     if queries_RTHD.device.type == "cpu":
-        return num_heads * dim * num_queries**2 >= SMALLEST_FLASH
+        return _num_products(queries_RTHD, num_queries) >= SMALLEST_FLASH
     return queries_RTHD.dtype.itemsize == 2 and num_queries >= FEWEST_FLASH_TOKENS
+
+
+def _num_products(queries: Tensor, num_tokens: int) -> int:
+    """Return the number of multiplications for the scores of a row's own tokens."""
+    num_heads, dim = queries.shape[-2:]
+    return num_heads * dim * num_tokens**2
 
 
 def causal_attention(queries_RTHD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor) -> Tensor:
@@ -236,23 +246,20 @@ class Block(NamedTuple):
     """Consecutive queries, and the keys visible to any of them."""
 
     queries: slice
-    keys: slice | Tensor
-    """A slice if no other key lies between them."""
+    keys: list[slice]
     bias_QL: Tensor
     """Of the last keys: 0 if visible, -inf elsewhere. All queries see the keys before those."""
 
     def visible(self, x_NKD: Tensor) -> Tensor:
         """Return the block's keys or values, `[L, K, D]`."""
-        if isinstance(self.keys, slice):
-            return x_NKD[self.keys]
-        return x_NKD.index_select(0, self.keys)
+        parts = [x_NKD[keys] for keys in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add(self, sum_NKD: Tensor, x_LKD: Tensor) -> None:
         """Add to the block's rows of a sum."""
-        if isinstance(self.keys, slice):
-            sum_NKD[self.keys] += x_LKD
-        else:
-            sum_NKD.index_add_(0, self.keys, x_LKD)
+        sizes = [keys.stop - keys.start for keys in self.keys]
+        for keys, part in zip(self.keys, torch.split(x_LKD, sizes), strict=True):
+            sum_NKD[keys] += part
 
 
 def blocks_of(trie: TokenTrie, size: int) -> list[Block]:
@@ -268,18 +275,18 @@ def blocks_of(trie: TokenTrie, size: int) -> list[Block]:
             num_seen_by_all = int((ends_L[open_L] >= stop).sum())
             partly_L = keys_L[num_seen_by_all:]
             is_seen_QL = (partly_L <= queries_Q[:, None]) & (queries_Q[:, None] < ends_L[partly_L])
-            earliest = int(keys_L[0])
-            is_range = stop - earliest == len(keys_L)
-            blocks.append(
-                Block(
-                    slice(first + start, first + stop),
-                    slice(first + earliest, first + stop) if is_range else first + keys_L,
-                    torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf")),
-                )
-            )
+            bias_QL = torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf"))
+            queries = slice(first + start, first + stop)
+            blocks.append(Block(queries, _ranges(first + keys_L), bias_QL))
             open_L = keys_L[ends_L[keys_L] > stop]
         first += len(ends_L)
     return blocks
+
+
+def _ranges(ascending: Tensor) -> list[slice]:
+    """Return the ranges of ascending indices."""
+    runs = torch.tensor_split(ascending, (ascending.diff() > 1).nonzero().squeeze(1) + 1)
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def block_attention(

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.training import LocalTrainingService
+from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.serve.requests import wrong
 from nip_astra.serve.tinker.bodies import AdamBody
@@ -109,7 +109,7 @@ def build_model(bases: Bases, record: RunRecord, *, seed: int) -> TinkerModel:
     base = bases.get(record.base_model)
     policy = bases.policy(base, lora_of(base, record.lora), seed=seed)
     # Each step sets its own parameters.
-    optimizer = torch.optim.AdamW([{"params": list(policy.parameters()), "lr_factor": 1.0}])
+    optimizer = build_adamw([{"params": list(policy.parameters()), "lr_factor": 1.0}], lr=0.0)
     service = LocalTrainingService(policy, optimizer, role=ROLE)
     return TinkerModel(record.run_id, base, service, record)
 
