@@ -69,7 +69,7 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "test"]
-FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
+FIRST_LOOK, LONGEST_WAIT = 0.02, 10.0
 """Shortest and longest wait between two looks at jobs, in seconds; each doubles the last."""
 NUM_DRY_RUN_ROLLOUTS = 4
 """Number of rollouts of each kind in a dry run."""
