@@ -17,8 +17,8 @@ from tests.kit.experiments import run_in
 TRAINERS = ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")
 SCENARIOS = {
     "graph_isomorphism": (
-        "graph_isomorphism.dataset.num_train=40",
-        "graph_isomorphism.dataset.num_test=20",
+        "graph_isomorphism.dataset.num_train=24",
+        "graph_isomorphism.dataset.num_test=8",
         "graph_isomorphism.agents.default.num_gnn_layers=1",
     ),
     "image_classification": ("image_classification.dataset.max_train_size=64",),

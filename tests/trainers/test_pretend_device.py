@@ -14,6 +14,7 @@ from tests.kit.pretend_device import pretend_device
 
 RL = ("rl.frames_per_batch=48", "rl.minibatch_size=48", "rl.pretrain_agents=false")
 GRAPHS = {"scenario": "graph_isomorphism_small"}
+SIZES = tuple(f"graph_isomorphism.dataset.{name}=24" for name in ("num_train", "num_test"))
 
 
 def first_metrics(runs_dir: Path, **given: object) -> dict[str, float]:
@@ -25,11 +26,11 @@ def first_metrics(runs_dir: Path, **given: object) -> dict[str, float]:
 @pytest.mark.parametrize(
     "given",
     [
-        {"trainer": "vanilla_ppo", "overrides": RL} | GRAPHS,
-        {"trainer": "mappo", "overrides": RL} | GRAPHS,
+        {"trainer": "vanilla_ppo", "overrides": RL + SIZES} | GRAPHS,
+        {"trainer": "mappo", "overrides": RL + SIZES} | GRAPHS,
         {"trainer": "reinforce", "overrides": RL},
         {"trainer": "spg", "overrides": RL},
-        {"trainer": "solo_agent"} | GRAPHS,
+        {"trainer": "solo_agent", "overrides": SIZES} | GRAPHS,
     ],
     ids=lambda given: given["trainer"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import networkx as nx
@@ -122,6 +123,11 @@ def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, flo
     so that a long path becomes an arc or a spiral. Initial positions depend on the graph alone, so
     that isomorphic graphs look the same up to rotation and reflection.
     """
+    return _layout(num_nodes, tuple(sorted(edges)))
+
+
+@lru_cache(maxsize=1024)  # a page has the same graphs before training and after
+def _layout(num_nodes: int, edges: tuple[Edge, ...]) -> tuple[list[tuple[float, float]], float]:
     if num_nodes == 1:
         return [(WIDTH / 2, MARGIN)], 2 * MARGIN
     graph = nx.empty_graph(num_nodes)
