@@ -333,6 +333,8 @@ class LocalTrainingService(TrainingService):
         figures = OptimizerFigures(norm, was_taken=math.isfinite(norm))
         if figures.was_taken:
             self.optimizer.step()
+            # Fused optimizers do not, and snapshots for sampling are compared by it.
+            torch.autograd.graph.increment_version(self.learned)
         self.optimizer.zero_grad(set_to_none=True)
         return figures
 

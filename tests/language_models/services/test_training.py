@@ -123,6 +123,17 @@ def test_a_step_by_invalid_numbers_is_refused(
     assert service.optim_step(lr=0.1).grad_norm > 0
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_step_changes_the_version_of_every_weight(model: LanguageModel, is_fused: bool) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=is_fused)
+    service = LocalTrainingService(model, optimizer)
+    before = [weight._version for weight in model.parameters()]
+    service.forward_backward([batch_of(2)], nll(service))
+    service.optim_step(lr=0.01)
+    after = [weight._version for weight in model.parameters()]
+    assert all(new > old for old, new in zip(before, after, strict=True))
+
+
 def test_a_state_is_restored_exactly_and_a_damaged_state_is_refused(
     model: LanguageModel, tmp_path: Path
 ) -> None:
