@@ -469,9 +469,9 @@ class KeyValueTree:
         return self.blocks[-1]
 
     @property
-    def bias_free(self) -> bool:
-        """Whether every row sees all positions of its blocks."""
-        return all(block.bias_PL is None for block in self.blocks)
+    def has_padding(self) -> bool:
+        """Whether some rows do not see all positions of their blocks."""
+        return any(block.bias_PL is not None for block in self.blocks)
 
     def clear(self) -> None:
         """Drop all blocks."""

@@ -356,7 +356,7 @@ class _PrefillAttention:
         )
         block = self.tree.top
         block.write(layer, self.rows, block.length, keys, values)
-        if self.tree.bias_free and is_flash_faster(queries):
+        if not self.tree.has_padding and is_flash_faster(queries):
             seen = self.tree.read_all(layer, self.rows, self.num_rows, block.length + self.width)
             attended = causal_attention(queries, *seen)
         else:
