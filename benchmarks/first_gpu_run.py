@@ -613,18 +613,13 @@ def beside_products(bench: Bench, argument: str) -> Figures:
 PARTS = tuple(dict.fromkeys(each.part for each in ROWS))
 
 
-def run_part(
-    part: str, device: torch.device, out: Path, *, is_small: bool, name: str | None = None
-) -> bool:
-    """Run a part, or one row of it, in this process; True if all rows succeed and agree."""
+def run_rows(rows: Sequence[Row], device: torch.device, out: Path, *, is_small: bool) -> bool:
+    """Run rows in this process; True if all succeed and agree."""
     has_gpu = device.type == "cuda"
-    device_name = torch.cuda.get_device_name(device) if has_gpu else processor_name()
+    name = torch.cuda.get_name(device) if has_gpu else processor_name()
     versions = {package: version_of(package) for package in PACKAGES}
     versions["cuda"] = torch.version.cuda
-    about = {"device": device_name, "versions": versions, "is_small": is_small}
-    rows = [each for each in ROWS if each.part == part and (each.in_small or not is_small)]
-    if name is not None:
-        rows = [each for each in ROWS if each.name == name]
+    about = {"device": name, "versions": versions, "is_small": is_small}
     with tempfile.TemporaryDirectory(prefix="first_gpu_run_") as folder:
         bench = Bench(device, Path(folder), is_small=is_small)
         return measure_rows(rows, bench, out, has_gpu=has_gpu, about=about)
@@ -665,11 +660,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = resolve_device(options.device)
     except ConfigurationError as error:
         parser.error(str(error))
-    if options.row is not None:
-        (options.part,) = (each.part for each in ROWS if each.name == options.row)
-    if options.part is not None:
-        how = {"is_small": options.small, "name": options.row}
-        return int(not run_part(options.part, device, options.out, **how))
+    if options.row is not None or options.part is not None:
+        rows = [
+            each
+            for each in ROWS
+            if options.part in (None, each.part)
+            and options.row in (None, each.name)
+            and (each.in_small or not options.small)
+        ]
+        if not rows:
+            parser.error(f"the part {options.part} has no such row, or --small leaves it out")
+        return int(not run_rows(rows, device, options.out, is_small=options.small))
     results = [run_in_subprocess(part, arguments, options.out) for part in PARTS]
     return int(not all(results))
 

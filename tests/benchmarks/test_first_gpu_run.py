@@ -109,7 +109,10 @@ def test_one_row_is_run(benchmark: ModuleType, tmp_path: Path) -> None:
 def test_a_wrong_part_and_a_missing_device_are_refused(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for wrong in (["--part", "losses"], ["--row", "losses"], ["--device", "tpu"]):
+    for wrong in (
+        *(["--part", "losses"], ["--row", "losses"], ["--part", "memory", "--row", "scorer"]),
+        ["--device", "tpu"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             benchmark.main(wrong)
         assert stopped.value.code == 2
