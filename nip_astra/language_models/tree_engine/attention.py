@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_FLASH = 1 << 25
 """Number of multiplications for the scores of a row's own tokens from which a CPU uses flash
-attention. In layers of SmolLM2 it reads 8 contexts of 512 tokens in 0.25 of the time, one of 2,000
-in 0.15, and few tokens after many shared ones in 1.2; with gradients, a trie of 250 tokens takes
-half, of 650 tokens 0.4."""
+attention. A layer of SmolLM2 reads 8 contexts of 512 tokens in 0.25 of the time, one of 2,000 in
+0.15, and with gradients a trie of 250 tokens in half, of 650 in 0.4. Few tokens after many shared
+ones, which are below the limit, would take 1.2."""
 FEWEST_FLASH_TOKENS = 64
 """Tokens of a context from which a GPU does; fewer would not repay the copies of shared keys."""
 BLOCK_TOKENS = 96
