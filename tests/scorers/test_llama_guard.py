@@ -16,6 +16,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.llama_guard import LlamaGuardScorer
 from tests.kit.messages import says
+from tests.kit.scorers import scorer_on_cpu
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 
 HELLO = (Message("user", "hello how are you"),)
@@ -32,9 +33,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer_of(folder: Path, **parameters: Any) -> LlamaGuardScorer:
-    return LlamaGuardScorer(
-        LlamaGuardScorer.Parameters(model=str(folder), **parameters), device=torch.device("cpu")
-    )
+    return scorer_on_cpu(LlamaGuardScorer, model=str(folder), **parameters)
 
 
 def rated(scorer: LlamaGuardScorer, exchanges: list[Exchange]) -> torch.Tensor:
