@@ -1,4 +1,4 @@
-"""On-policy distillation has the gradient of the exact reverse KL, and brings it to zero."""
+"""On-policy distillation has the gradient of the exact reverse KL."""
 
 from __future__ import annotations
 
@@ -10,21 +10,7 @@ from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 
 DOUBLE = torch.float64
-SIZE = 5
-
 IMPORTANCE_SAMPLING = PolicyLoss.of("importance_sampling")
-
-
-def logits() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = torch.randn(2, SIZE, generator=generator, dtype=DOUBLE)
-    return student.requires_grad_(), teacher
-
-
-def exact_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """KL(student || teacher), nats."""
-    student, teacher = student_logits.log_softmax(-1), teacher_logits.detach().log_softmax(-1)
-    return (student.exp() * (student - teacher)).sum()
 
 
 def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
@@ -58,27 +44,3 @@ def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them()
         student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
     )
     assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
-
-
-def test_distilling_by_samples_drives_the_divergence_to_zero() -> None:
-    generator = torch.Generator().manual_seed(0)
-    student, teacher = logits()
-    student = student.detach().clone().requires_grad_()
-    optimizer = torch.optim.Adam([student], lr=0.05)
-
-    def divergence() -> float:
-        with torch.no_grad():
-            return exact_kl(student, teacher).item()
-
-    before = divergence()
-    mask = torch.ones(256, 1, dtype=torch.bool)
-    for _ in range(300):
-        drawn = torch.multinomial(student.detach().exp(), 256, True, generator=generator)
-        logprobs, target = (x.log_softmax(0)[drawn][:, None] for x in (student, teacher))
-        advantages = reverse_kl_advantages(logprobs, target, mask)
-        loss = IMPORTANCE_SAMPLING.of_tokens(logprobs, logprobs.detach(), advantages, mask).mean()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    assert before > 0.3
-    assert divergence() < 1e-3
