@@ -52,7 +52,7 @@ def logger() -> logging.Logger:
     return logger
 
 
-def test_each_warning_is_shown_once_and_few_of_a_kind(
+def test_each_warning_is_shown_once(
     logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stderr = io.StringIO()
@@ -65,7 +65,7 @@ def test_each_warning_is_shown_once_and_few_of_a_kind(
     assert stderr.getvalue().splitlines() == [f"warning: prompt {n} is empty" for n in (1, 2, 3)]
 
 
-def test_a_warning_that_cannot_be_written_ends_nothing(
+def test_unwritable_warnings_are_lost(
     logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken_pipe = Mock(write=Mock(side_effect=BrokenPipeError(32, "Broken pipe")))

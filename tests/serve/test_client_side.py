@@ -35,7 +35,7 @@ def client(service: Running, **fields: Any) -> OpenAIChatModel:
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
 
 
-def test_a_local_model_answers_as_the_service_does(
+def test_a_local_model_answers_alike(
     service: Running, tiny_model: HuggingFaceLanguageModel
 ) -> None:
     local = LocalChatModel(tiny_model, name="tiny")
@@ -60,9 +60,7 @@ def test_a_local_model_answers_as_the_service_does(
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
-    tiny_model_dir: Path, method: str
-) -> None:
+def test_a_job_has_a_key_and_ends_with_a_model(tiny_model_dir: Path, method: str) -> None:
     examples: Any = [SAID if method == "supervised" else LIKED] * 4
     options = FineTuningOptions(method, num_epochs=1, batch_size=2, seed=1)  # type: ignore[arg-type]
 

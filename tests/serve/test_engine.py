@@ -84,9 +84,7 @@ def test_an_answer_does_not_depend_on_other_requests(engine: Engine) -> None:
     assert len({one.text for one in lone}) > 20
 
 
-def test_prompts_longer_than_one_reading_are_read_in_parts(
-    engine: Engine, tiny_model_dir: Path
-) -> None:
+def test_long_prompts_are_read_in_parts(engine: Engine, tiny_model_dir: Path) -> None:
     requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
     slow = load_engine(str(tiny_model_dir), device=CPU, limits=limits)
@@ -165,9 +163,7 @@ def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75)])
-def test_tokens_are_drawn_as_often_as_they_are_likely(
-    engine: Engine, temperature: float, top_p: float
-) -> None:
+def test_tokens_are_drawn_by_probability(engine: Engine, temperature: float, top_p: float) -> None:
     logits = torch.tensor([0.0, -0.5, -1.0, -2.0, -4.0, 3.0])
     expected = (logits[:5] / temperature).softmax(dim=0)
     if top_p < 1:

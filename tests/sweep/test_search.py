@@ -139,7 +139,7 @@ def test_a_search_finds_and_reports_the_best_values(tmp_path: Path) -> None:
     assert best.arm.name in page
 
 
-def test_a_search_by_a_test_metric_is_marked_wherever_its_metrics_are_shown(
+def test_a_search_by_a_test_metric_is_marked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(objective="mean_reward", num_trials=2)
@@ -220,9 +220,7 @@ def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
     assert plan.fixed == {"training.num_epochs": "2"}
 
 
-def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_compares_arms_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = {"training.lr": ["1e-3", "1e-2", "1e-1"], "training.num_epochs": ["2"]}
     plan = SweepPlan(trainers=["ast_dpo"], seeds=[0, 1, 2], grid=grid)
 
@@ -322,7 +320,7 @@ def test_a_plug_in_registers_a_sampler_a_pruner_and_a_launcher(tmp_path: Path) -
         ({}, "rai", "ray"),
     ],
 )
-def test_an_unknown_part_of_a_sweep_is_refused_before_a_run_starts(
+def test_unknown_parts_of_a_sweep_are_refused(
     search: dict[str, str], place: str, nearest: str
 ) -> None:
     with pytest.raises(UnknownNameError, match=f"Did you mean '{nearest}'"):

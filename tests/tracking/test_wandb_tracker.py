@@ -6,14 +6,17 @@ import importlib
 import json
 import os
 import socket
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.report.terminal import print_results
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.tracking.wandb_runs import offline_runs
@@ -152,3 +155,6 @@ def test_unset_options_are_taken_from_the_variables_of_wandb(
     (folder,) = offline_runs(directory.path)
     log = WandbLog(next(folder.glob("*.wandb")))
     assert (log.project, log.group) == (project, "group_of_the_environment")
+    stream = StringIO()
+    print_results({}, directory.path, Console(file=stream))
+    assert f"wandb sync {folder}" in stream.getvalue()
