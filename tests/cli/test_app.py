@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 import yaml
 
 from nip_astra import __version__
-from nip_astra.cli.app import app
+from nip_astra.cli.app import NoteHandler, app
 from nip_astra.errors import ParameterError, PluginError, plural
 from nip_astra.overview import registered
 from nip_astra.registry import ALL_REGISTRIES
@@ -221,3 +223,35 @@ def test_a_file_has_settings_beside_its_experiment(cli: CommandLine, toy: Path) 
     with pytest.raises(ParameterError) as caught:
         resolve_experiment(parameter_file=wrong)
     assert {f.path for f in caught.value.faults} == {"settings.wandb", "settings.a", "sede"}
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    logger = logging.Logger("nip_astra.of_a_test")
+    logger.addHandler(NoteHandler())
+    return logger
+
+
+def test_each_warning_is_shown_once(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    for number in (1, 1, 2, 3, 4, 5):
+        logger.warning("prompt %d is empty", number)
+    logger.warning("kept for the end", extra={"is_repeated_at_end": True})
+    logger.error("shown by the caller")
+    logger.info("for the log")
+    assert stderr.getvalue().splitlines() == [f"warning: prompt {n} is empty" for n in (1, 2, 3)]
+
+
+def test_unwritable_warnings_are_lost(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_pipe = Mock(write=Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    closed = io.StringIO()
+    closed.close()
+    for number, stream in enumerate((broken_pipe, closed, None)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger.warning("prompt %d is empty", number)
+    assert broken_pipe.write.called

@@ -12,17 +12,7 @@ import torch
 
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
-from nip_astra.language_models.services.chat import (
-    CPU,
-    ChatAnswer,
-    ChatFailure,
-    ChatModel,
-    ChatOutcome,
-    ChatRequest,
-    ChatUsage,
-    FailureReason,
-    register_chat_model,
-)
+from nip_astra.language_models.services import chat
 from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 from tests.cli.trained_run import figures_of
@@ -30,27 +20,29 @@ from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
 from tests.kit.tiny import make_language_model
 
-requests: list[ChatRequest] = []
+requests: list[chat.ChatRequest] = []
 exchanges_rated: list[Exchange] = []
 PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,rudeness\n"
 
 
-class EchoChatModel(ChatModel):
+class EchoChatModel(chat.ChatModel):
     """Returns the roles that it read; fails once."""
 
     name, place = "echo", "here"
 
     @classmethod
     def load(
-        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
-    ) -> ChatModel:
+        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = chat.CPU
+    ) -> chat.ChatModel:
         return cls()
 
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
+    async def answer(self, request: chat.ChatRequest) -> chat.ChatOutcome:
         requests.append(request)
         if len(requests) == 2:
-            return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),))
-        return ChatOutcome((ChatAnswer(f"silly {len(request.messages)}"),), ChatUsage(5, 3))
+            return chat.ChatOutcome((chat.ChatFailure(chat.FailureReason.REFUSED, "no"),))
+        return chat.ChatOutcome(
+            (chat.ChatAnswer(f"silly {len(request.messages)}"),), chat.ChatUsage(5, 3)
+        )
 
 
 class GoalScorer(Scorer):
@@ -66,7 +58,7 @@ class GoalScorer(Scorer):
 @pytest.fixture(autouse=True)
 def _registered(cli: CommandLine) -> None:
     # The command line forgets them after the test.
-    register_chat_model("echo")(EchoChatModel)
+    chat.register_chat_model("echo")(EchoChatModel)
     register_scorer("goal")(GoalScorer)
     requests.clear()
     exchanges_rated.clear()

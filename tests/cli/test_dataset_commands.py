@@ -41,7 +41,6 @@ def test_wrong_pairs_are_reported(cli: CommandLine) -> None:
     Path("kept").write_text("kept")
     for arguments, fact in {
         "kept": "kept",
-        "new --set num_trains=3": "num_train",
         "new --set num_train=0": "num_train",
         "new --set file=other": "file",
         "new --set sizes=[": "--set",
@@ -111,7 +110,7 @@ def test_images_are_fetched_to_a_folder_that_a_run_reads(hub: list[str], cli: Co
 def test_ids_that_the_hub_lacks_and_a_silent_hub_are_reported(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("local", "digits", "kmnits"):
+    for name in ("local", "digits"):
         assert "kmnist" in refused(cli("dataset", "download", name))
     failure = ConnectionError("no route to host\nmore")
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=failure))

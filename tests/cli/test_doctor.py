@@ -17,7 +17,7 @@ from nip_astra import installation
 from nip_astra.installation import Finding, Status, closed_network, doctor, examine
 from nip_astra.scorers.base import SCORERS
 from nip_astra.utils import interpreter, sandbox
-from tests.kit.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine
 from tests.kit.messages import says
 
 CALLER = """
@@ -166,7 +166,3 @@ def test_it_is_reported_whether_models_can_be_served(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(installation, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
     (finding,) = installation._service()
     assert (finding.status, "no-such-package" in finding.text) == (Status.ABSENT, True)
-
-
-def test_a_missing_plugin_is_refused(cli: CommandLine) -> None:
-    assert "'no.py'" in refused(cli("doctor", "--plugin", "no.py"))

@@ -30,6 +30,8 @@ from tests.kit import actors_here
 from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.experiments import run_in
 from tests.kit.messages import says
+from tests.kit.tiny import write_scenario
+from tests.scorers.chat_stub import Reply, chat_stub, rating
 
 FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 SCORER = """
@@ -264,19 +266,6 @@ def test_stored_conversations_are_rated_again_without_a_model(
     assert closed_bars["Rating"] == (figures["budget"]["scorer_calls"],) * 2 != (0, 0)
 
 
-def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) -> None:
-    options = ("--scorer", "own", *picky_scorer(cli))
-    result = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
-    figures = figures_of(run, "test-classifier-skip")
-    assert figures["scorer"] == "classifier"
-    other = figures["scorers"]["skip"]
-    assert 0.0 <= other["agreement"] <= 1.0
-    assert f"{other['agreement']:.1%} of {other['num_turns']} " in result.out
-    cli.ok("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
-    for name in ("scorers", "failure_rate"):
-        assert figures_of(run, "again")[name] == figures[name]
-
-
 def test_another_scorer_is_warned_of(cli: CommandLine, evaluated: Path) -> None:
     shutil.copytree(evaluated, cli.folder / "runs" / "two")
     cli.ok("evaluate", "runs/one", *picky_scorer(cli))
@@ -301,7 +290,6 @@ def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenari
 def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
     scorer = cli.write("s.yaml", "label: rude\n")
     for arguments, *facts in (
-        (("evaluate", "runs/two"), "'runs/two'"),
         (("evaluate", "runs/one/checkpoints"), "runs/one/checkpoints", "run"),
         (("evaluate", "runs/none/latest"), "runs/none/latest", "run"),
         (("evaluate", "runs/one", "--split", "exam"), "--split"),
@@ -310,7 +298,6 @@ def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
         (("evaluate", "runs/one", "--name", "a/b"), "'a/b'"),
         (("evaluate", "runs/one", "--target", "./nowhere"), "./nowhere"),
         (("evaluate", "runs/one", "--set", "training.lr=1"), "training.lr=1"),
-        (("compare", "runs/one"), "two"),
     ):
         assert says(refused(cli(*arguments)), *facts), arguments
     with pytest.raises(ConfigurationError, match="--num-episodes, --set"):
@@ -471,11 +458,15 @@ def test_a_scorer_does_not_repeat_its_ratings(
 ) -> None:
     cli.write("long.py", LENGTH)
     monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
-    cli.ok("evaluate", "runs/one", "--scorer", "own", *OTHER)
+    result = cli.ok("evaluate", "runs/one", "--scorer", "own", *OTHER)
     rows, before = rows_of(evaluated, "test-classifier-long"), rows_of(evaluated, "test")
     for name in ("response_score", "reward"):
         assert column(rows, name) == column(before, name)
     assert [row["scores"]["long"]["score"] for row in rows] == is_long(rows)
+    figures = figures_of(evaluated, "test-classifier-long")
+    other = figures["scorers"]["long"]
+    assert (figures["scorer"], 0.0 <= other["agreement"] <= 1.0) == ("classifier", True)
+    assert f"{other['agreement']:.1%} of {other['num_turns']} " in result.out
 
 
 def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, run: Path) -> None:
@@ -566,3 +557,65 @@ def test_a_broken_evaluation_is_passed_over(
     assert "2 conversations of the evaluation test" in result.out
     for file in ("configuration.json", "rows.jsonl"):
         assert f"the evaluation {file}" in caplog.text + result.err
+
+
+PRICES = {"prompt": 1000.0, "completion": 2000.0}
+TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices": PRICES}
+
+
+@pytest.fixture
+def served(cli: CommandLine, tmp_path: Path) -> str:
+    cli.scenario = write_scenario(
+        tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3}
+    )
+    assert cli.run(overrides=("training.num_iterations=1",)).code == 0
+    return str(tmp_path / "runs" / "one")
+
+
+def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, served: str) -> None:
+    def use_of(seed: int, *more: str) -> dict[str, Any]:
+        options = ("--probability-episodes", "0", "--json", "--name", f"of_{seed}")
+        result = cli.ok("evaluate", served, *options, "--seed", str(seed), *more)
+        use: dict[str, Any] = json.loads(result.out)["services"]["target"]
+        return use
+
+    first, second = use_of(5), use_of(6)
+    assert first["num_requests"] == second["num_requests"] > 0
+    assert use_of(5) == first, "all conversations have been played"
+    anew = use_of(6, "--overwrite")
+    assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
+    shutil.rmtree(Path(served) / "evaluations" / "of_6")
+    assert use_of(6) == anew
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
+    cli: CommandLine, served: str, is_reused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "key-that-nobody-writes")
+
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        return rating(len(body["messages"][1]["content"]) % 11)
+
+    with chat_stub(answer) as stub:
+        judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
+        judge["api_key_variable"] = "MY_KEY"
+        cli.write("judge.yaml", json.dumps(judge))
+        own = ("evaluate", served, "--probability-episodes", "0")
+        by_judge = ("--scorer", "judge.yaml", "--json")
+        if is_reused:
+            cli.ok(*own)
+        result = cli(*own, *by_judge, "--settings", "max_service_requests=1")
+        assert result.code != 0
+        assert "max_service_requests=1" in result.err
+        use = json.loads(cli.ok(*own, *by_judge).out)["services"]["judge"]
+        num_requests = len(stub.requests)
+        assert use["num_requests"] == num_requests > 0
+        again = json.loads(cli.ok("score", served, *by_judge, "--name", "again").out)
+        use = again["services"]["judge"]
+        sent = {headers["Authorization"] for headers in stub.headers}
+        assert sent == {"Bearer key-that-nobody-writes"}
+        assert len(stub.requests) == num_requests, "the run remembers its judge's replies"
+        assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)
+    written = [path.read_bytes() for path in Path(served).rglob("*") if path.is_file()]
+    assert not [content for content in written if b"key-that-nobody-writes" in content]

@@ -112,15 +112,12 @@ def test_without_its_package_an_export_names_the_package_to_install(
 def test_tensorboard_reads_the_curves_and_figures(
     cli: CommandLine, request: pytest.FixtureRequest, runs: str, curve: str, figures: set[str]
 ) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = path_of(request, runs)
     for _ in range(2):
         cli.ok("export", str(run), "--format", "tensorboard", "--output", "out")
     (file,) = (cli.folder / "out" / "tensorboard" / run.name).iterdir()
-    events = EventAccumulator(str(file))
-    events.Reload()
+    events = accumulator.EventAccumulator(str(file)).Reload()
     metrics = [row for row in read_rows(run / "metrics.jsonl") if curve in row]
     values = [(event.step, event.value) for event in events.Scalars(curve)]
     assert values == [(row["step"], pytest.approx(row[curve])) for row in metrics]
@@ -140,8 +137,6 @@ def test_inspect_reads_the_conversations(cli: CommandLine, evaluated: Path) -> N
 
 
 def test_what_cannot_be_exported_is_refused(cli: CommandLine, run: Path) -> None:
-    assert says(refused(cli("export", "runs/one", "--format", "cvs")), "'cvs'", "'csv'?")
-    assert "'runs/two'" in refused(cli("export", "runs/two", "--format", "csv"))
     result = cli("export", "runs/one")
     assert (result.code, "--format" in result.err) == (2, True)
     file = cli.write("file", "")
@@ -189,6 +184,9 @@ def test_a_task_run_exports_curves(cli: CommandLine, task_runs: tuple[Path, Path
     assert (cli.folder / "killed" / "metrics.csv").is_file()
 
 
+AGENTS = ["prover", "verifier"]
+
+
 @pytest.fixture
 def kind(text_runs: tuple[Path, Path]) -> Path:
     """Two iterations of four rollouts, and two tests of six, whose verifier accepts all."""
@@ -200,21 +198,16 @@ def test_json_lines_hold_each_rollout_with_prompts_and_answers(
 ) -> None:
     cli.ok("export", str(kind), "--format", "jsonl", "--output", "out")
     head, *rows, end = map(json.loads, (cli.folder / "out" / "rollouts.jsonl").open())
-    assert (head["run"], head["agents"], head["channels"]) == (
-        "kind", ["prover", "verifier"], ["main"],
-    )  # fmt: skip
+    assert (head["run"], head["agents"], head["channels"]) == ("kind", AGENTS, ["main"])
     assert end == {"v": 1, "type": "end", "num_rollouts": 20}
-    assert [(row["split"], row["iteration"]) for row in rows] == [
-        *[("train", 0)] * 4, *[("test", 0)] * 6, *[("train", 1)] * 4, *[("test", 1)] * 6,
-    ]  # fmt: skip
+    parts = [[("train", n)] * 4 + [("test", n)] * 6 for n in range(2)]
+    assert [(row["split"], row["iteration"]) for row in rows] == [*parts[0], *parts[1]]
     first = rows[4]
-    assert first["decision"] == "accept"
-    assert first["is_right"] == (first["y"] == 1)
+    assert (first["decision"], first["is_right"]) == ("accept", first["y"] == 1)
     assert first["rewards"] == {"prover": 1.0, "verifier": 1.0 if first["y"] else -1.0}
     stored = json.loads((kind / "rollouts" / "test_0000" / "transcripts.json").read_text())
-    assert [turn["answer"] for turn in first["turns"]] == [
-        turn["raw_message"] for turn in stored[0]["turns"]
-    ]
+    answers = [turn["answer"] for turn in first["turns"]]
+    assert answers == [turn["raw_message"] for turn in stored[0]["turns"]]
     question, reply, decision = first["turns"]
     assert question["messages"] == [{"channel": "main", "text": "the word?"}]
     assert [message["role"] for message in decision["prompt"]] == ["user", "assistant", "user"]
@@ -328,8 +321,8 @@ def test_scorers_rate_every_answer_by_agent(kind: Path, cli: CommandLine) -> Non
     folder = kind / "evaluations" / "is_rude"
     figures = json.loads((folder / "evaluation.json").read_text())["figures"]
     # Of two answers of the verifier, one has a verdict.
-    assert (figures["prover/num_is_rude"], figures["verifier/num_is_rude"]) == (6, 6)
-    assert (figures["prover/mean_is_rude"], figures["verifier/mean_is_rude"]) == (1.0, 0.0)
+    found = [(figures[f"{n}/num_is_rude"], figures[f"{n}/mean_is_rude"]) for n in AGENTS]
+    assert found == [(6, 1.0), (6, 0.0)]
     low, high = figures["prover/share_is_rude_interval"]
     assert (low < 1.0, high) == (True, 1.0)
     assert figures["mean_accuracy"] == 0.5, "other figures are kept"

@@ -21,7 +21,6 @@ import httpx
 import pytest
 import torch
 import yaml
-from starlette.applications import Starlette
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.language_models.services.http_training import DONE_HEADER, KEY_HEADER
@@ -134,12 +133,15 @@ def as_json(body: Any, chance: random.Random) -> bytes:
 
 
 class Fuzzed:
-    """A service, and valid requests to its routes; `places` and `bodies` follow its state."""
+    """A service, and malformed requests to its routes.
 
-    def __init__(self, url: str, app: Starlette, client: httpx.Client) -> None:
-        self.url, self.client = url, client
-        direct: list[Any]
-        mount: Any
+    A subclass can `create` the objects that valid requests name, gives valid `bodies` by path and
+    valid `places` of path parameters, restores objects `after` a request, and can `check` that
+    valid requests are answered.
+    """
+
+    def __init__(self, url: str, app: Any, client: httpx.Client, seed: int) -> None:
+        self.url, self.client, self.chance = url, client, random.Random(seed)
         *direct, mount = app.routes
         with warnings.catch_warnings():
             # A single handler refuses several methods.
@@ -151,29 +153,20 @@ class Fuzzed:
         assert len(self.routes) > 5
         self.create()
 
-    def create(self) -> None:
-        """Create the objects that valid requests name."""
-
-    def bodies(self) -> Mapping[str, Sequence[Any]]:
-        """Valid bodies by path of the route."""
-        return {}
-
-    def places(self) -> Mapping[str, Sequence[str]]:
-        """Valid values of path parameters."""
-        return {}
-
-    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
+    def headers(self, path: str) -> dict[str, str | bytes]:
         return {"Content-Type": "application/json"}
 
-    def encoded(self, path: str, chance: random.Random) -> bytes:
+    def encoded(self, path: str) -> bytes:
         """Return a body for a route that is wrong in some way."""
-        return as_json(chance.choice(self.bodies().get(path, [{}])), chance)
+        return as_json(self.chance.choice(self.bodies().get(path, [{}])), self.chance)
 
-    def after(self, method: str, path: str, reply: httpx.Response) -> None:
-        """Restore the objects that the request removed."""
-
-    def check(self) -> None:
-        """Send valid requests."""
+    def post(self, path: str, **sent: Any) -> httpx.Response:
+        """Send a valid request, again while its result is not there."""
+        reply = httpx.Response(202)
+        while reply.status_code in (202, 408):
+            reply = self.client.post(self.url + path, **sent)
+        assert reply.status_code == 200, reply.text
+        return reply
 
     def send(self, method: str, path: str, full: str, body: bytes = b"", headers: Any = ()) -> int:
         """Send a request, check the response, and return its status."""
@@ -188,8 +181,8 @@ class Fuzzed:
         self.after(method, path, reply)
         return reply.status_code
 
-    def send_malformed(self, chance: random.Random) -> None:
-        bodies, places = self.bodies(), self.places()
+    def send_malformed(self) -> None:
+        bodies, places, chance = self.bodies(), self.places(), self.chance
         # Most often to the routes that read the most.
         weights = [6 if path in bodies and method == "POST" else 1 for method, path in self.routes]
         ((method, path),) = chance.choices(self.routes, weights)
@@ -205,18 +198,13 @@ class Fuzzed:
         full = re.sub(r"\{(\w+)\}", chosen, path)
         if chance.random() < (0.5 if method == "GET" else 0.1):
             full += "?" + chance.choice(QUERIES)
-        headers = self.headers(path, chance)
-        if chance.random() < 0.1:
-            headers |= chance.choice(HEADERS)
-        body = b"" if method == "GET" else self.encoded(path, chance)
-        self.send(method, path, full, body, headers)
+        headers = self.headers(path) | (chance.choice(HEADERS) if chance.random() < 0.1 else {})
+        self.send(method, path, full, b"" if method == "GET" else self.encoded(path), headers)
 
-    def fuzz(self, count: int, seed: int) -> None:
+    def fuzz(self, count: int) -> None:
         """Send many malformed requests; none causes a fault of the service."""
-        chance = random.Random(seed)
         for _ in range(count):
-            self.send_malformed(chance)
-        # Valid requests are still answered.
+            self.send_malformed()
         for method, path in self.routes:
             if method == "GET" and "{" not in path:
                 assert self.send("GET", path, path) in (200, 400)
@@ -296,8 +284,7 @@ class FuzzedTexts(Fuzzed):
     def create(self) -> None:
         # Preferences without an answer: a job that uses the file is refused at once.
         form = {"files": {"file": ("a.jsonl", b"{}\n")}, "data": {"purpose": "fine-tune"}}
-        reply = self.client.post(self.url + "/v1/files", **form)  # type: ignore[arg-type]
-        self.file = reply.json()["id"]
+        self.file = self.post("/v1/files", **form).json()["id"]
 
     def bodies(self) -> Mapping[str, Sequence[Any]]:
         chats = [CHATS[name] for name in ("plain", "formed", "plain", "calling")]
@@ -306,26 +293,25 @@ class FuzzedTexts(Fuzzed):
     def places(self) -> Mapping[str, Sequence[str]]:
         return {"identity": [self.file], "name": ["tiny"]}
 
-    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
-        if path == "/v1/files" and chance.random() < 0.9:
+    def headers(self, path: str) -> dict[str, str | bytes]:
+        if path == "/v1/files" and self.chance.random() < 0.9:
             return {"Content-Type": "multipart/form-data; boundary=x"}
-        return super().headers(path, chance)
+        return super().headers(path)
 
-    def encoded(self, path: str, chance: random.Random) -> bytes:
+    def encoded(self, path: str) -> bytes:
         if path != "/v1/files":
-            return super().encoded(path, chance)
-        name = chance.choice(["a", "../a", "\x00", "a" * 300, "é"])
+            return super().encoded(path)
+        name = self.chance.choice(["a", "../a", "\x00", "a" * 300, "é"])
         part = f'--x\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n{{}}'
         end = '\r\n--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x--'
-        return damaged((part + end).encode(), chance)
+        return damaged((part + end).encode(), self.chance)
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
         if method == "DELETE" and reply.status_code == 200:
             self.create()
 
     def check(self) -> None:
-        reply = self.client.post(self.url + "/v1/chat/completions", json=CHATS["plain"])
-        assert reply.status_code == 200, reply.text
+        self.post("/v1/chat/completions", json=CHATS["plain"])
 
 
 class FuzzedTraining(Fuzzed):
@@ -338,10 +324,7 @@ class FuzzedTraining(Fuzzed):
 
     def create(self) -> None:
         headers = {KEY_HEADER: f"right {random.random()}"}
-        reply = httpx.Response(202)
-        while reply.status_code == 202:
-            reply = self.client.post(self.url + self.ROOT, json=self.MODEL, headers=headers)
-        assert reply.status_code == 200, reply.text
+        reply = self.post(self.ROOT, json=self.MODEL, headers=headers)
         self.name, self.number = reply.json()["id"], 1
 
     def bodies(self) -> Mapping[str, Sequence[Any]]:
@@ -364,24 +347,24 @@ class FuzzedTraining(Fuzzed):
     def places(self) -> Mapping[str, Sequence[str]]:
         return {"name": [self.name], "number": [str(self.number)]}
 
-    def headers(self, path: str, chance: random.Random) -> dict[str, str | bytes]:
-        return {**super().headers(path, chance), KEY_HEADER: f"key {random.random()}"}
+    def headers(self, path: str) -> dict[str, str | bytes]:
+        return {**super().headers(path), KEY_HEADER: f"key {random.random()}"}
 
-    def encoded(self, path: str, chance: random.Random) -> bytes:
+    def encoded(self, path: str) -> bytes:
         if not path.endswith("{number}"):
-            return super().encoded(path, chance)
+            return super().encoded(path)
         tensors = [
             *(torch.zeros(0), torch.zeros(2, 2), torch.tensor([[10**12]]), torch.ones(1, 3).bool()),
             *(torch.full((1, 3), math.nan), torch.tensor(1.0), torch.zeros(1, 3, dtype=torch.long)),
             *(torch.full((1, 2), -5), torch.rand(1, 2) + 3),
             torch.zeros(1, 2, 3, dtype=torch.uint8),
         ]
-        message = chance.choice(self.bodies()[path])
+        message = self.chance.choice(self.bodies()[path])
         # Some are valid, so that steps have gradients.
-        if chance.random() < 0.8:
-            message = changed(message, chance, [*WRONG, *tensors])
+        if self.chance.random() < 0.8:
+            message = changed(message, self.chance, [*WRONG, *tensors])
         packed = pack_state(message)
-        return damaged(packed, chance) if chance.random() < 0.1 else packed
+        return damaged(packed, self.chance) if self.chance.random() < 0.1 else packed
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
         if path.endswith("{number}") and method == "POST" and DONE_HEADER in reply.headers:
@@ -391,12 +374,8 @@ class FuzzedTraining(Fuzzed):
 
     def check(self) -> None:
         path = self.ROOT + "/{name}/operations/{number}"
-        reply = self.client.post(
-            self.url + path.format(name=self.name, number=self.number),
-            content=pack_state(self.bodies()[path][0]),
-            headers={KEY_HEADER: "right", "Content-Type": "x"},
-        )
-        assert reply.status_code == 200, reply.text
+        sent = {"content": pack_state(self.bodies()[path][0]), "headers": {KEY_HEADER: "right"}}
+        reply = self.post(path.format(name=self.name, number=self.number), **sent)
         # No step has made the weights useless.
         assert bool(unpack_state(reply.content)["logprobs"].isfinite().all())
         self.create()
@@ -447,9 +426,7 @@ class FuzzedTinker(Fuzzed):
 
     def right(self, name: str, **more: Any) -> Any:
         path = f"{self.ROOT}/{name}"
-        reply = self.client.post(self.url + path, json={**self.bodies()[path][0], **more})
-        assert reply.status_code == 200, reply.text
-        return reply.json()
+        return self.post(path, json={**self.bodies()[path][0], **more}).json()
 
     def create(self) -> None:
         self.session = self.sampler = self.promised = self.model = ""
@@ -463,12 +440,7 @@ class FuzzedTinker(Fuzzed):
 
     def result(self, promised: str) -> Any:
         """Return the result of a promise, which is no fault of the service."""
-        while True:
-            body = {"request_id": promised}
-            reply = self.client.post(f"{self.url}{self.ROOT}/retrieve_future", json=body)
-            if reply.status_code != 408:
-                break
-        assert reply.status_code == 200, reply.text
+        reply = self.post(f"{self.ROOT}/retrieve_future", json={"request_id": promised})
         if not reply.headers["content-type"].startswith("application/json"):
             return reply.content
         result = reply.json()
@@ -479,19 +451,19 @@ class FuzzedTinker(Fuzzed):
         kinds, names = ["weights", "sampler_weights"], ["a", "b", self.session, self.sampler]
         return {"run_id": [self.model], "kind": kinds, "name": names}
 
-    def encoded(self, path: str, chance: random.Random) -> bytes:
+    def encoded(self, path: str) -> bytes:
         if path != self.GRADIENTS:
-            return super().encoded(path, chance)
+            return super().encoded(path)
         from google.protobuf.json_format import ParseDict, ParseError
         from tinker.proto.tinker_public_pb2 import ForwardBackwardRequest
 
         sent = None
         while sent is None:
             with suppress(ParseError):
-                wrong = changed(self.gradients(), chance, self.WRONG)
-                wrong.pop(chance.choice(NAMES), None)
+                wrong = changed(self.gradients(), self.chance, self.WRONG)
+                wrong.pop(self.chance.choice(NAMES), None)
                 sent = ParseDict(wrong, ForwardBackwardRequest()).SerializeToString()
-        return damaged(sent, chance) if chance.random() < 0.1 else sent
+        return damaged(sent, self.chance) if self.chance.random() < 0.1 else sent
 
     def after(self, method: str, path: str, reply: httpx.Response) -> None:
         if reply.status_code != 200 or "json" not in reply.headers.get("content-type", ""):
@@ -513,6 +485,7 @@ class FuzzedTinker(Fuzzed):
                 self.result(promised)
 
     def check(self) -> None:
+        self.post(f"{self.ROOT}/telemetry", json={})
         promised = self.right("asample", sampling_session_id=self.sampler, seq_id=10**6)
         # An error would be JSON.
         assert isinstance(self.result(promised["request_id"]), bytes)
@@ -604,13 +577,13 @@ def test_malformed_requests_for_training_end_in_json_errors(
     monkeypatch.setattr(tinker_routes, "SECONDS_TO_WAIT", 1.0)
     limits: dict[str, Any] = {"max_training_models": 10**6, "max_message_bytes": 50_000_000}
     with httpx.Client(timeout=SECONDS) as client, training_server([kind], **limits) as server:
-        fuzzed(server.url, server.app, client).fuzz(count, seed)
+        fuzzed(server.url, server.app, client, seed).fuzz(count)
 
 
 @COUNTS
 def test_malformed_requests_end_in_json_errors(service: Running, count: int, seed: int) -> None:
     with httpx.Client(timeout=SECONDS) as client:
-        FuzzedTexts(service.root, service.app, client).fuzz(count, seed)
+        FuzzedTexts(service.root, service.app, client, seed).fuzz(count)
     stored = sorted(path.name for path in (service.store.folder / "files").iterdir())
     assert stored == sorted(file["id"] for file in service.store.files())
 

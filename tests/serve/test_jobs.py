@@ -23,13 +23,7 @@ from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.fine_tuning import FineTuningPlan
-from nip_astra.language_models.services.chat import (
-    ChatAnswer,
-    ChatOutcome,
-    ChatRequest,
-    LimitParameters,
-    complete_all,
-)
+from nip_astra.language_models.services import chat
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
@@ -144,6 +138,13 @@ def test_a_dpo_job_continues_a_fine_tuned_model(service: Running, client: openai
     assert metrics.train_loss is not None
     assert (metrics.train_loss < 0.3, metrics.full_valid_loss is None) == (True, False)
     assert reply_of(client, done.fine_tuned_model, "hello")
+
+
+def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
+    key = {"idempotency_key": "only once"}
+    job, again = (submit(client, supervised(), metadata=key) for _ in range(2))
+    assert job.id == again.id
+    client.fine_tuning.jobs.cancel(job.id)
 
 
 @pytest.mark.slow
@@ -319,15 +320,15 @@ class Insistent:
         )
         self.model = RetryingChatModel(
             OpenAIChatModel(parameters),
-            LimitParameters(num_retries=10_000, request_timeout=1e6),
+            chat.LimitParameters(num_retries=10_000, request_timeout=1e6),
             cache=ResponseCache(memory),
             sleep=lambda _: asyncio.sleep(0.2),
         )
         self.pool = ThreadPoolExecutor(1)
 
-    def ask(self, **fields: Any) -> Future[ChatOutcome]:
-        request = ChatRequest((said("user", "hello you"),), **fields)
-        return self.pool.submit(lambda: complete_all(self.model, [request])[0])
+    def ask(self, **fields: Any) -> Future[chat.ChatOutcome]:
+        request = chat.ChatRequest((said("user", "hello you"),), **fields)
+        return self.pool.submit(lambda: chat.complete_all(self.model, [request])[0])
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
@@ -364,7 +365,7 @@ def test_a_killed_service_loses_nothing_finished(tiny_model_dir: Path, tmp_path:
         assert client.files.content(kept).read() == b"whole"
         assert "half" not in [file.filename for file in client.files.list()]
         outcome = cut.result(timeout=120)
-        assert all(isinstance(sample, ChatAnswer) for sample in outcome.samples)
+        assert all(isinstance(sample, chat.ChatAnswer) for sample in outcome.samples)
         assert insistent.model.use.failures.keys() == {"unavailable"}
         num_requests = insistent.model.use.num_requests
         again = insistent.ask(seed=1, max_tokens=8).result()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,11 @@ def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
         yield Server(base_url, name, KNOWN[kind])
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
-        finally:
-            # Including its workers.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+        # Including its workers.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait_until_there(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:

@@ -58,6 +58,11 @@ def test_a_tracker_of_a_plugin_mirrors_a_run(tmp_path: Path, directory: RunDirec
         tracker.finish(success=True)
     finally:
         TRACKERS.forget("csv")
+    base = na.Tracker()
+    base.log_metrics({"loss": 0.5}, step=1)
+    base.rewind(base.position())
+    base.finish(success=False)
+    assert (base.position(), vars(base)) == ({}, {"run_directory": None})
     assert (directory.path / "metrics.csv").read_text() == "2,loss,0.25\n3,loss,0.5\n"
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
 

@@ -85,12 +85,11 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert {name: log.config[name] for name in config} == config
     assert log.config["environment"] == environment
 
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {1: {}, 2: {}}
     *rows, last = log.history
     assert (file.parent / "files" / last["report"]["path"]).read_text() == "<p>what was found</p>"
     for row in rows:
-        by_step.setdefault(row["iteration"], {}).update(row)
-    assert sorted(by_step) == [1, 2]
+        by_step[row["iteration"]].update(row)
     assert (by_step[1]["train/loss"], by_step[2]["train/loss"]) == (1.5, 0.5)
     assert "rollout/distinct_share" not in by_step[1]
     assert by_step[2]["time/seconds"] == 2.0
@@ -104,11 +103,9 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert tables["train"]["data"] == [["so ?", 0.75], ["well", 0.5]]
     assert tables["nested"]["data"][1] == ["{}", '[{"decision": 1}, {"said": [3]}]']
 
-    models = [artifact for artifact in log.artifacts if artifact.type == "model"]
-    assert [(artifact.name, sorted(artifact.aliases)) for artifact in models] == [
-        ("attacker-one", ["best", "latest"])
-    ]
-    (entry,) = models[0].manifest.contents
+    (model,) = [artifact for artifact in log.artifacts if artifact.type == "model"]
+    assert (model.name, sorted(model.aliases)) == ("attacker-one", ["best", "latest"])
+    (entry,) = model.manifest.contents
     assert (entry.path, entry.size) == ("weights.txt", 13)
     assert Path(entry.local_path).read_text() == "one two three"
     assert directory.path.resolve() in Path(entry.local_path).parents
