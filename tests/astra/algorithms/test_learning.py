@@ -16,42 +16,10 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import build_scorer
 from tests.astra.conftest import Models
-from tests.astra.toys import (
-    PROMPTS,
-    SHORT,
-    Finds,
-    ValuedWordProblem,
-    WordProblem,
-    hf_problem,
-    says,
-)
+from tests.astra.toys import PROMPTS, SHORT, ValuedWordProblem, WordProblem, hf_problem, says
 from tests.kit.tiny import learn, write_scenario
 
 LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
-
-
-def share_of(env: ASTSampler, word: str) -> float:
-    graphs = env.eval_rollouts(PROMPTS * 10)
-    return sum(word in node.probe.split() for g in graphs for node in g.chain()) / len(graphs)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "steps"),
-    [(DPO, {"beta": 0.05}, 12), (IPO, {"beta": 0.05}, 12), (PPO, {"kl": {"weight": 0.0}}, 16)],
-)
-def test_an_attacker_of_hugging_face_learns_rewarded_words(
-    models: Models, algorithm: Any, options: dict[str, Any], steps: int
-) -> None:
-    weights = {"ppl_weight": 0.0, "combined_weight": 1.0, "defense_toxicity_weight": 0.0}
-    problem = hf_problem(models, Finds("silly"), **weights)
-    env = ASTSampler(problem, PROMPTS, tree_width=4, tree_depth=1)
-    before = share_of(env, "silly")
-    Trainer(
-        TrainingConfiguration(training_steps=steps, **LEARN), env, algorithm(problem, **options)
-    ).train()
-    after = share_of(env, "silly")
-    assert before < 0.5
-    assert after > 0.8, (before, after)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +29,7 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     tmp_path: Path, name: str, algorithm: Any
 ) -> None:
     # A single batch per iteration, since the two order samples differently.
-    shared = {"num_iterations": 3, "minibatch_size": 64, "num_episodes_per_experience": 3}
+    shared = {"num_iterations": 2, "minibatch_size": 64, "num_episodes_per_experience": 3}
     shared |= {"lr": 3e-3}
     scenario = write_scenario(tmp_path)
     overrides = [f"training.{key}={value}" for key, value in shared.items()]
@@ -80,10 +48,8 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     trainer = Trainer(config, env, algorithm(problem, **options))
     trainer.train()
     assert trainer._loop.state.num_optimizer_steps == registered.state.num_optimizer_steps > 0
-    for own, theirs in zip(
-        trainer._loop.policy.parameters(), registered.policy.parameters(), strict=True
-    ):
-        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+    ours, theirs = (list(one.policy.parameters()) for one in (trainer._loop, registered))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def node(probe: str, reward: float, *children: Node, context: str = "hello", **more: Any) -> Node:
@@ -97,13 +63,9 @@ def test_the_best_and_the_worst_of_every_group_make_a_pair_whatever_its_size() -
     pairs = {(pair.prefix, pair.suffix_pos, pair.suffix_neg) for pair in solver.flatten(graph)}
     assert pairs == {("hello", " cat mat", " mat"), ("x", " sat", " you")}
     # Ties, equal probes, missing verdicts and groups of fewer than two make none.
-    for children in (
-        [node(" cat", 1.0), node(" mat", 1.0)],
-        [node(" cat", 1.0), node(" cat", 0.0)],
-        [node(" cat", float("nan")), node(" mat", 0.0)],
-        [node(" cat", 1.0)],
-        [],
-    ):
+    cat, mat = node(" cat", 1.0), node(" mat", 1.0)
+    unknown, low = node(" cat", float("nan")), node(" cat", 0.0)
+    for children in ([cat, mat], [cat, low], [unknown, mat], [cat], []):
         assert solver.flatten(Graph("a", children)) == []
 
 
@@ -216,14 +178,6 @@ def test_context_and_padding_do_not_enter_the_loss() -> None:
     assert losses[0][1] == pytest.approx(losses[1][1])
 
 
-def test_the_policy_loss_does_not_train_the_value_function() -> None:
-    problem = ValuedWordProblem()
-    solver = PPO(problem, vf_loss_coef=0.0)
-    loss, _ = solver.step(_batch(problem, solver))
-    loss.backward()
-    assert float(problem.guess.grad) == 0
-
-
 def test_a_probe_whose_tokens_no_longer_match_is_left_out_and_counted() -> None:
     problem = ValuedWordProblem()
     known = {"reference_logprobs": torch.zeros(3) - 1}
@@ -251,8 +205,7 @@ def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from()
     loss.backward()
     assert float(metrics["unmatched_share"]) == 0.5
     words = problem.attacker.logits.grad[[1, 2, 4, 5]]
-    # Only the second probe's words, "you sat", have a gradient; the first probe's fall with the
-    # rest.
+    # Only "you sat", the second probe, has a gradient; the words of the first fall with the rest.
     assert words[0] == pytest.approx(words[1])
     assert words[2].sign() == words[3].sign() != words[0].sign()
 

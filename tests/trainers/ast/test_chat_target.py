@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import BudgetExhaustedError, ParameterError
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -75,8 +76,7 @@ def resolve(scenario: Path, *overrides: str) -> Any:
 
 
 def results_of(run: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((run / "results.json").read_text())
-    return results
+    return read_results(run).results
 
 
 def test_a_run_trains_against_messages_and_reports_their_usage(tmp_path: Path) -> None:
@@ -120,8 +120,7 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
 def test_a_level_is_requested_all_at_once(tmp_path: Path) -> None:
     limits = {"concurrency": 100}
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "limits": limits}, tree_depth=1)
-    trainer: Any = prepare_experiment(resolve(scenario)).trainer
-    experience_of(trainer)
+    experience_of(prepare_experiment(resolve(scenario)).trainer)
     assert [model.most_in_flight for model in models] == [3 * 2]
 
 
@@ -146,7 +145,7 @@ def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -
     assert results["services"]["target"]["num_refusals"] > 0
     assert results["services"]["target"]["failures"].keys() == {"refused"}
     (warning,) = (text for text in results["warnings"] if "requests to the target" in text)
-    assert " refused). Look at the service, its limits and the messages' roles" in warning
+    assert " refused)" in warning
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
@@ -178,9 +177,7 @@ def test_a_dry_run_requests_one_episode_and_reports_the_cost_of_the_run(tmp_path
     assert estimate["training_target_queries"] == 36
 
 
-def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(tmp_path: Path) -> None:
     likelihood = chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"})
     with pytest.raises(ParameterError, match=r"likelihood_model=target.*reference"):
         resolve(likelihood)
