@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch import Tensor
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.objectives import LossModule
 
 from nip_astra.errors import CheckpointError, ConfigurationError
@@ -31,7 +29,7 @@ from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.kit.experiments import RecordingTracker, run_in
 from tests.kit.resuming import short_experiment
-from tests.kit.toy_protocol_scenario import KIND, toy_trainer
+from tests.kit.toy_protocol_scenario import KIND, toy_kind, toy_trainer
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 
@@ -176,20 +174,6 @@ def test_rollouts_may_be_counted_in_place_of_frames() -> None:
     assert training["num_frames"] == 20 * training["num_iterations"]
 
 
-def test_a_replay_buffer_of_torchrl_may_be_given() -> None:
-    class Buffering(VanillaPpoTrainer):
-        def _get_replay_buffer(self) -> ReplayBuffer:
-            return ReplayBuffer(
-                storage=LazyTensorStorage(self.rl.frames_per_batch),
-                sampler=SamplerWithoutReplacement(),
-                batch_size=self.rl.minibatch_size,
-            )
-
-    trainer = toy_trainer("my_trainer", trainer_class=Buffering)
-    trainer.train()
-    assert trainer.state.num_optimizer_steps == 3 * 2 * 3
-
-
 def test_a_scenario_without_a_protocol_is_refused() -> None:
     trainer = toy_trainer()
     with pytest.raises(ConfigurationError, match="agents that play a protocol"):
@@ -254,13 +238,19 @@ def test_optimizers_of_other_agents_are_refused() -> None:
         optimizers.load_state_dict(state)
 
 
-@pytest.fixture
-def first(tmp_path: Path) -> Path:
-    """The directory of a finished run named `first`."""
-    directory = RunDirectory.create(tmp_path, "first")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = RunDirectory.create(tmp_path_factory.mktemp("runs"), "first")
     directory.write_yaml("hyper_parameters.yaml", {})
-    toy_trainer(settings=ExperimentSettings(progress=False, run_directory=directory)).train()
+    with toy_kind():
+        toy_trainer(settings=ExperimentSettings(progress=False, run_directory=directory)).train()
     return directory.path
+
+
+@pytest.fixture
+def first(finished: Path, tmp_path: Path) -> Path:
+    """The directory of a finished run named `first`."""
+    return Path(shutil.copytree(finished, tmp_path / "first"))
 
 
 def trainer_beside(first: Path, prover: dict[str, Any], **more: Any) -> Any:
@@ -379,10 +369,3 @@ def test_an_agent_that_does_not_fit_is_refused(first: Path) -> None:
         file.unlink()
     with pytest.raises(CheckpointError, match="has saved verifier"):
         trainer_beside(first, {"load_from_run": str(first)})
-
-
-def test_tests_of_a_finished_run_are_run_again(first: Path) -> None:
-    trainer = toy_trainer()
-    trainer.rerun_tests(first)
-    assert trainer.results["after"] == RunDirectory.open(first).read_json("results.json")["after"]
-    assert trainer.results["training"]["num_iterations"] == 0

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Trainer, TrainingConfiguration
-from nip_astra.astra.core.graphs import tree_of
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
@@ -121,18 +120,6 @@ def test_values_in_other_places_than_log_probabilities_are_refused() -> None:
         _batch(problem, PPO(problem))
 
 
-def test_ppo_learns_from_every_node_at_width_one_and_from_later_turns() -> None:
-    problem = ValuedWordProblem(ppl_weight=0.0)
-    late = node(" cat mat", 0.0, node(" silly you", 1.0, context="x"))
-    steps = PPO(problem, whiten_advantages=False, kl={"weight": 0.0}, lam=1.0).flatten(
-        Graph("hello", [late])
-    )
-    assert [step.suffix for step in steps] == [" cat mat", " silly you"]
-    # The first turn earned nothing itself; later rewards count.
-    assert steps[0].reward == 0.0
-    assert steps[0].tokens["return"].tolist() == pytest.approx([1.0, 1.0])
-
-
 def _batch(problem: Any, solver: Any) -> Any:
     return solver.collate_fn(
         solver.flatten(Graph("hello", [node(" cat mat", 1.0), node(" you sat", 0.0)]))
@@ -147,14 +134,6 @@ def test_the_clip_range_is_the_given_range(clip_range: float, is_held: bool) -> 
     batch.tokens["old_logprobs"] = batch.tokens["old_logprobs"] - 0.2  # a ratio of 1.22
     _, metrics = solver.step(batch)
     assert float(metrics["clip_fraction"]) == pytest.approx(0.5 if is_held else 0.0)
-
-
-def test_the_ratio_is_to_the_attacker_that_spoke_and_not_to_the_baseline() -> None:
-    problem = ValuedWordProblem()
-    problem.attacker.logits.data = torch.tensor([0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-    solver = PPO(problem)
-    _, metrics = solver.step(_batch(problem, solver))
-    assert float(metrics["ratio_mean"]) == pytest.approx(1.0)
 
 
 def test_context_and_padding_do_not_enter_the_loss() -> None:
@@ -208,16 +187,6 @@ def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from()
     # Only "you sat", the second probe, has a gradient; the words of the first fall with the rest.
     assert words[0] == pytest.approx(words[1])
     assert words[2].sign() == words[3].sign() != words[0].sign()
-
-
-def test_a_flat_tree_of_graphs_keeps_order_parents_and_groups() -> None:
-    deep = node(" cat", 1.0, node(" you", 0.2), node(" sat", 0.9))
-    tree = tree_of([Graph("a", [node(" mat", 0.0), deep]), Graph("b", [node(" silly", 0.5)])])
-    assert tree.probes == [" mat", " cat", " silly", " you", " sat"]
-    assert tree.nodes["parent"].tolist() == [-1, -1, -1, 1, 1]
-    assert tree.nodes["depth"].tolist() == [0, 0, 0, 1, 1]
-    assert tree.nodes["episode"].tolist() == [0, 0, 1, 0, 0]
-    assert tree.groups == [[0, 1], [2], [3, 4]]
 
 
 @pytest.mark.parametrize(("dtype", "scores_again"), [("float32", False), ("bfloat16", True)])

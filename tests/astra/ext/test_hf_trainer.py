@@ -79,13 +79,6 @@ def test_without_dev_prompts_the_last_attacker_is_saved_all_the_same(
     assert not (tmp_path / "best").exists()
 
 
-def test_accumulated_batches_make_one_step(tmp_path: Path) -> None:
-    config = {"batch_size": 1, "gradient_accumulation_steps": 10_000}
-    trainer = trainer_of(tmp_path, config=config)
-    trainer.train()
-    assert trainer._loop.state.num_optimizer_steps == 4
-
-
 def test_ppo_weighs_tokens_alike_however_a_step_is_split(models: Models, tmp_path: Path) -> None:
     def learned(name: str, batch_size: int, parts: int) -> list[torch.Tensor]:
         problem = hf_problem(models)

@@ -32,7 +32,6 @@ from tests.kit.experiments import metrics_of, run_in
 from tests.kit.messages import says
 from tests.kit.resuming import Killed, short_experiment
 from tests.kit.text_games import (
-    CLAIMS,
     FakeFineTuning,
     Script,
     TextParts,
@@ -165,7 +164,6 @@ def test_a_job_trains_each_model_that_has_enough_to_learn(
 ) -> None:
     parts, trainer = _trained(tmp_path, groups={"text_rl": text_rl}, **options)
     assert [key.split("/")[1] for key, *_ in parts.service.submitted] == jobs
-    assert {model for _, model, *_ in parts.service.submitted} <= {"base"}
     groups = parts.instance.shared_model_groups
     tuned = {name for name, group in groups.items() if "tuned" in str(group.model_name)}
     assert tuned == set(jobs)
@@ -395,16 +393,14 @@ def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) ->
     assert len(trainer.files.journal("train", 0)) == 6
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> None:
+def test_trained_models_can_be_tested_again(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "one")
     build_text_trainer(_build(tmp_path), directory).train()
     # A tracker's records of a run are only its models.
-    downloaded = tmp_path / "downloaded"
-    shutil.copytree(directory.path / "model", downloaded / "model")
+    shutil.copytree(directory.path / "model", tmp_path / "downloaded" / "model")
     parts = _build(tmp_path)
     again = build_text_trainer(parts, RunDirectory.create(tmp_path, "two"))
-    again.rerun_tests(directory.path if is_whole else downloaded)
+    again.rerun_tests(tmp_path / "downloaded")
     assert again.results["after"]["mean_accuracy"] == 1.0
     assert again.results["before"] is None
     used = [name for name, model in parts.models.items() if model.requests]
@@ -443,7 +439,6 @@ def test_statistics_are_those_of_a_hand_worked_table(
     texts = [text for text in rollouts["agents", "message"][:, :, 0].ravel() if text is not None]
     words = [len(text.split()) for text in texts]
     assert result[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
-    assert len(CLAIMS) == 12
     # A hook may lack `train`; metrics of tests are requested explicitly.
     hooks = (lambda self, rollouts: {"own": 2.0}, lambda self, rollouts, *, train: {"own": train})
     for hook, own in zip(hooks, (2.0, False), strict=True):
