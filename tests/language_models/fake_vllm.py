@@ -31,20 +31,11 @@ class SamplingParams:
 
     def __init__(self, **given: Any) -> None:
         check_names("SamplingParams", given)
+        unset = ("logit_bias", "allowed_token_ids", "logprobs", "seed", "prompt_logprobs")
         self.__dict__ |= {
-            "max_tokens": 16,
-            "min_tokens": 0,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "stop_token_ids": [],
-            "logit_bias": None,
-            "allowed_token_ids": None,
-            "logprobs": None,
-            "seed": None,
-            "prompt_logprobs": None,
-            "skip_reading_prefix_cache": None,
-            "ignore_eos": False,
+            **{"max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+            **dict.fromkeys([*unset, "skip_reading_prefix_cache"]),
+            **{"stop_token_ids": [], "ignore_eos": False},
             **given,
         }
         assert 0.0 <= self.temperature <= 2.0
@@ -69,13 +60,11 @@ class _Inner:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        own = dict(self.module.named_parameters())
-        names = set()
-        for name, weight in weights:
+        own, given = dict(self.module.named_parameters()), dict(weights)
+        assert given.keys() == own.keys(), "a weight is missing"
+        for name, weight in given.items():
             own[name].copy_(weight)
-            names.add(name)
-        assert names == set(own), "a weight is missing"
-        return names
+        return set(given)
 
 
 class LLM:
@@ -152,14 +141,12 @@ class LLM:
         assert not self.asleep, "an engine that sleeps cannot sample"
         assert given["use_tqdm"] is False
         request = given["lora_request"]
-        name, module = ("", self.module)
-        if request is not None:
-            name, module = self.adapters[request.lora_int_id]
+        adapter = ("", self.module) if request is None else self.adapters[request.lora_int_id]
         self.calls.append("generate")
         pairs = zip(prompts, sampling_params, strict=True)
-        return [self._one(module, name, p["prompt_token_ids"], params) for p, params in pairs]
+        return [self._one(*adapter, p["prompt_token_ids"], params) for p, params in pairs]
 
-    def _one(self, module: Any, name: str, context: list[int], params: SamplingParams) -> Any:
+    def _one(self, name: str, module: Any, context: list[int], params: SamplingParams) -> Any:
         assert len(context) + params.max_tokens <= self.given["max_model_len"]
         generator = torch.Generator().manual_seed(params.seed)
         ids: list[int] = []
