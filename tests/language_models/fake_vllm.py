@@ -32,12 +32,9 @@ class SamplingParams:
     def __init__(self, **given: Any) -> None:
         check_names("SamplingParams", given)
         unset = ("logit_bias", "allowed_token_ids", "logprobs", "seed", "prompt_logprobs")
-        self.__dict__ |= {
-            **{"max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
-            **dict.fromkeys([*unset, "skip_reading_prefix_cache"]),
-            **{"stop_token_ids": [], "ignore_eos": False},
-            **given,
-        }
+        numbers = {"max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        self.__dict__ |= numbers | {"stop_token_ids": [], "ignore_eos": False}
+        self.__dict__ |= dict.fromkeys([*unset, "skip_reading_prefix_cache"]) | given
         assert 0.0 <= self.temperature <= 2.0
         assert self.temperature == 0.0 or self.temperature >= 0.01
         assert self.ignore_eos, "the real one would add ends of its own"
