@@ -2,14 +2,21 @@
 
 It refuses any argument that the real one lacks in one of the versions of `vllm_names.json`, it does
 not sample while asleep, and it reads prefixes with the weights of the time when it first saw them
-until its cache is reset.
+until its cache is reset. The names are read from wheels of vLLM:
+
+pip download --no-deps vllm==0.30.0 -d wheels
+python -m tests.language_models.fake_vllm wheels/*.whl > tests/language_models/vllm_names.json
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,11 +24,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.language_models.vllm_names import known_names
+NAMES = Path(__file__).with_name("vllm_names.json")
+CLASSES = {
+    "SamplingParams": "vllm/sampling_params.py",
+    "EngineArgs": "vllm/engine/arg_utils.py",
+    "LoRARequest": "vllm/lora/request.py",
+}
+METHODS = ("generate", "apply_model", "reset_prefix_cache", "sleep", "wake_up")
+"""Methods of `LLM` that the fake has."""
 
 
 def check_names(what: str, given: Iterable[str]) -> None:
-    for version, names in known_names().items():
+    for version, names in json.loads(NAMES.read_text()).items():
         unknown = set(given) - set(names[what])
         assert not unknown, f"vLLM {version}: {what} takes no {sorted(unknown)}"
 
@@ -212,3 +226,30 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (vllm, lora, request):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def _body_of(wheel: zipfile.ZipFile, file: str, name: str) -> list[ast.stmt]:
+    tree = ast.walk(ast.parse(wheel.read(file)))
+    return next(n.body for n in tree if isinstance(n, ast.ClassDef) and n.name == name)
+
+
+def read_wheel(path: str) -> dict[str, list[str]]:
+    """The fields of each class and the arguments of each method."""
+    names = {}
+    with zipfile.ZipFile(path) as wheel:
+        for name, file in CLASSES.items():
+            fields = [n for n in _body_of(wheel, file, name) if isinstance(n, ast.AnnAssign)]
+            names[name] = sorted(n.target.id for n in fields if isinstance(n.target, ast.Name))
+        for node in _body_of(wheel, "vllm/entrypoints/llm.py", "LLM"):
+            if isinstance(node, ast.FunctionDef) and node.name in METHODS:
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                names[f"LLM.{node.name}"] = [a.arg for a in arguments if a.arg != "self"]
+    return names
+
+
+if __name__ == "__main__":
+    versions = []
+    for path in sys.argv[1:]:
+        rows = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in read_wheel(path).items())
+        versions.append(f'"{Path(path).name.split("-")[1]}": {{\n' + ",\n".join(rows) + "\n}")
+    print("{\n" + ",\n".join(versions) + "\n}")

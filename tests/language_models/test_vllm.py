@@ -30,7 +30,6 @@ from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.engine import sampling_arguments, seed_of
 from tests.kit.tiny import CPU, load_backend, make_language_model, uniforms_of
 from tests.language_models import fake_vllm
-from tests.language_models.vllm_names import METHODS
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=6)
@@ -72,7 +71,7 @@ def change(model: VllmLanguageModel) -> None:
             parameter.add_(torch.randn(parameter.shape) * 0.3)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", fake_vllm.METHODS)
 def test_every_version_of_vllm_has_the_methods_of_the_stand_in(name: str) -> None:
     arguments = list(inspect.signature(getattr(fake_vllm.LLM, name)).parameters)[1:]
     fake_vllm.check_names(f"LLM.{name}", {*arguments} - {"given"})
