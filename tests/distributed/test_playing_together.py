@@ -126,20 +126,10 @@ def test_a_run_on_a_task_that_is_played_together_logs_the_same_first_metrics(
     assert len(leader["own"]) == len(other["own"]) >= 2 * 5
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "is_task"),
-    [(TreeSampler, "_play", False), (tasks, "play_episodes", True)],
-    ids=["trees", "task"],
-)
 def test_a_part_that_cannot_be_played_ends_the_run_in_all(
-    owner: Any,
-    name: str,
-    is_task: bool,
-    resolved: ResolvedExperiment,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    resolved: ResolvedExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, chosen = getattr(owner, name), task_run() if is_task else resolved
+    play = TreeSampler._play
 
     def failing(*given: Any) -> Any:
         if os.environ["RANK"] == "1":
@@ -151,10 +141,10 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
             open_team(CPU, store) as team,
             pytest.raises((WorkerProcessError, LostProcessError)) as caught,
         ):
-            trainer_of(chosen, team).train()
+            trainer_of(resolved, team).train()
         return str(caught.value)
 
-    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(TreeSampler, "_play", failing)
     leader, other = together(message_of, tmp_path)
     assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
     assert "the leading process has failed" in other

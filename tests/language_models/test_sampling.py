@@ -118,8 +118,7 @@ def test_both_paths_give_the_same_scores_entropies_and_gradients(
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert gradient.isfinite().all()
         result.append((scores.logprobs_BT.detach(), scores.entropy_BT.detach(), gradient))
-    for ours, theirs in zip(*result, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(*result, atol=2e-4, rtol=1e-3)
 
 
 def test_small_chunks_of_positions_change_nothing(

@@ -291,6 +291,8 @@ class RatedGuessing(GeneratedTask):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, seed=0, device=CPU, scenario_dir=None)
         self.num_rated: list[int] = []
+        # Cannot be pickled: the task stays in this process.
+        self.connection = (number for number in range(3))
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
         drawn = GuessNumberEnvironment.draw(self.parameters, generator)
@@ -361,21 +363,10 @@ def test_any_number_of_forked_processes_or_actors_plays_the_same(
         result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert result == expected
     assert spent == alone
+    if isinstance(task, RatedGuessing):
+        assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs] * 2, "once a rollout"
     assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
-
-
-def test_the_task_rates_once_and_stays_in_this_process(
-    trainer: Any, agent: ConversationAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rating state may be a connection, which cannot be pickled."""
-    actors_here.install(monkeypatch)
-    task: Any = RatedGuessing(trainer.task.parameters)
-    task.connection = (number for number in range(3))
-    with using_actors(ActorOptions(2)):
-        rollout = play_task(agent, task, PROBLEMS, PLAN, num_parts=4)
-    assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs]
-    assert all(item.reward is not None and item.reward > 1 for item in rollout.trajectories)
 
 
 def test_a_single_part_equals_an_undivided_rollout(
