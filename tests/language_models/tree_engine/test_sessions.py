@@ -183,6 +183,15 @@ def test_each_token_of_a_tree_is_forwarded_once(tiny_model: HuggingFaceLanguageM
     assert third.forwarded == 2 * (3 + 3)
 
 
+def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLanguageModel) -> None:
+    options = SamplingOptions(max_new_tokens=8, temperature=2.0)
+    with tiny_model.counting() as spent:
+        drawn = tiny_model.generate([[2, 4, 6]], 40, torch.rand(40, 8), options)
+    lengths = drawn.mask_BT.sum(dim=1)
+    assert int(lengths.min()) < 8
+    assert spent.forwarded == 3 + int((lengths - 1).sum())
+
+
 def test_contexts_that_continue_no_row_are_read_anew(tiny_model: HuggingFaceLanguageModel) -> None:
     session = tiny_model.open_session()
     uniforms = uniforms_of(2, 5)
