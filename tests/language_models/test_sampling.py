@@ -22,7 +22,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SamplingDistribution as Distribution
-from nip_astra.language_models.sampling import SupportMask, sample_tokens
+from nip_astra.language_models.sampling import SupportMask, keep_likely, sample_tokens
 from tests.kit.tiny import CPU, load_backend
 
 
@@ -56,6 +56,7 @@ def test_forbidden_tokens_are_never_drawn_and_temperature_zero_is_greedy() -> No
     assert sample_tokens(logits, largest).tolist() == [1]
     assert sample_tokens(logits, torch.tensor([0.0])).tolist() == [0]
     assert sample_tokens(logits, largest, temperature=0.0).tolist() == [0]
+    assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, True, False]]
 
 
 CONTEXTS = [[2, 7], [2, 9, 8], [2, 5, 7, 9]]
