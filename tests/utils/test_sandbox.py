@@ -33,7 +33,7 @@ from nip_astra.utils.sandbox import (
     run_beside_in_sandbox,
     run_in_sandbox,
 )
-from tests.utils.sandbox_attacks import ATTACKS, FORGERIES
+from tests.utils.sandbox_attacks import ALONE, ATTACKS, FORGERIES
 
 LIMITS = SandboxLimits(seconds=8, cpu_seconds=2, memory_mib=256, file_mib=1, folder_mib=4)
 PROJECT = Path(__file__).resolve().parents[2]
@@ -137,9 +137,7 @@ def user(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def outputs(user: str, host: dict[str, object]) -> dict[str, Output]:
     """The outcome of each attack that can share a sandbox with others."""
-    programs = {
-        name: attack.program(host) for name, attack in ATTACKS.items() if not attack.is_alone
-    }
+    programs = {name: attack.program(host) for name, attack in ATTACKS.items() if name not in ALONE}
     limits = SandboxLimits(seconds=60, cpu_seconds=20, memory_mib=256, file_mib=1, folder_mib=4)
     result = run_in_sandbox(f"PROGRAMS = {programs!r}\n{BATCH}", limits=limits)
     assert result.outcome == "finished", result.stderr
