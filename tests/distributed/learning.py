@@ -29,23 +29,26 @@ def learn(
     store: str | None,
     sharding: str = "none",
     *,
+    in_float64: bool = True,
     scores_by_module: bool = False,
     inspect: Callable[[Any], dict[str, Any]] = lambda trainer: {},
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Train in float64, in this process or as one of several, without writing files.
+    """Train in this process or as one of several, without writing files.
 
     Returns the weights (if sharded, the leader's, which are complete), the log, the number of
     optimizer steps, how many numbers of weights and optimizer state this process holds, and the
     result of `inspect`.
     """
     with pytest.MonkeyPatch.context() as patch, open_team(CPU, store) as team:
-        load = huggingface.load_model
-        patch.setattr(huggingface, "load_model", lambda *source: load(*source).double())
-        patch.setattr(huggingface, "computing_dtype", lambda *_, **__: torch.float64)
-        settings = ExperimentSettings(progress=False, sharding=sharding)
+        if in_float64:
+            load = huggingface.load_model
+            patch.setattr(huggingface, "load_model", lambda *source: load(*source).double())
+            patch.setattr(huggingface, "computing_dtype", lambda *_, **__: torch.float64)
         # An adapter's initial weights are drawn from torch's own generator.
         torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
+        given = ExperimentSettings(progress=False, sharding=sharding, **settings)
+        trainer: Any = prepare_experiment(resolved, given, team=team).trainer
         logged: list[dict[str, float]] = []
         trainer.tracker.log_metrics = lambda metrics, step: logged.append(dict(metrics))
         is_of_agents = isinstance(trainer, TensorDictRlTrainer)
@@ -54,9 +57,9 @@ def learn(
         elif scores_by_module:
             # In both arms: its logits are float32, and another pass rounds differently.
             for agent in trainer.scenario_instance.agents.values():
-                agent.language_model.scores_by_module = True
+                _module_model(agent.language_model).scores_by_module = True
         trainer.train()
-        module = trainer.agents if is_of_agents else trainer.policy.module
+        module = trainer.agents if is_of_agents else _module_model(trainer.policy).module
         is_whole = sharding == "none" or team.is_leader
         learned = trainer.optimizers.weights if is_of_agents else trainer.learned
         states = [
@@ -79,6 +82,11 @@ def learn(
             "num_divided": sum(isinstance(one, DTensor) for one in module.parameters()),
             **inspect(trainer),
         }
+
+
+def _module_model(model: Any) -> Any:
+    """The model with a module, which scores for a model of vLLM."""
+    return getattr(model, "scorer", model)
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
@@ -132,14 +140,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
     return result
 
 
-def run(
-    resolved: ResolvedExperiment,
-    path: Path,
-    store: str | None,
-    *,
-    stops: bool = False,
-    **settings: Any,
-) -> None:
+def run(resolved: ResolvedExperiment, path: Path, *, stops: bool = False, **settings: Any) -> None:
     """Run an experiment, to the end or to the first checkpoint."""
     save = Trainer._save_checkpoint
 
@@ -148,7 +149,7 @@ def run(
         if stops and self.state.iteration == 1:
             raise KeyboardInterrupt
 
-    options = {"progress": False, "checkpoint_period": 1, "process_store": store} | settings
+    options = {"progress": False, "checkpoint_period": 1} | settings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
         try:

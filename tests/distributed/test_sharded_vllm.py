@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.distributed.team import open_team
 from nip_astra.errors import ConfigurationError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sampling import SamplingOptions
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.vllm import VllmLanguageModel
 from nip_astra.language_models.vllm_backend.engine import Request
-from nip_astra.resolving.resolution import ResolvedExperiment
-from nip_astra.run import prepare_experiment
+from tests.distributed.learning import CPU, learn
 from tests.distributed.processes import together
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
@@ -35,26 +32,14 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str, Any]:
-    with open_team(torch.device("cpu"), store) as team:
-        settings = ExperimentSettings(progress=False, sharding=sharding)
-        torch.manual_seed(3)
-        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
-        trainer.policy.scorer.scores_by_module = True
-        trainer.sampler.reference.language_model.scorer.scores_by_module = True
-        trainer.train()
-        module = trainer.policy.scorer.module
-        engines = fake_vllm.LLM.started
-        return {
-            "is_sharded": isinstance(trainer.service, ShardedService),
-            "weights": {n: w.detach().clone() for n, w in module.named_parameters()}
-            if team.is_leader
-            else {},
-            "engine": {n: w.clone() for n, w in engines[0].module.named_parameters()}
-            if engines
-            else {},
-            "calls": [engine.calls for engine in engines],
-        }
+def seen_in(trainer: Any) -> dict[str, Any]:
+    engines = fake_vllm.LLM.started
+    named = engines[0].module.named_parameters() if engines else ()
+    return {
+        "is_sharded": isinstance(trainer.service, ShardedService),
+        "engine": {name: weight.clone() for name, weight in named},
+        "calls": [engine.calls for engine in engines],
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,7 +50,8 @@ def test_the_engine_of_the_leader_gets_the_jointly_learned_weights(
 ) -> None:
     options = [*sampled_by_vllm(tmp_path / "scenario", "attacker"), LORA.format(lora)]
     resolved = short_experiment("ast_dpo", tmp_path / "scenario", *options, num_iterations=2)
-    leader, other = together(lambda store: learned(resolved, store, "fsdp"), tmp_path)
+    how: dict[str, Any] = {"in_float64": False, "scores_by_module": True, "inspect": seen_in}
+    leader, other = together(lambda store: learn(resolved, store, "fsdp", **how), tmp_path)
     assert leader["is_sharded"]
     # Only the leader's engine samples, from each iteration's weights.
     assert other["calls"] == [[]]
@@ -76,7 +62,7 @@ def test_the_engine_of_the_leader_gets_the_jointly_learned_weights(
         for name, weight in leader["engine"].items():
             torch.testing.assert_close(weight, leader["weights"][name], atol=0, rtol=0)
         return
-    whole, _ = together(lambda store: learned(resolved, store, "none"), tmp_path)
+    whole, _ = together(lambda store: learn(resolved, store, **how), tmp_path)
     assert not whole["is_sharded"]
     assert leader["calls"] == whole["calls"]
     for name, weight in leader["weights"].items():
@@ -91,9 +77,7 @@ def test_engines_in_actors_are_started_by_the_first_process_alone(
     monkeypatch.setenv("WORLD_SIZE", "2")
     folder = make_language_model(tmp_path / "model", seed=1)
     parameters = VllmLanguageModel.Parameters(model=str(folder), num_engines=2)
-    model = VllmLanguageModel.load(
-        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
-    )
+    model = VllmLanguageModel.load(parameters, device=CPU, scenario_dir=None, trainable=True)
     with pytest.raises(ConfigurationError) as caught:
         model.ask([Request((1,), 0)], SamplingOptions(max_new_tokens=1))
     assert says(caught.value, "process 1", "the first process alone", "huggingface")

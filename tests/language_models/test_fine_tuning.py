@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -83,25 +82,6 @@ def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
     assert reports[0].metrics["preference_accuracy"] == 0.0
     assert reports[-1].metrics["preference_accuracy"] == 1.0
     assert reports[-1].metrics["loss"] < 0.6
-
-
-@pytest.mark.parametrize("rank", [8, None])
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_going_on_from_a_state_equals_not_stopping(
-    plan: FineTuningPlan, method: str, rank: int | None
-) -> None:
-    plan = replace(plan, method=method, lora_rank=rank, batch_size=1)  # type: ignore[arg-type]
-    texts = PREFERRED if method == "dpo" else SAID
-    whole = FineTuning(plan, texts)
-    expected = losses(whole)
-    first = FineTuning(plan, texts)
-    result = [report.metrics["loss"] for report in islice(first.run(), 5)]
-    second = FineTuning(plan, texts)
-    second.load_state({name: value.clone() for name, value in first.state().items()})
-    result += losses(second)
-    assert result == expected
-    pairs = zip(whole.weights, second.weights, strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:

@@ -65,15 +65,6 @@ def test_scores_and_gradients_do_not_depend_on_padding_or_on_the_split_into_batc
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_a_row_depends_on_its_own_uniform_numbers_only(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
-    uniforms = uniforms_of(6, 8)
-    together = tiny_model.generate(CONTEXTS, 2, uniforms, OPTIONS)
-    alone = tiny_model.generate(CONTEXTS[1:2], 2, uniforms[2:4], OPTIONS)
-    assert torch.equal(together.ids_BT[2:4], alone.ids_BT)
-
-
 def test_role_markers_are_never_sampled_and_the_shortest_turn_is_kept(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,20 +256,18 @@ def test_turns_of_a_conversation_are_scored_again_in_one_pass(
 ) -> None:
     monkeypatch.setattr(vllm, "MAX_PADDED", max_padded)
     model = load(model_dir, dtype="float32")
-    session, rows, drawn = model.open_session(), [[2, 4, 6], [2, 4, 7]], []
-    contexts = []
+    session, rows, contexts, drawn = model.open_session(), [[2, 4, 6], [2, 4, 7]], [], []
     for turn in range(6):
         width = 2 if turn == 0 else 1
-        numbers = uniforms(4, seed=turn)
         options = SamplingOptions(max_new_tokens=6 - turn % 2, min_new_tokens=2)
-        result = session.generate(rows, width, numbers, options).generation
+        result = session.generate(rows, width, uniforms(4, seed=turn), options).generation
         rows = [row for row in rows for _ in range(width)]
         contexts.append(rows)
         drawn.append(result)
-        spoken = [
-            ids[mask].tolist() for ids, mask in zip(result.ids_BT, result.mask_BT, strict=True)
+        rows = [
+            [*row, *ids[mask].tolist(), 8, 5]
+            for row, ids, mask in zip(rows, result.ids_BT, result.mask_BT, strict=True)
         ]
-        rows = [[*row, *ids, 8, 5] for row, ids in zip(rows, spoken, strict=True)]
     with model.counting() as spent:
         settled = session.settle(drawn)
     for before, result, raw in zip(contexts, settled, drawn, strict=True):
@@ -292,6 +292,9 @@ def test_a_context_that_does_not_fit_is_refused_before_sampling(model_dir: Path)
     assert "generate" not in llm().calls
 
 
+SLEEPY = {"trainable": False, "sleep_during_updates": True}
+
+
 class OtherTokens(fake_vllm.LLM):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -309,12 +312,7 @@ def out_of_memory(*_: Any, **__: Any) -> None:
         (out_of_memory, {}, ModelLoadError, "No available memory"),
         (OtherTokens, {}, ModelLoadError, "tokenizer"),
         (fake_vllm.LLM, {"lora": {"rank": 513}}, ConfigurationError, "512"),
-        (
-            fake_vllm.LLM,
-            {"trainable": False, "sleep_during_updates": True},
-            ConfigurationError,
-            "sleep_during_updates",
-        ),
+        (fake_vllm.LLM, SLEEPY, ConfigurationError, "sleep_during_updates"),
     ],
 )
 def test_an_engine_that_cannot_start_is_a_typed_error(
@@ -325,10 +323,8 @@ def test_an_engine_that_cannot_start_is_a_typed_error(
     error: type[Exception],
     named: str,
 ) -> None:
-    if engine is None:
-        monkeypatch.setitem(sys.modules, "vllm", None)
-    else:
-        monkeypatch.setattr(sys.modules["vllm"], "LLM", engine)
+    package = engine and SimpleNamespace(**vars(sys.modules["vllm"]) | {"LLM": engine})
+    monkeypatch.setitem(sys.modules, "vllm", package)
     with pytest.raises(error, match=named):
         load(model_dir, **given)
 
@@ -367,9 +363,9 @@ def test_a_target_with_other_engine_options_gets_its_own(
     model_dir: Path, options: dict[str, Any]
 ) -> None:
     target = VllmLanguageModel.Parameters(model=str(model_dir), **options)
+    same = VllmLanguageModel.Parameters(model=str(model_dir))
     given = {"max_model_len": 40, "gpu_memory_utilization": 0.3, "lora": {"rank": 4}}
     assert load(model_dir, **given).base_for(target) is None
-    same = VllmLanguageModel.Parameters(model=str(model_dir))
     assert load(model_dir, **given).base_for(same) is not None
     assert load(model_dir, **{**given, **options}).base_for(target) is not None
 
@@ -386,56 +382,43 @@ def test_a_config_without_a_vocabulary_is_refused(
 
 
 class RayHere:
-    """A stand-in for Ray, whose actors are objects of this process and can fail."""
-
-    class exceptions:
-        class RayTaskError(Exception):
-            cause = None
-
-        class RayError(Exception):
-            pass
-
-        class GetTimeoutError(Exception):
-            pass
+    """A stand-in for Ray, whose actors are objects of this process and can be replaced."""
 
     def __init__(self) -> None:
-        self.num_put = 0
-        self.actors: list[Any] = []
+        self.values: list[object] = []
+        self.actors: list[_ActorHere] = []
 
-    def put(self, value: object) -> list[object]:
-        self.num_put += 1
-        return [value]
+    def put(self, value: object) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
 
-    def get(self, references: Any, timeout: float | None = None) -> Any:
-        is_one = isinstance(references, list) and len(references) == 1
-        if is_one and not callable(references[0]):
-            return references[0]
-        return [call() for call in references]
+    def get(self, reference: int) -> object:
+        return self.values[reference]
 
     def remote(self, **options: Any) -> Any:
-        return lambda kind: SimpleNamespace(remote=lambda *given: _ActorHere(self, kind, given))
+        def start(kind: type, *given: Any) -> _ActorHere:
+            self.actors.append(_ActorHere(partial(kind, *given)))
+            return self.actors[-1]
+
+        return lambda kind: SimpleNamespace(remote=partial(start, kind))
 
 
 class _ActorHere:
-    def __init__(self, ray: RayHere, kind: type, given: tuple[Any, ...]) -> None:
-        self._make = lambda: kind(*given)
-        self._own = self._make()
-        ray.actors.append(self)
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._own = make, make()
 
     def die(self) -> None:
         self._own = self._make()
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*given: Any) -> Any:
-            return lambda: getattr(self._own, name)(*given)
-
-        return SimpleNamespace(remote=remote)
+        return SimpleNamespace(remote=lambda *given: partial(getattr(self._own, name), *given))
 
 
 @pytest.fixture
 def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
     ray = RayHere()
     monkeypatch.setattr(remote_engines, "open_ray", lambda: ray)
+    monkeypatch.setattr(remote_engines, "results_of", lambda _, calls: [call() for call in calls])
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
 
@@ -451,20 +434,17 @@ def test_engines_in_actors_sample_like_an_engine_in_this_process_even_if_one_die
     assert len(ray_here.actors) == num_engines
     for number in range(3):
         if number:
-            torch.manual_seed(number)
-            change(here)
-            torch.manual_seed(number)
-            change(there)
+            for model in (here, there):
+                torch.manual_seed(number)
+                change(model)
         if number == 2:
             ray_here.actors[0].die()
         expected = here.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
-        drawn = there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
-        assert torch.equal(drawn.ids_BT, expected.ids_BT)
-        assert torch.allclose(drawn.logprobs_BT, expected.logprobs_BT, atol=1e-6)
-        num_put = ray_here.num_put
-        there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
-        assert ray_here.num_put == num_put, "weights are sent once an update"
-    assert ray_here.num_put == (2 if lora is None else 3)
+        for _ in ("sent", "held"):
+            drawn = there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+            assert torch.equal(drawn.ids_BT, expected.ids_BT)
+            assert torch.allclose(drawn.logprobs_BT, expected.logprobs_BT, atol=1e-6)
+    assert len(ray_here.values) == (2 if lora is None else 3), "weights are sent once an update"
 
 
 def test_engines_in_actors_with_other_tokens_are_refused(

@@ -17,7 +17,10 @@ PAGE = 2
 
 
 class JobStub:
-    """The service; `faults` are statuses answered first; "lost" does the work, then disconnects."""
+    """The service; `faults` are statuses answered first; "lost" does the work, then disconnects.
+
+    A test's client records its pauses here.
+    """
 
     def __init__(self) -> None:
         self.files: list[dict[str, Any]] = []
@@ -25,18 +28,16 @@ class JobStub:
         self.jobs: list[dict[str, Any]] = []
         self.created: list[dict[str, Any]] = []
         self.faults: list[int | str] = []
+        self.pauses: list[float] = []
         self.base_url = ""
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> Any:
         """Carry out a request."""
-        if (method, path) == ("POST", "/v1/files"):
-            return self._upload(body)
-        if (method, path) == ("GET", "/v1/files"):
-            return _page(self.files, query)
-        if (method, path) == ("POST", "/v1/fine_tuning/jobs"):
-            return self._create(json.loads(body))
-        if (method, path) == ("GET", "/v1/fine_tuning/jobs"):
-            return _page(self.jobs[::-1], query)
+        if path == "/v1/files":
+            return self._upload(body) if method == "POST" else _page(self.files, query)
+        if path == "/v1/fine_tuning/jobs":
+            is_new = method == "POST"
+            return self._create(json.loads(body)) if is_new else _page(self.jobs[::-1], query)
         name = path.removeprefix("/v1/fine_tuning/jobs/").removesuffix("/cancel")
         job = next((job for job in self.jobs if job["id"] == name), None)
         if job is not None and path.endswith("/cancel"):
@@ -51,9 +52,9 @@ class JobStub:
         file = {
             "id": f"file-{len(self.files)}",
             "object": "file",
+            "purpose": "fine-tune",
             "bytes": len(result[2]),
             "filename": result[1].decode(),
-            "purpose": "fine-tune",
             "created_at": 0,
             "status": "processed",
         }
@@ -63,16 +64,9 @@ class JobStub:
 
     def _create(self, fields: dict[str, Any]) -> dict[str, Any]:
         self.created.append(fields)
-        job = {
-            "id": f"job-{len(self.jobs)}",
-            "object": "fine_tuning.job",
-            "model": fields["model"],
-            "status": "validating_files",
-            "fine_tuned_model": None,
-            "error": None,
-            "metadata": fields.get("metadata"),
-            "training_file": fields["training_file"],
-        }
+        job = {name: fields.get(name) for name in ("model", "metadata", "training_file")}
+        job |= {"id": f"job-{len(self.jobs)}", "object": "fine_tuning.job"}
+        job |= {"status": "validating_files", "fine_tuned_model": None, "error": None}
         self.jobs.append(job)
         return job
 
@@ -91,18 +85,15 @@ def job_stub() -> Iterator[JobStub]:
 
     def answer(request: BaseHTTPRequestHandler, body: bytes) -> None:
         fault = stub.faults.pop(0) if stub.faults else None
-        status, result = 200, None
-        if isinstance(fault, int):
-            status, result = fault, {"error": {"message": "so it is", "code": None}}
-        else:
-            parts = urlsplit(request.path)
+        parts = urlsplit(request.path)
+        status, result = fault if isinstance(fault, int) else 200, None
+        if status == 200:
             result = stub.answer(request.command, parts.path, parse_qs(parts.query), body)
-            if result is None:
-                status, result = 404, {"error": {"message": "no such job", "code": None}}
+            status = 200 if result is not None else 404
         if fault == "lost":
             request.close_connection = True
             return
-        payload = json.dumps(result).encode()
+        payload = json.dumps(result or {"error": {"message": "so it is", "code": None}}).encode()
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
         request.send_header("Content-Length", str(len(payload)))
