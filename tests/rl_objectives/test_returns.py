@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,6 @@ from nip_astra.rl_objectives.advantages import (
     tree_gae,
 )
 
-Join = Callable[[list[float]], float]
-
 DOUBLE = torch.float64
 
 
@@ -25,88 +24,35 @@ def rewards(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=DOUBLE)
 
 
-def _random_tree(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A forest of uneven width in random order; some nodes lack a reward."""
-    generator = torch.Generator().manual_seed(seed)
-    parents, depths = [-1, -1], [0, 0]
-    for node in range(2, 60):
-        parent = int(torch.randint(0, node, (1,), generator=generator))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    rewards = torch.randn(60, generator=generator, dtype=torch.float64)
-    rewards[torch.rand(60, generator=generator) < 0.15] = math.nan
-    order = torch.randperm(60, generator=generator)
-    place = order.argsort()
-    parent_N = torch.tensor(parents)[order]
-    parent_N = torch.where(parent_N >= 0, place[parent_N.clamp(min=0)], -1)
-    return rewards[order], parent_N, torch.tensor(depths)[order]
-
-
-def _by_recursion(
-    rewards: list[float], parents: list[int], factor: float, join: Join
-) -> list[float]:
-    def value(node: int) -> float:
-        below = [value(child) for child, parent in enumerate(parents) if parent == node]
-        known = [x for x in below if not math.isnan(x)]
-        return rewards[node] + (factor * join(known) if known else 0.0)
-
-    return [value(node) for node in range(len(rewards))]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
-def test_both_backups_equal_the_recursion(seed: int, factor: float) -> None:
-    reward, parent, depth = _random_tree(seed)
-    best = best_child_backup(reward, parent, depth, decay=factor)
-    mean = mean_child_return(reward, parent, depth, discount=factor)
-    for result, join in ((best, max), (mean, _mean)):
-        expected = _by_recursion(reward.tolist(), parent.tolist(), factor, join)
-        assert result.tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
-
-
-#   0 (1.0)          parents before children
+#   0 (1.0)                  order of nodes: 2 1 4 0 3 5
 #   |-- 1 (-2.0)
-#   |   `-- 3 (4.0)
+#   |   |-- 3 (4.0)
+#   |   `-- 4 (no verdict)
+#   |       `-- 5 (7.0)
 #   `-- 2 (0.5)
-REWARD = torch.tensor([1.0, -2.0, 0.5, 4.0])
-PARENT = torch.tensor([-1, 0, 0, 1])
-DEPTH = torch.tensor([0, 1, 1, 2])
+REWARD = rewards(0.5, -2, math.nan, 1, 4, 7)
+PARENT = torch.tensor([3, 3, 1, -1, 1, 2])
+DEPTH = torch.tensor([1, 1, 2, 0, 2, 3])
 
 
-def test_a_small_tree_by_hand() -> None:
-    best = best_child_backup(REWARD, PARENT, DEPTH, decay=0.5)
-    # -2 + 0.5 * 4 = 0; the best of 0 and 0.5 is 0.5
-    assert best.tolist() == [1.25, 0.0, 0.5, 4.0]
-    mean = mean_child_return(REWARD, PARENT, DEPTH, discount=0.5)
-    assert mean.tolist() == [1.125, 0.0, 0.5, 4.0]
-
-
-def test_the_rewards_stay_as_they_were_and_no_tree_is_a_tree() -> None:
+@pytest.mark.parametrize(
+    ("backup", "expected"),
+    [
+        # -2 + 0.5 * 4 = 0; the best of 0 and 0.5 is 0.5
+        (partial(best_child_backup, decay=0.5), [0.5, 0.0, math.nan, 1.25, 4.0, 7.0]),
+        (partial(mean_child_return, discount=0.5), [0.5, 0.0, math.nan, 1.125, 4.0, 7.0]),
+        (partial(best_child_backup, decay=0.0), REWARD.tolist()),
+        (partial(mean_child_return, discount=1.0), [0.5, 2.0, math.nan, 2.25, 4.0, 7.0]),
+    ],
+)
+def test_a_small_tree_by_hand(backup: Callable[..., torch.Tensor], expected: list[float]) -> None:
     reward = REWARD.clone().requires_grad_()
-    assert not best_child_backup(reward, PARENT, DEPTH, decay=0.5).requires_grad
-    assert torch.equal(reward.detach(), REWARD)
+    result = backup(reward, PARENT, DEPTH)
+    assert result.tolist() == pytest.approx(expected, nan_ok=True)
+    assert not result.requires_grad
+    assert torch.allclose(reward.detach(), REWARD, equal_nan=True)
     none = torch.zeros(0, dtype=torch.long)
-    assert mean_child_return(torch.zeros(0), none, none, discount=0.5).shape == (0,)
-
-
-def by_loop(values: list[float], n: int, gamma: float) -> list[float]:
-    """As the guide writes it."""
-    result = []
-    for i in range(len(values)):
-        result.append(sum(gamma**j * values[i + j] for j in range(min(n, len(values) - i))))
-    return result
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 9])
-def test_nstep_returns_equal_the_loop_of_the_guide(n: int) -> None:
-    values = [1.0, -2.0, 0.5, 3.0, 0.25]
-    mask = torch.ones(1, 5, dtype=torch.bool)
-    result = nstep_returns(rewards(*values)[None], mask, n=n, gamma=0.9)
-    assert result[0].tolist() == pytest.approx(by_loop(values, n, 0.9), abs=1e-12)
+    assert backup(torch.zeros(0), none, none).shape == (0,)
 
 
 def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
@@ -118,6 +64,8 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
+    assert nstep_returns(row, mask, n=9, gamma=0.5).equal(whole)
+    assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
     with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
 
