@@ -188,18 +188,6 @@ def test_neither_bound_of_a_difference_errs_more_often_than_stated(
     assert_errs_as_stated(result, truth)
 
 
-def test_the_variance_of_a_mean_over_clusters_is_that_of_repeated_draws() -> None:
-    rng = np.random.default_rng(2)
-    means, estimates = [], []
-    for _ in range(400):
-        rates = rng.beta(1, 3, size=30)
-        values = (rng.random((30, 5)) < rates[:, None]).astype(float).ravel().tolist()
-        means.append(np.mean(values))
-        estimates.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
-    assert np.mean(estimates) == pytest.approx(np.var(means), rel=0.15)
-    assert math.isnan(cluster_variance([1.0, 0.0], [0, 0]))
-
-
 def test_weighted_events_are_covered_even_if_the_heavy_events_were_not_seen() -> None:
     """Light events in 20 % of observations, heavy ones in 1 %, three observations a prompt."""
     rng = np.random.default_rng(4)
