@@ -79,12 +79,9 @@ def test_as_many_processes_as_there_are_parts_at_most(
     assert changed(weights_of(alone), weights_of(together)) == set()
 
 
-@pytest.mark.parametrize("frozen", ["prover", "verifier"])
-def test_an_agent_that_does_not_learn_has_no_part(
-    frozen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_does_not_learn_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    agents = {"agents": {frozen: {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
+    agents = {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
     alone, expected = learned(1, toy_protocol=agents)
     together, result = learned(4, toy_protocol=agents)
     assert changed(weights_of(alone), weights_of(together)) == set()
