@@ -9,14 +9,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.stackelberg import VARIANTS, compute_sos_update
-from tests.rl_objectives.games import (
-    DOUBLE,
-    EXACT,
-    Method,
-    random_tensor,
-    scalar,
-    updates_of,
-)
+from tests.rl_objectives.games import DOUBLE, EXACT, Method, random_tensor, scalar, updates_of
 
 METHODS = [
     EXACT,

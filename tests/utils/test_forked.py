@@ -187,9 +187,7 @@ def test_closed_streams_end_nothing_and_are_left_closed(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_ends_with_the_first_however_that_ends(
-    sent: signal.Signals,
-) -> None:
+def test_a_process_ends_with_the_first_however_that_ends(sent: signal.Signals) -> None:
     script = (
         "import os, sys, signal, time; from nip_astra.utils.forked import call_at_once;"
         "tell = lambda: (print('begun', flush=True), time.sleep(600));"
