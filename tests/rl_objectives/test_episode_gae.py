@@ -30,13 +30,6 @@ def test_rewards_to_go_are_those_of_torchrl_where_every_episode_ends() -> None:
         torch.testing.assert_close(result[..., number, None], expected)
 
 
-def test_a_reward_to_go_equals_a_hand_computed_value() -> None:
-    reward = torch.tensor([[[1.0], [2.0], [4.0], [8.0]]])
-    is_end = torch.tensor([[False, True, False, False]])
-    result = reward_to_go(reward, is_end[..., None], gamma=0.5)
-    assert result.flatten().tolist() == [2.0, 2.0, 8.0, 8.0]
-
-
 class Recorder:
     """Values that are linear in an observation; records its inputs."""
 

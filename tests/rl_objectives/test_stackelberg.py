@@ -12,7 +12,6 @@ from nip_astra.rl_objectives.stackelberg import VARIANTS, compute_sos_update
 from tests.rl_objectives.games import (
     DOUBLE,
     EXACT,
-    SEQUENCE,
     Method,
     random_tensor,
     scalar,
@@ -24,33 +23,6 @@ METHODS = [
     {"ihvp_variant": "nystrom", "ihvp_rank": 50, "ihvp_rho": 1e-6},
     {"ihvp_variant": "neumann", "ihvp_num_iterations": 400, "ihvp_rho": 0.0, "ihvp_step_size": 0.2},
 ]
-
-
-def cournot(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-    """Two sellers of quantities x and y at the price `1 - x - y`: minus their profits."""
-    return [-x * (1 - x - y), -y * (1 - x - y)]
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method["ihvp_variant"])
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        (SEQUENCE, [1 / 2, 1 / 4]),  # Stackelberg solution
-        (((1,), (0,)), [1 / 4, 1 / 2]),  # the other player leads
-        (((0, 1),), [1 / 3, 1 / 3]),  # without followers: Nash equilibrium
-    ],
-)
-def test_sellers_reach_the_solution_of_the_order_in_which_they_move(
-    groups: object, expected: list[float], method: Method
-) -> None:
-    positions = [scalar(0.3), scalar(0.3)]
-    for _ in range(80):
-        inverse = {**method, "ihvp_num_iterations": 20}
-        updates = updates_of(cournot(*positions), positions, "spg", groups, inverse=inverse)
-        with torch.no_grad():
-            for position, update in zip(positions, updates, strict=True):
-                position -= 0.4 * update.update[0]
-    assert [position.item() for position in positions] == pytest.approx(expected, abs=1e-5)
 
 
 def quadratic_game(
