@@ -65,9 +65,7 @@ def test_every_such_value_is_reported_from_any_source(tmp_path: Path) -> None:
     assert refused(**STRESS_TEST, overrides=[regressor])[0] == "message_regression.regressor._type"
 
 
-def test_a_scenario_reads_single_parameters_of_a_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_scenario_reads_single_parameters_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = TRAINERS.get("vanilla_ppo")
     monkeypatch.setattr(cls, "parameter_groups", ())
     overrides = ["rl.frames_per_batch=64", "protocol_common.shared_reward=true", "rl.lr=0.5"]
