@@ -22,6 +22,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.trainers import vanilla_ppo
+from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
@@ -165,6 +166,7 @@ def in_worker(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        pytest.param(divided_losses, "team_on_this_machine", id="before the meeting"),
         pytest.param(dist, "init_process_group", id="while it connects"),
         pytest.param(Objective, "compute_part", id="at work"),
     ],
