@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenario_base.protocol.tensordict_agents import (
-    AgentShape,
-    MessageSpace,
-    initialise_orthogonally,
-)
-from nip_astra.scenarios.graphs.agents import (
-    AttentionLayer,
-    GraphBody,
-    GraphIsomorphismAgentParameters,
-)
-
-NUM_ROUNDS = 3
-Frames = dict[str, Tensor]
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, initialise_orthogonally
+from nip_astra.scenarios.graphs.agents import GraphBody, GraphIsomorphismAgentParameters
+from tests.scenarios.networks import Frames, agent_shape
 
 
-def agent_shape(
-    n: int,
-    *,
-    is_verifier: bool = True,
-    visible: Sequence[int] = (0, 1),
-    message_size: int = 2,
-    num_linear: int = 0,
-) -> AgentShape:
-    """A network's view of a game with two channels."""
-    return AgentShape(
-        name="agent",
-        is_verifier=is_verifier,
-        has_decision=is_verifier,
-        num_rounds=NUM_ROUNDS,
-        num_channels=2,
-        visible_channels=tuple(visible),
-        message_space=MessageSpace(2 * n, message_size, num_linear),
-        d_representation=16,
-    )
+def graph_shape(n: int, **changes: Any) -> AgentShape:
+    """A network's view of a game about graphs of `n` nodes."""
+    return agent_shape(2 * n, **{"message_size": 2} | changes)
 
 
 def graph_frames(
@@ -104,25 +79,3 @@ def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
         if parameter.dim() == 1:
             nn.init.normal_(parameter.data, std=0.1)
     return body
-
-
-def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
-    """Torch's own layer with the same weights."""
-    d, activation = layer.query.in_features, {"relu": "relu", "gelu": "gelu"}[layer.activation]
-    theirs = nn.TransformerEncoderLayer(
-        d, layer.num_heads, layer.inner.out_features, 0.0, activation, batch_first=True
-    )
-    attention = theirs.self_attn
-    with torch.no_grad():
-        weights = [layer.query.weight, layer.key.weight, layer.value.weight]
-        attention.in_proj_weight.copy_(torch.cat(weights))
-        attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
-    for mine, other in (
-        (layer.output, attention.out_proj),
-        (layer.inner, theirs.linear1),
-        (layer.outer, theirs.linear2),
-        (layer.attention_norm, theirs.norm1),
-        (layer.norm, theirs.norm2),
-    ):
-        other.load_state_dict(mine.state_dict())
-    return theirs

@@ -5,24 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nip_astra.scenarios.graphs.agents import (
     GRAPHS,
     NODES,
+    AttentionLayer,
     GinLayer,
     GraphIsomorphismAgentParameters,
 )
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import as_dataset
 from nip_astra.scenarios.heads import SummarySoloHead
-from tests.scenarios.graph_isomorphism.frames import (
-    Frames,
-    agent_shape,
-    as_torch_layer,
-    graph_body,
-    graph_frames,
-)
+from tests.scenarios.graph_isomorphism.frames import graph_body, graph_frames, graph_shape
+from tests.scenarios.networks import Frames, check_second_derivatives
 
 SIZES = [(7, 7), (5, 6), (4, 4), (7, 3)]
 
@@ -40,7 +36,7 @@ def close(item: Tensor, other: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["tanh", "relu", "gelu"])
 def test_a_gin_layer_sums_over_a_node_and_its_neighbours(name: str) -> None:
-    activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": torch.nn.functional.gelu}[name]
+    activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": nn.functional.gelu}[name]
     torch.manual_seed(0)
     layer, nodes = GinLayer(3, 5, name), torch.randn(1, 3, 3)
     closed = torch.tensor([[[1.0, 1, 0], [1, 1, 1], [0, 1, 1]]])
@@ -54,7 +50,7 @@ def test_a_gin_layer_sums_over_a_node_and_its_neighbours(name: str) -> None:
 def test_the_order_of_graphs_is_unseen_with_pair_invariant_pooling_alone(
     is_pair_invariant: bool,
 ) -> None:
-    shape = agent_shape(7)
+    shape = graph_shape(7)
     body = graph_body(shape, use_pair_invariant_pooling=is_pair_invariant)
     frames = graph_frames(7, SIZES, shape)
     swapped = frames | {name: frames[name].flip(1) for name in ("adjacency", "node_mask")}
@@ -69,29 +65,47 @@ def test_the_order_of_graphs_is_unseen_with_pair_invariant_pooling_alone(
 
 
 def test_padding_makes_no_difference() -> None:
-    shape, padded_shape = agent_shape(7), agent_shape(9)
+    shape, padded_shape = graph_shape(7), graph_shape(9)
     body, padded_body = graph_body(shape), graph_body(padded_shape)
     frames = graph_frames(7, SIZES, shape)
     padded = frames | {
-        "adjacency": torch.nn.functional.pad(frames["adjacency"], (0, 2, 0, 2)),
-        "node_mask": torch.nn.functional.pad(frames["node_mask"], (0, 2)),
+        "adjacency": nn.functional.pad(frames["adjacency"], (0, 2, 0, 2)),
+        "node_mask": nn.functional.pad(frames["node_mask"], (0, 2)),
     }
     for name in ("message", "message_history"):
         halves = frames[name].unflatten(-1, (2, 7))
-        padded[name] = torch.nn.functional.pad(halves, (0, 2)).flatten(-2)
+        padded[name] = nn.functional.pad(halves, (0, 2)).flatten(-2)
     given, other = body(frames), padded_body(padded)
     close(other[GRAPHS], given[GRAPHS])
     close(other[NODES].unflatten(1, (2, 9))[:, :, :7], given[NODES].unflatten(1, (2, 7)))
 
 
+def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
+    """Torch's own layer with the same weights."""
+    d, options = layer.query.in_features, {"activation": layer.activation, "batch_first": True}
+    theirs = nn.TransformerEncoderLayer(
+        d, layer.num_heads, layer.inner.out_features, 0.0, **options
+    )
+    attention = theirs.self_attn
+    with torch.no_grad():
+        weights = [layer.query.weight, layer.key.weight, layer.value.weight]
+        attention.in_proj_weight.copy_(torch.cat(weights))
+        attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
+    mine = (layer.output, layer.inner, layer.outer, layer.attention_norm, layer.norm)
+    others = (attention.out_proj, theirs.linear1, theirs.linear2, theirs.norm1, theirs.norm2)
+    for one, other in zip(mine, others, strict=True):
+        other.load_state_dict(one.state_dict())
+    return theirs
+
+
 def test_attention_is_torchs_with_nodes_of_one_graph_hidden_from_one_another() -> None:
-    shape = agent_shape(7)
+    shape = graph_shape(7)
     body = graph_body(shape, activation_function="gelu", num_transformer_layers=2)
     frames = graph_frames(7, SIZES, shape)
     graphs, nodes = body._tokens(frames)
     kinds = torch.tensor([2, 3] + [0] * 7 + [1] * 7)
     is_hidden = (kinds[:, None] == kinds) & (kinds < 2)
-    is_padding = torch.nn.functional.pad(~frames["node_mask"].flatten(1), (2, 0))
+    is_padding = nn.functional.pad(~frames["node_mask"].flatten(1), (2, 0))
     tokens = torch.cat([graphs, nodes], dim=1)
     for layer in body.attention_layers:
         torch_layer = as_torch_layer(layer)
@@ -103,7 +117,7 @@ def test_attention_is_torchs_with_nodes_of_one_graph_hidden_from_one_another() -
 
 
 def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:
-    shape = agent_shape(7)
+    shape = graph_shape(7)
     representation = graph_body(shape)(graph_frames(7, SIZES, shape))
     assert list(representation) == [GRAPHS]
     assert representation[NODES] is representation[NODES]
@@ -113,7 +127,7 @@ def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:
 
 
 def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
-    shape = agent_shape(7, visible=[1])
+    shape = graph_shape(7, visible=[1])
     body, frames = graph_body(shape), graph_frames(7, SIZES, shape)
     given = body(frames)
     for channel in (0, 1):
@@ -124,7 +138,7 @@ def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
 
 
 def test_statistics_of_histories_do_not_reveal_the_number_of_a_node() -> None:
-    shape = agent_shape(7, visible=[1])
+    shape = graph_shape(7, visible=[1])
     body = graph_body(shape)
     sample = graph_frames(7, [(7, 5)] * 60, shape)["message_history"]
     body.set_statistics(sample)
@@ -139,33 +153,10 @@ def test_statistics_of_histories_do_not_reveal_the_number_of_a_node() -> None:
 
 @pytest.mark.parametrize("activation", ["tanh", "gelu"])
 def test_a_body_can_be_derived_twice(activation: str) -> None:
-    shape = agent_shape(4)
-    body = graph_body(shape, num_gnn_layers=2, activation_function=activation).double()
-    frames = {
-        name: value.double() if value.is_floating_point() else value
-        for name, value in graph_frames(4, [(4, 4), (3, 4)], shape).items()
-    }
-    weights = list(body.parameters())
-
-    def gradients(create_graph: bool) -> list[Tensor]:
-        representation = body(frames)
-        loss = representation[GRAPHS].pow(3).sum() + representation[NODES].pow(3).sum()
-        return list(torch.autograd.grad(loss, weights, create_graph=create_graph))
-
-    directions = [torch.randn_like(weight) for weight in weights]
-    product = sum((g * d).sum() for g, d in zip(gradients(True), directions, strict=True))
-    assert isinstance(product, Tensor)
-    exact = torch.cat([item.flatten() for item in torch.autograd.grad(product, weights)])
-    ends = []
-    for step in (1e-6, -1e-6):
-        with torch.no_grad():
-            for weight, direction in zip(weights, directions, strict=True):
-                weight.add_(step * direction)
-            shifted = torch.enable_grad()(gradients)(False)
-            for weight, direction in zip(weights, directions, strict=True):
-                weight.sub_(step * direction)
-        ends.append(torch.cat([item.flatten() for item in shifted]))
-    torch.testing.assert_close(exact, (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-4)
+    shape = graph_shape(4)
+    body = graph_body(shape, num_gnn_layers=2, activation_function=activation)
+    frames = graph_frames(4, [(4, 4), (3, 4)], shape)
+    check_second_derivatives(body, frames, GRAPHS, NODES)
 
 
 @pytest.fixture(scope="module")
@@ -180,24 +171,18 @@ def hard_pairs() -> GraphPairs:
 def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinement(
     hard_pairs: GraphPairs, num_gnn_layers: int, is_different: bool
 ) -> None:
-    shape = agent_shape(11)
-    # Random weights hardly distinguish such pairs, so exact zeros are distinguished from small
-    # values.
+    shape = graph_shape(11)
+    # Random weights hardly distinguish such pairs: small values count, unlike exact zeros.
     body = graph_body(shape, num_gnn_layers=num_gnn_layers).double()
-    head = SummarySoloHead(
-        GraphIsomorphismAgentParameters(), GRAPHS, 2 * shape.d_representation
-    ).double()
+    head = SummarySoloHead(GraphIsomorphismAgentParameters(), GRAPHS, 32).double()
 
+    @torch.no_grad()
     def logits(pairs: GraphPairs) -> Tensor:
         dataset = as_dataset(pairs)
         frames = graph_frames(11, [(11, 11)] * pairs.num_pairs, shape)
         silent = {name: torch.zeros_like(value).double() for name, value in frames.items()}
-        columns = {
-            "adjacency": dataset["adjacency"].double(),
-            "node_mask": dataset["node_mask"],
-        }
-        with torch.no_grad():
-            result: Tensor = head(body(silent | columns), frames)
+        silent |= {"adjacency": dataset["adjacency"].double(), "node_mask": dataset["node_mask"]}
+        result: Tensor = head(body(silent), frames)
         return result
 
     first_twice = hard_pairs._replace(adjacency=hard_pairs.adjacency[:, [0, 0]])
@@ -210,7 +195,7 @@ def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinemen
 
 @torch.no_grad()
 def test_at_first_isomorphic_graphs_look_the_same_where_nodes_that_correspond_were_named() -> None:
-    shape = agent_shape(7, visible=(0,), message_size=1)
+    shape = graph_shape(7, visible=(0,), message_size=1)
     body = graph_body(shape)
     body.after_initialisation()
     frames = graph_frames(7, [(7, 7)], shape)

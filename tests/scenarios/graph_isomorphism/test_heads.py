@@ -14,7 +14,7 @@ from nip_astra.scenarios.graphs.agents import (
     impossible_symbols,
 )
 from nip_astra.scenarios.heads import SummarySoloHead, SummaryValueHead
-from tests.scenarios.graph_isomorphism.frames import agent_shape, graph_body, graph_frames
+from tests.scenarios.graph_isomorphism.frames import graph_body, graph_frames, graph_shape
 
 SIZES = [(3, 3), (2, 3), (3, 1)]
 PARAMETERS = GraphIsomorphismAgentParameters()
@@ -22,14 +22,14 @@ PARAMETERS = GraphIsomorphismAgentParameters()
 
 def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
     """Mask of the symbols allowed at each position, [B, V, P, S]."""
-    of_agent = agent_shape(3, **shape)
+    of_agent = graph_shape(3, **shape)
     places = (len(frames["round"]), of_agent.num_visible, 2, 6)
     return ~impossible_symbols(frames, of_agent).expand(places)
 
 
 @pytest.fixture
 def frames() -> dict[str, Tensor]:
-    frames = graph_frames(3, SIZES, agent_shape(3))
+    frames = graph_frames(3, SIZES, graph_shape(3))
     return frames | {n: torch.zeros_like(frames[n]) for n in ("message", "message_history")}
 
 
@@ -82,19 +82,19 @@ def test_a_prover_answers_in_the_channels_that_it_sees_a_question_before_the_las
 @pytest.mark.parametrize("is_verifier", [True, False])
 @pytest.mark.parametrize("num_linear", [0, 4])
 def test_a_policy_head_gives_logits_of_all_moves(is_verifier: bool, num_linear: int) -> None:
-    shape = agent_shape(3, is_verifier=is_verifier, num_linear=num_linear, visible=[1])
+    shape = graph_shape(3, is_verifier=is_verifier, num_linear=num_linear, visible=[1])
     frames = graph_frames(3, SIZES, shape)
     head = GraphPolicyHead(PARAMETERS, shape)
     output = head(graph_body(shape)(frames), frames)
-    decisions, linear = [(3, 3)], [(3, 1, 2, num_linear)]
+    decisions, linear = [(3, 3)] * is_verifier, [(3, 1, 2, num_linear)] * bool(num_linear)
     shapes = [tuple(logits.shape) for logits in output if logits is not None]
-    assert shapes == [(3, 1, 2, 6), *decisions * is_verifier, *linear * bool(num_linear)]
+    assert shapes == [(3, 1, 2, 6), *decisions, *linear]
     is_masked = output.message_logits_BVPS == MASKED
     assert torch.equal(is_masked, impossible_symbols(frames, shape).expand_as(is_masked))
 
 
 def test_positions_and_channels_have_logits_of_their_own() -> None:
-    shape = agent_shape(3)
+    shape = graph_shape(3)
     frames = graph_frames(3, SIZES, shape)
     logits = GraphPolicyHead(PARAMETERS, shape, None)(graph_body(shape)(frames), frames)[0]
     places = logits.flatten(1, 2)
@@ -103,7 +103,7 @@ def test_positions_and_channels_have_logits_of_their_own() -> None:
 
 
 def test_symbols_are_in_the_order_of_nodes() -> None:
-    shape = agent_shape(3)
+    shape = graph_shape(3)
     frames = graph_frames(3, SIZES, shape)
     representation, head = graph_body(shape)(frames), GraphPolicyHead(PARAMETERS, shape, None)
     logits = head(representation, frames).message_logits_BVPS
@@ -112,7 +112,7 @@ def test_symbols_are_in_the_order_of_nodes() -> None:
 
 
 def test_a_value_or_a_label_needs_no_nodes() -> None:
-    shape = agent_shape(3)
+    shape = graph_shape(3)
     frames = graph_frames(3, SIZES, shape)
     representation, width = graph_body(shape)(frames), 2 * shape.d_representation
     SummaryValueHead(PARAMETERS, shape, GRAPHS, width)(representation, frames)

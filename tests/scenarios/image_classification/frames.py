@@ -7,31 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape, MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentShape
 from nip_astra.scenarios.images.agents import (
     ImageBody,
     ImageClassificationAgentParameters,
     ImageGrid,
 )
-
-NUM_ROUNDS = 3
-
-
-def make_shape(grid: ImageGrid, **changes: Any) -> AgentShape:
-    """An agent's view of a game with three rounds and two channels."""
-    message = {"message_size": 1, "num_linear_symbols": 0}
-    message |= {name: changes.pop(name) for name in list(changes) if name in message}
-    values: dict[str, Any] = {
-        "name": "verifier",
-        "is_verifier": True,
-        "has_decision": True,
-        "num_rounds": NUM_ROUNDS,
-        "num_channels": 2,
-        "visible_channels": (0, 1),
-        "message_space": MessageSpace(grid.num_latent_pixels, **message),
-        "d_representation": 6,
-    }
-    return AgentShape(**values | changes)
+from tests.scenarios.networks import Frames, agent_shape
 
 
 def make_grid(height: int = 8, width: int = 8, *, groups: int = 1, channels: int = 1) -> ImageGrid:
@@ -39,31 +21,37 @@ def make_grid(height: int = 8, width: int = 8, *, groups: int = 1, channels: int
     return ImageGrid.of((channels, height, width), groups)
 
 
-def make_body(
-    grid: ImageGrid,
-    shape: AgentShape,
+def make_shape(grid: ImageGrid, **changes: Any) -> AgentShape:
+    """An agent's view of a game about such images."""
+    return agent_shape(grid.num_latent_pixels, **changes)
+
+
+def body_and_frames(
+    grid: ImageGrid | None = None,
     *,
+    shape: dict[str, Any] = {},
+    num_frames: int = 5,
     num_block_groups: int = 1,
     embedding_channels: int | None = None,
     **agent: Any,
-) -> ImageBody:
-    """A body with four channels."""
+) -> tuple[ImageBody, Frames]:
+    """A body with four channels, and frames for it."""
     torch.manual_seed(0)
-    return ImageBody(
+    grid = grid or make_grid()
+    body = ImageBody(
         ImageClassificationAgentParameters(**{"num_blocks_per_group": 1} | agent),
-        shape,
+        make_shape(grid, **shape),
         grid,
         num_block_groups=num_block_groups,
         initial_num_channels=4,
         embedding_channels=embedding_channels,
     )
+    return body, make_frames(grid, body.shape, num_frames)
 
 
-def make_frames(
-    grid: ImageGrid, shape: AgentShape, num_frames: int = 5, seed: int = 0
-) -> dict[str, Tensor]:
+def make_frames(grid: ImageGrid, shape: AgentShape, num_frames: int = 5) -> Frames:
     """Frames with random messages but without the label, which no network may read."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     place = (shape.num_channels, shape.message_space.message_size)
 
     def messages(num_symbols: int, *lead: int) -> Tensor:
@@ -71,11 +59,10 @@ def make_frames(
         symbols = torch.randint(num_symbols, size, generator=generator)
         return torch.nn.functional.one_hot(symbols, num_symbols).float()
 
+    size = (num_frames, grid.num_channels, grid.height, grid.width)
     frames = {
         "round": torch.arange(num_frames) % shape.num_rounds,
-        "image": torch.rand(
-            num_frames, grid.num_channels, grid.height, grid.width, generator=generator
-        ),
+        "image": torch.rand(size, generator=generator),
         "message_history": messages(grid.num_latent_pixels, shape.num_rounds),
         "message": messages(grid.num_latent_pixels),
     }

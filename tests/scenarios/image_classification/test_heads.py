@@ -23,9 +23,8 @@ def solo_head(agent: Any, shape: AgentShape) -> SummarySoloHead:
     return SummarySoloHead(agent, "image", shape.d_representation)
 
 
-def represent(shape: AgentShape, num_frames: int = 5) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    latent = torch.randn(num_frames, 16, shape.d_representation, generator=generator)
+def represent(shape: AgentShape) -> dict[str, torch.Tensor]:
+    latent = torch.randn(5, 16, shape.d_representation, generator=torch.manual_seed(1))
     return {"latent_pixels": latent, "image": latent.mean(1)}
 
 
@@ -35,7 +34,7 @@ def make_head(shape: AgentShape, kind: Any = ImagePolicyHead, **agent: Any) -> A
 
 
 def test_logits_of_every_visible_channel_and_position() -> None:
-    shape = make_shape(GRID, visible_channels=(1,), message_size=3, num_linear_symbols=4)
+    shape = make_shape(GRID, visible=(1,), message_size=3, num_linear=4)
     output = make_head(shape)(represent(shape), make_frames(GRID, shape))
     assert [tuple(logits.shape) for logits in output] == [(5, 1, 3, 16), (5, 3), (5, 1, 3, 4)]
 
@@ -91,7 +90,7 @@ def test_the_round_is_read_if_requested(includes_round: bool) -> None:
     ],
 )
 def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, Any]) -> None:
-    shape = make_shape(GRID, num_linear_symbols=2)
+    shape = make_shape(GRID, num_linear=2)
 
     def shapes(**given: Any) -> list[torch.Size]:
         return [weight.shape for weight in make_head(shape, kind, **given).parameters()]
