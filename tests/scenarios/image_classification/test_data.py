@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -24,16 +23,11 @@ def build(**dataset: Any) -> Datasets:
     return build_image_datasets(ImageDatasetParameters(**dataset), scenario_dir=None)
 
 
-@cache
-def classes_by_pixels() -> dict[bytes, int]:
-    digits = load_digits()
-    pairs = zip(digits.images.astype("float32"), digits.target.tolist(), strict=True)
-    return {image.tobytes(): target for image, target in pairs}
-
-
 def digit_of(images: torch.Tensor) -> list[int]:
     """The class of digits, looked up by image."""
-    known = classes_by_pixels()
+    digits = load_digits()
+    pairs = zip(digits.images.astype("float32"), digits.target.tolist(), strict=True)
+    known = {image.tobytes(): target for image, target in pairs}
     return [known[(image[0] * 16).numpy().tobytes()] for image in images]
 
 
@@ -50,11 +44,9 @@ def test_the_digits_are_split_by_class_and_lie_between_0_and_1() -> None:
     assert [len(split) for split in datasets] == [1437, 360]
     for split in datasets:
         images = split["image"]
-        assert images.shape[1:] == (1, 8, 8)
-        assert images.dtype == torch.float32
+        assert (images.shape[1:], images.dtype) == ((1, 8, 8), torch.float32)
         assert (float(images.min()), float(images.max())) == (0.0, 1.0)
-        assert split["y"].dtype == torch.long
-        assert split["y"].shape == (len(split), 1)
+        assert (split["y"].shape, split["y"].dtype) == ((len(split), 1), torch.long)
         counts = torch.bincount(torch.tensor(digit_of(images))).float() / len(split)
         assert (counts - 0.1).abs().max() < 0.005
 
@@ -101,20 +93,17 @@ def test_random_labels_belong_to_the_image_and_to_the_seed() -> None:
 
 
 @pytest.mark.parametrize("method", ["merge", "random"])
-def test_balanced_means_equally_many_images_of_both_labels(method: str) -> None:
-    for split in build(binarification_method=method):
-        assert int(split["y"].sum()) * 2 == len(split)
-    uneven = build(binarification_method=method, make_balanced=False)
-    assert int(uneven.train["y"].sum()) * 2 != len(uneven.train)
-
-
 @pytest.mark.parametrize(("make_balanced", "size"), [(True, 50), (False, 51)])
-def test_the_training_set_is_limited_and_the_test_set_is_not(
-    make_balanced: bool, size: int
+def test_the_training_set_alone_is_limited_and_both_labels_may_be_balanced(
+    make_balanced: bool, size: int, method: str
 ) -> None:
-    datasets = build(max_train_size=51, make_balanced=make_balanced)
+    options = {"binarification_method": method, "make_balanced": make_balanced}
+    datasets = build(max_train_size=51, **options)
     assert len(datasets.train) == size
     assert len(datasets.test) > 300
+    whole = build(**options).train
+    for split in (*datasets, whole) if make_balanced else (whole,):
+        assert (int(split["y"].sum()) * 2 == len(split)) is make_balanced
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,8 @@ def make_split(
 
 
 def both(**options: Any) -> datasets.DatasetDict:
-    splits = {
-        "train": make_split(NUM_TRAIN, **options),
-        "test": make_split(NUM_TEST, 50, **options),
-    }
-    return datasets.DatasetDict(splits)
+    train, test = make_split(NUM_TRAIN, **options), make_split(NUM_TEST, 50, **options)
+    return datasets.DatasetDict(train=train, test=test)
 
 
 @pytest.fixture(autouse=True)
@@ -69,33 +66,23 @@ def build(path: Path | None, name: str = "local", **dataset: Any) -> Datasets:
     return build_image_datasets(parameters, scenario_dir=None)
 
 
-def write_parquet_file(folder: Path) -> Path:
-    make_split(NUM_TRAIN).to_parquet(folder / "images.parquet")
-    return folder / "images.parquet"
-
-
-def write_parquet_folder(folder: Path) -> Path:
-    for name, split in both().items():
+def write_images(folder: Path, layout: str) -> Path:
+    """Write images with or without a test split in a layout, and return the path to read."""
+    folder.mkdir()
+    if layout == "a file":
+        make_split(NUM_TRAIN).to_parquet(folder / "images.parquet")
+        return folder / "images.parquet"
+    if layout == "a saved split":
+        make_split(NUM_TRAIN).save_to_disk(folder)
+    elif layout == "saved splits":
+        both().save_to_disk(folder)
+    for name, split in both().items() if layout == "files of splits" else ():
         split.to_parquet(folder / f"{name}-00000-of-00001.parquet")
-    return folder
-
-
-def write_saved(folder: Path) -> Path:
-    both().save_to_disk(folder)
-    return folder
-
-
-def write_saved_split(folder: Path) -> Path:
-    make_split(NUM_TRAIN).save_to_disk(folder)
-    return folder
-
-
-def write_image_folder(folder: Path) -> Path:
-    for name, (count, first) in {"train": (NUM_TRAIN, 0), "test": (NUM_TEST, 50)}.items():
-        for number in range(count):
-            path = folder / name / ("cat", "dog")[number % 2] / f"{number:03}.png"
+    for name, split in both().items() if layout == "folders of images" else ():
+        for number, row in enumerate(split):
+            path = folder / name / ("cat", "dog")[row["label"]] / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            picture(first + number).save(path)
+            row["image"].save(path)
     return folder
 
 
@@ -105,13 +92,10 @@ def numbers(split: Any) -> dict[int, int]:
     return dict(zip(first, split["y"].flatten().tolist(), strict=True))
 
 
-@pytest.mark.parametrize("write", [write_parquet_folder, write_saved, write_image_folder])
-def test_every_layout_on_disk_gives_the_same_images(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
-    folder = tmp_path / "images"
-    folder.mkdir()
-    train, test = build(write(folder), binarification_method="select_two", selected_classes=[0, 1])
+@pytest.mark.parametrize("layout", ["files of splits", "saved splits", "folders of images"])
+def test_every_layout_on_disk_gives_the_same_images(tmp_path: Path, layout: str) -> None:
+    path = write_images(tmp_path / "images", layout)
+    train, test = build(path, binarification_method="select_two", selected_classes=[0, 1])
     assert train["image"].shape == (NUM_TRAIN, 3, 5, 6)
     assert train["image"].dtype == torch.float32
     assert float(train["image"][:, 1, 0, 0].min()) == 1.0
@@ -119,47 +103,46 @@ def test_every_layout_on_disk_gives_the_same_images(
     assert numbers(test) == {50 + number: number % 2 for number in range(NUM_TEST)}
 
 
-@pytest.mark.parametrize("write", [write_parquet_file, write_saved_split])
-def test_without_test_images_the_others_are_split_by_class(
-    tmp_path: Path, write: Callable[[Path], Path]
-) -> None:
-    folder = tmp_path / "images"
-    folder.mkdir()
-    result = build(write(folder), test_share=0.5)
+@pytest.mark.parametrize("layout", ["a file", "a saved split"])
+def test_without_test_images_the_others_are_split_by_class(tmp_path: Path, layout: str) -> None:
+    result = build(write_images(tmp_path / "images", layout), test_share=0.5)
     assert [len(split) for split in result] == [6, 6]
     assert not set(numbers(result.train)) & set(numbers(result.test))
     assert all(int(split["y"].sum()) == 3 for split in result)
 
 
-@pytest.mark.parametrize(
-    ("name", "hub_id", "config", "image", "label"),
-    [
-        ("mnist", "ylecun/mnist", None, "image", "label"),
-        ("fashion_mnist", "zalando-datasets/fashion_mnist", None, "image", "label"),
-        ("cifar10", "uoft-cs/cifar10", None, "img", "label"),
-        ("cifar100", "uoft-cs/cifar100", None, "img", "fine_label"),
-        ("svhn", "ufldl-stanford/svhn", "cropped_digits", "image", "label"),
-    ],
-)
+HUB = {
+    "mnist": ("ylecun/mnist", None, "image", "label"),
+    "fashion_mnist": ("zalando-datasets/fashion_mnist", None, "image", "label"),
+    "cifar10": ("uoft-cs/cifar10", None, "img", "label"),
+    "cifar100": ("uoft-cs/cifar100", None, "img", "fine_label"),
+    "svhn": ("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
 def test_datasets_of_the_hub_are_requested_by_id_and_read_by_their_columns(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    hub_id: str,
-    config: str | None,
-    image: str,
-    label: str,
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    hub_id, config, image, label = HUB[name]
     mode, num_channels = ("L", 1) if "mnist" in name else ("RGB", 3)
     loaded = {(hub_id, config): both(image=image, label=label, mode=mode)}
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: loaded[names])
     assert build(None, name).train["image"].shape == (NUM_TRAIN, num_channels, 5, 6)
 
 
+def test_transparent_images_become_coloured(tmp_path: Path) -> None:
+    images = [picture(number).convert("RGBA") for number in range(8)]
+    result = build(save_images(tmp_path / "images", images), test_share=0.5)
+    assert result.train["image"].shape[1] == 3
+
+
 def test_images_that_are_left_out_are_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = record_calls(monkeypatch, data, "_pixels")
-    assert len(build(write_saved(tmp_path / "images"), max_train_size=4).train) == 4
+    path = write_images(tmp_path / "images", "saved splits")
+    assert len(build(path, max_train_size=4).train) == 4
     assert len(calls) == 4 + NUM_TEST
 
 
@@ -176,22 +159,18 @@ def test_a_missing_hub_or_library_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def save_images(folder: Path, images: list[Image.Image]) -> Path:
-    labels = [number % 2 for number in range(len(images))]
-    made = datasets.Dataset.from_dict({"image": images, "label": labels})
+    made = datasets.Dataset.from_dict({"image": images, "label": [0, 1] * 4})
     made.cast_column("image", datasets.Image()).save_to_disk(folder)
     return folder
 
 
-def write_sizes(folder: Path) -> Path:
-    return save_images(folder, [picture(n, size=(4, 4 + n // 4)) for n in range(8)])
-
-
-def write_deep(folder: Path) -> Path:
-    return save_images(folder, [Image.new("I;16", (4, 4)) for _ in range(8)])
-
-
 def parquet(folder: Path, **options: Any) -> Path:
     make_split(8, **options).to_parquet(f"{folder}.parquet")
+    return folder.with_suffix(".parquet")
+
+
+def no_parquet(folder: Path) -> Path:
+    folder.with_suffix(".parquet").write_text("no Parquet")
     return folder.with_suffix(".parquet")
 
 
@@ -200,11 +179,8 @@ def splits(folder: Path, **of_split: datasets.Dataset) -> Path:
     return folder
 
 
-def no_parquet(folder: Path) -> Path:
-    folder.with_suffix(".parquet").write_text("no Parquet")
-    return folder.with_suffix(".parquet")
-
-
+SIZES = [picture(n, size=(4, 4 + n // 4)) for n in range(8)]
+DEEP = [Image.new("I;16", (4, 4))] * 8
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no such folder": (lambda folder: folder, "images does not exist"),
     "no Parquet": (no_parquet, r"images\.parquet"),
@@ -214,12 +190,15 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "fractions": (lambda folder: parquet(folder, labels=[0.5] * 8), r"'label'.*0\.5"),
     "negative classes": (lambda folder: parquet(folder, labels=[-1] * 8), "'label'.*-1"),
     "one class": (lambda folder: parquet(folder, labels=[3] * 8), "no images"),
-    "several sizes": (write_sizes, r"shapes: \[3, 4, 4\], \[3, 5, 4\]"),
+    "several sizes": (
+        lambda folder: save_images(folder, SIZES),
+        r"shapes: \[3, 4, 4\], \[3, 5, 4\]",
+    ),
     "grey images to test on": (
         lambda folder: splits(folder, train=make_split(8), test=make_split(8, mode="L")),
         r"\[3, 5, 6\] .*\[1, 5, 6\]",
     ),
-    "more than 8 bits": (write_deep, "'I;16'"),
+    "more than 8 bits": (lambda folder: save_images(folder, DEEP), "'I;16'"),
 }
 
 
@@ -228,9 +207,3 @@ def test_unusable_images_are_reported(tmp_path: Path, wrong: str) -> None:
     write, facts = WRONG[wrong]
     with pytest.raises(DataError, match=facts):
         build(write(tmp_path / "images"))
-
-
-def test_transparent_images_become_coloured(tmp_path: Path) -> None:
-    images = [picture(number).convert("RGBA") for number in range(8)]
-    result = build(save_images(tmp_path / "images", images), test_share=0.5)
-    assert result.train["image"].shape[1] == 3
