@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from nip_astra.errors import DataError, ParameterError
-from nip_astra.scenario_base.tasks.base import (
-    TASKS,
-    Episode,
-    Reaction,
-    Split,
-    Task,
-    build_task,
-)
+from nip_astra.scenario_base.tasks.base import TASKS, Episode, Reaction, Split, Task, build_task
 from nip_astra.scenario_base.tasks.library import (
     CountdownEnvironment,
     GuessNumberEnvironment,

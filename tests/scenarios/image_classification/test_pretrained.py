@@ -13,12 +13,7 @@ import torch
 from sklearn.decomposition import PCA
 from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
-from nip_astra.errors import (
-    ConfigurationError,
-    DataError,
-    MissingDependencyError,
-    ModelLoadError,
-)
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, ModelLoadError
 from nip_astra.scenarios.images import pretrained
 from nip_astra.scenarios.images.agents import ImageClassificationAgentParameters
 from nip_astra.scenarios.images.pretrained import (
