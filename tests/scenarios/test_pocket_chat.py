@@ -51,14 +51,6 @@ def test_models_load_and_are_small() -> None:
     assert sum(file.stat().st_size for file in files) <= 8_000_000
 
 
-def test_prompts_are_disjoint_and_many() -> None:
-    prompts = {split: _prompts(split) for split in SPLITS}
-    for split, number in zip(SPLITS, (400, 100, 250), strict=True):
-        assert len(set(prompts[split])) == len(prompts[split]) >= number
-    assert not set(prompts["train"]) & (set(prompts["dev"]) | set(prompts["test"]))
-    assert not set(prompts["dev"]) & set(prompts["test"])
-
-
 def _listed() -> list[dict[str, object]]:
     scenario = OmegaConf.to_container(OmegaConf.load(SCENARIO / "scenario.yaml"))
     return scenario["ast_chat"]["planted_failures"]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
 from nip_astra.scenarios.graphs import native_layers as native
-from nip_astra.scenarios.graphs.agents import GinLayer
 from nip_astra.scenarios.graphs.compiled import SWITCH
 from nip_astra.scenarios.graphs.formulas import (
     LayerWeights,
@@ -168,14 +167,6 @@ def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
     for results, expected in zip(*twice, strict=True):
         scale = float(expected.abs().max()) if expected.numel() else 0.0
         torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4 * scale)
-
-
-def test_the_formula_of_a_layer_is_that_of_its_module() -> None:
-    torch.manual_seed(0)
-    layer, nodes = GinLayer(3, 5, "tanh"), torch.randn(1, 3, 3)
-    closed = torch.tensor([[[1.0, 1, 0], [1, 1, 1], [0, 1, 1]]])
-    formula = gin_formula(nodes, closed, *layer.parameters())
-    torch.testing.assert_close(formula, layer(nodes, closed))
 
 
 def test_large_numbers_do_not_overflow() -> None:
