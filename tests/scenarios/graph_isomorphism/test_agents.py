@@ -74,26 +74,6 @@ def graph_frames(
     return frames
 
 
-def in_nodes_order(frames: Frames, order_B2n: Tensor) -> Frames:
-    """The frames with the nodes of each graph permuted."""
-    n = order_B2n.shape[-1]
-    symbols = (order_B2n + torch.tensor([[0], [n]])).flatten(1)
-    adjacency = frames["adjacency"].gather(2, order_B2n[..., None].expand(-1, -1, -1, n))
-    adjacency = adjacency.gather(3, order_B2n[:, :, None].expand(-1, -1, n, -1))
-    return frames | {
-        "adjacency": adjacency,
-        "node_mask": frames["node_mask"].gather(2, order_B2n),
-        "message_history": in_symbols_order(frames["message_history"], symbols),
-        "message": in_symbols_order(frames["message"], symbols),
-    }
-
-
-def in_symbols_order(values: Tensor, order_BS: Tensor) -> Tensor:
-    """Values [B, ..., S] with their last dimension permuted."""
-    between = [1] * (values.dim() - 2)
-    return values.gather(-1, order_BS.view(len(order_BS), *between, -1).expand_as(values))
-
-
 def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
     """A body with fixed random nonzero weights."""
     torch.manual_seed(0)
@@ -108,11 +88,11 @@ def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
 SIZES = [(7, 7), (5, 6), (4, 4), (7, 3)]
 
 
-def random_order(frames: Frames) -> Tensor:
-    """A permutation of each graph's nodes with padding still last."""
-    torch.manual_seed(1)
-    keys = torch.rand(frames["node_mask"].shape) + 2 * ~frames["node_mask"]
-    return keys.argsort(-1)
+def body_and_frames(
+    n: int = 7, sizes: Any = SIZES, *, shape: dict[str, Any] = {}, **options: object
+) -> tuple[GraphBody, Frames]:
+    body = graph_body(graph_shape(n, **shape), **options)
+    return body, graph_frames(n, sizes, body.shape)
 
 
 def close(item: Tensor, other: Tensor) -> None:
@@ -135,9 +115,7 @@ def test_a_gin_layer_sums_over_a_node_and_its_neighbours(name: str) -> None:
 def test_the_order_of_graphs_is_unseen_with_pair_invariant_pooling_alone(
     is_pair_invariant: bool,
 ) -> None:
-    shape = graph_shape(7)
-    body = graph_body(shape, use_pair_invariant_pooling=is_pair_invariant)
-    frames = graph_frames(7, SIZES, shape)
+    body, frames = body_and_frames(use_pair_invariant_pooling=is_pair_invariant)
     swapped = frames | {name: frames[name].flip(1) for name in ("adjacency", "node_mask")}
     for name in ("message", "message_history"):
         swapped[name] = frames[name].roll(7, -1)
@@ -150,9 +128,7 @@ def test_the_order_of_graphs_is_unseen_with_pair_invariant_pooling_alone(
 
 
 def test_padding_makes_no_difference() -> None:
-    shape, padded_shape = graph_shape(7), graph_shape(9)
-    body, padded_body = graph_body(shape), graph_body(padded_shape)
-    frames = graph_frames(7, SIZES, shape)
+    (body, frames), (padded_body, _) = body_and_frames(), body_and_frames(9)
     padded = frames | {
         "adjacency": nn.functional.pad(frames["adjacency"], (0, 2, 0, 2)),
         "node_mask": nn.functional.pad(frames["node_mask"], (0, 2)),
@@ -184,9 +160,7 @@ def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
 
 
 def test_attention_is_torchs_with_nodes_of_one_graph_hidden_from_one_another() -> None:
-    shape = graph_shape(7)
-    body = graph_body(shape, activation_function="gelu", num_transformer_layers=2)
-    frames = graph_frames(7, SIZES, shape)
+    body, frames = body_and_frames(activation_function="gelu", num_transformer_layers=2)
     graphs, nodes = body._tokens(frames)
     kinds = torch.tensor([2, 3] + [0] * 7 + [1] * 7)
     is_hidden = (kinds[:, None] == kinds) & (kinds < 2)
@@ -202,8 +176,8 @@ def test_attention_is_torchs_with_nodes_of_one_graph_hidden_from_one_another() -
 
 
 def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:
-    shape = graph_shape(7)
-    representation = graph_body(shape)(graph_frames(7, SIZES, shape))
+    body, frames = body_and_frames()
+    representation = body(frames)
     assert list(representation) == [GRAPHS]
     assert representation[NODES] is representation[NODES]
     assert representation[NODES].shape == (4, 14, 16)
@@ -212,8 +186,7 @@ def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:
 
 
 def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
-    shape = graph_shape(7, visible=[1])
-    body, frames = graph_body(shape), graph_frames(7, SIZES, shape)
+    body, frames = body_and_frames(shape={"visible": [1]})
     given = body(frames)
     for channel in (0, 1):
         history = frames["message_history"].clone()
@@ -223,39 +196,31 @@ def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
 
 
 def test_statistics_of_histories_do_not_reveal_the_number_of_a_node() -> None:
-    shape = graph_shape(7, visible=[1])
-    body = graph_body(shape)
-    sample = graph_frames(7, [(7, 5)] * 60, shape)["message_history"]
+    body, frames = body_and_frames(7, [(7, 5)] * 60, shape={"visible": [1]})
+    sample = frames["message_history"]
     body.set_statistics(sample)
     assert body.history_mean.shape == (3, 1, 2, 14)
     assert (body.history_mean == body.history_mean[..., :1]).all()
     history = body.history({"message_history": sample})
     torch.testing.assert_close(history.mean((0, -1)), torch.zeros(3, 1, 2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        history.movedim(-1, 1).flatten(0, 1).std(0)[:2], torch.ones(2, 1, 2), atol=1e-2, rtol=0
-    )
+    std = history.movedim(-1, 1).flatten(0, 1).std(0)
+    torch.testing.assert_close(std[:2], torch.ones(2, 1, 2), atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("activation", ["tanh", "gelu"])
 def test_a_body_can_be_derived_twice(activation: str) -> None:
-    shape = graph_shape(4)
-    body = graph_body(shape, num_gnn_layers=2, activation_function=activation)
-    frames = graph_frames(4, [(4, 4), (3, 4)], shape)
+    options = {"num_gnn_layers": 2, "activation_function": activation}
+    body, frames = body_and_frames(4, [(4, 4), (3, 4)], **options)
     check_second_derivatives(body, frames, GRAPHS, NODES)
-
-
-@pytest.fixture(scope="module")
-def hard_pairs() -> GraphPairs:
-    """Pairs that only the third round distinguishes."""
-    changes = {"isomorphic_share": 0.0, "score_1_share": 0.0, "score_2_share": 0.0}
-    pairs = generate_pairs(GraphPairParameters(num_train=40, **changes), "train")
-    return pairs.take(np.flatnonzero(pairs.wl_score == 3))
 
 
 @pytest.mark.parametrize(("num_gnn_layers", "is_different"), [(1, False), (2, False), (5, True)])
 def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinement(
-    hard_pairs: GraphPairs, num_gnn_layers: int, is_different: bool
+    num_gnn_layers: int, is_different: bool
 ) -> None:
+    changes = {"isomorphic_share": 0.0, "score_1_share": 0.0, "score_2_share": 0.0}
+    pairs = generate_pairs(GraphPairParameters(num_train=40, **changes), "train")
+    hard_pairs = pairs.take(np.flatnonzero(pairs.wl_score == 3))
     shape = graph_shape(11)
     # Random weights hardly distinguish such pairs: small values count, unlike exact zeros.
     body = graph_body(shape, num_gnn_layers=num_gnn_layers).double()
@@ -267,8 +232,7 @@ def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinemen
         frames = graph_frames(11, [(11, 11)] * pairs.num_pairs, shape)
         silent = {name: torch.zeros_like(value).double() for name, value in frames.items()}
         silent |= {"adjacency": dataset["adjacency"].double(), "node_mask": dataset["node_mask"]}
-        result: Tensor = head(body(silent), frames)
-        return result
+        return head(body(silent), frames)
 
     first_twice = hard_pairs._replace(adjacency=hard_pairs.adjacency[:, [0, 0]])
     distances = (logits(hard_pairs) - logits(first_twice)).abs().amax(-1)
@@ -280,10 +244,8 @@ def test_a_body_distinguishes_the_same_pairs_as_equally_many_rounds_of_refinemen
 
 @torch.no_grad()
 def test_at_first_isomorphic_graphs_look_the_same_where_nodes_that_correspond_were_named() -> None:
-    shape = graph_shape(7, visible=(0,), message_size=1)
-    body = graph_body(shape)
+    body, frames = body_and_frames(7, [(7, 7)], shape={"visible": [0], "message_size": 1})
     body.after_initialisation()
-    frames = graph_frames(7, [(7, 7)], shape)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     frames["adjacency"][:, 1] = frames["adjacency"][:, 0][:, order][:, :, order]
     question = torch.zeros_like(frames["message_history"])
@@ -316,29 +278,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sigmoid": {"activation_function": "sigmoid"},
 }
 OPTIONS["all"] = {name: value for option in OPTIONS.values() for name, value in option.items()}
-IS_RANDOM = ("noise", "dropout")
 
 
-def body_and_frames(*, num_linear: int = 0, **options: Any) -> tuple[GraphBody, Frames]:
-    shape = graph_shape(7, num_linear=num_linear)
-    return graph_body(shape, **options), graph_frames(7, SIZES, shape)
+def in_order(values: Tensor, order_BS: Tensor, dim: int = -1) -> Tensor:
+    """Values with a dimension permuted, each frame's in its own way."""
+    return torch.stack([x.index_select(dim, order) for x, order in zip(values, order_BS)])  # noqa: B905
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_order_of_nodes_orders_their_representations_and_nothing_else(option: str) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
     body.eval()
-    order = random_order(frames)
-    given, other = body(frames), body(in_nodes_order(frames, order))
-    symbols = (order + torch.tensor([[0], [7]])).flatten(1)
+    # Padding is still last.
+    torch.manual_seed(1)
+    keys = torch.rand(frames["node_mask"].shape) + 2 * ~frames["node_mask"]
+    order_B2n = keys.argsort(-1)
+    symbols = (order_B2n + torch.tensor([[0], [7]])).flatten(1)
+    graphs = frames["adjacency"].flatten(0, 1), order_B2n.flatten(0, 1)
+    adjacency = in_order(in_order(*graphs, 0), graphs[1], 1)
+    ordered = frames | {"adjacency": adjacency.unflatten(0, (-1, 2))}
+    for name in ("message_history", "message"):
+        ordered[name] = in_order(frames[name], symbols)
+    given, other = body(frames), body(ordered)
     close(other[GRAPHS], given[GRAPHS])
-    close(other[NODES].transpose(1, 2), in_symbols_order(given[NODES].transpose(1, 2), symbols))
+    close(other[NODES], in_order(given[NODES], symbols, 0))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_only_random_options_differ_between_calls(option: str) -> None:
     body, frames = body_and_frames(**OPTIONS[option])
-    is_random = option in (*IS_RANDOM, "all")
+    is_random = option in ("noise", "dropout", "all")
     first, second = body(frames)[GRAPHS], body(frames)[GRAPHS]
     assert torch.equal(first, second) != is_random
     assert body.has_hidden_state == (is_random or option == "norm")
@@ -348,17 +317,17 @@ def test_only_random_options_differ_between_calls(option: str) -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_weight_learns_and_can_be_learnt_twice(option: str) -> None:
-    body, frames = body_and_frames(num_linear=2, **OPTIONS[option])
+    body, frames = body_and_frames(shape={"num_linear": 2}, **OPTIONS[option])
     representation = body(frames)
     loss = representation[GRAPHS].square().sum() + representation[NODES].square().sum()
     weights = list(body.parameters())
     gradients = torch.autograd.grad(loss, weights, create_graph=True)
-    assert all(bool(gradient.any()) for gradient in gradients)
+    assert all(gradient.any() for gradient in gradients)
     squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
     seconds = torch.autograd.grad(squares, weights, allow_unused=True)
     present = [second for second in seconds if second is not None]
     assert len(present) > len(weights) / 2
-    assert all(bool(second.isfinite().all()) for second in present)
+    assert all(second.isfinite().all() for second in present)
 
 
 def test_the_weights_of_the_graph_network_are_known() -> None:
@@ -371,8 +340,7 @@ def test_the_weights_of_the_graph_network_are_known() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_with_c_and_without_the_same_is_given(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"d_gnn": 16, "d_transformer": 16, **OPTIONS[option]}
-    body, frames = body_and_frames(**options)
+    body, frames = body_and_frames(**{"d_gnn": 16, "d_transformer": 16} | OPTIONS[option])
     results: list[list[Tensor]] = []
     for switch in ("1", "0"):
         monkeypatch.setenv(SWITCH, switch)
@@ -496,7 +464,7 @@ SMALL = [(3, 3), (2, 3), (3, 1)]
 PARAMETERS = GraphIsomorphismAgentParameters()
 
 
-def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
+def possible(frames: Frames, **shape: object) -> Tensor:
     """Mask of the symbols allowed at each position, [B, V, P, S]."""
     of_agent = graph_shape(3, **shape)
     places = (len(frames["round"]), of_agent.num_visible, 2, 6)
@@ -504,20 +472,18 @@ def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
 
 
 @pytest.fixture
-def frames() -> dict[str, Tensor]:
+def frames() -> Frames:
     frames = graph_frames(3, SMALL, graph_shape(3))
     return frames | {n: torch.zeros_like(frames[n]) for n in ("message", "message_history")}
 
 
-def ask(
-    frames: dict[str, Tensor], frame: int, channel: int, position: int, symbol: int | list[int]
-) -> None:
+def ask(frames: Frames, frame: int, channel: int, position: int, symbol: int | list[int]) -> None:
     """Have a symbol sent in the round to be answered."""
     said_in = int(frames["question_round"][frame, channel])
     frames["message_history"][frame, said_in, channel, position, symbol] = 1
 
 
-def test_a_verifier_may_send_each_real_node(frames: dict[str, Tensor]) -> None:
+def test_a_verifier_may_send_each_real_node(frames: Frames) -> None:
     for frame in range(3):
         ask(frames, frame, 0, 0, 0)
     sent = possible(frames)
@@ -527,7 +493,7 @@ def test_a_verifier_may_send_each_real_node(frames: dict[str, Tensor]) -> None:
             assert sent[:, channel, position].int().tolist() == expected
 
 
-def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> None:
+def test_a_prover_answers_from_the_other_graph(frames: Frames) -> None:
     ask(frames, 0, 0, 0, 1)  # of the first graph
     ask(frames, 0, 0, 1, 4)  # of the second
     ask(frames, 0, 1, 1, [0, 5])  # one from each graph, by two senders
@@ -542,7 +508,7 @@ def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> Non
 
 
 def test_a_prover_answers_in_the_channels_that_it_sees_a_question_before_the_last_message(
-    frames: dict[str, Tensor],
+    frames: Frames,
 ) -> None:
     frames["question_round"][2, 1] = 0
     ask(frames, 2, 1, 0, 1)
@@ -558,39 +524,29 @@ def test_a_prover_answers_in_the_channels_that_it_sees_a_question_before_the_las
 @pytest.mark.parametrize("is_verifier", [True, False])
 @pytest.mark.parametrize("num_linear", [0, 4])
 def test_a_policy_head_gives_logits_of_all_moves(is_verifier: bool, num_linear: int) -> None:
-    shape = graph_shape(3, is_verifier=is_verifier, num_linear=num_linear, visible=[1])
-    frames = graph_frames(3, SMALL, shape)
-    head = GraphPolicyHead(PARAMETERS, shape)
-    output = head(graph_body(shape)(frames), frames)
+    changes = {"is_verifier": is_verifier, "num_linear": num_linear, "visible": [1]}
+    body, frames = body_and_frames(3, SMALL, shape=changes)
+    output = GraphPolicyHead(PARAMETERS, body.shape)(body(frames), frames)
     decisions, linear = [(3, 3)] * is_verifier, [(3, 1, 2, num_linear)] * bool(num_linear)
     shapes = [tuple(logits.shape) for logits in output if logits is not None]
     assert shapes == [(3, 1, 2, 6), *decisions, *linear]
     is_masked = output.message_logits_BVPS == MASKED
-    assert torch.equal(is_masked, impossible_symbols(frames, shape).expand_as(is_masked))
+    assert torch.equal(is_masked, impossible_symbols(frames, body.shape).expand_as(is_masked))
 
 
-def test_positions_and_channels_have_logits_of_their_own() -> None:
-    shape = graph_shape(3)
-    frames = graph_frames(3, SMALL, shape)
-    logits = GraphPolicyHead(PARAMETERS, shape, None)(graph_body(shape)(frames), frames)[0]
-    places = logits.flatten(1, 2)
+def test_each_place_has_its_logits_in_the_order_of_nodes() -> None:
+    body, frames = body_and_frames(3, SMALL)
+    representation, head = body(frames), GraphPolicyHead(PARAMETERS, body.shape, None)
+    places = head(representation, frames).message_logits_BVPS.flatten(1, 2)
     for item, other in ((0, 1), (0, 2), (1, 3)):
         assert not torch.allclose(places[:, item], places[:, other])
-
-
-def test_symbols_are_in_the_order_of_nodes() -> None:
-    shape = graph_shape(3)
-    frames = graph_frames(3, SMALL, shape)
-    representation, head = graph_body(shape)(frames), GraphPolicyHead(PARAMETERS, shape, None)
-    logits = head(representation, frames).message_logits_BVPS
     alone = head.node_selector(representation["nodes"][1, 4])
-    torch.testing.assert_close(logits[1, :, :, 4].flatten(), alone)
+    torch.testing.assert_close(places[1, :, 4], alone)
 
 
 def test_a_value_or_a_label_needs_no_nodes() -> None:
-    shape = graph_shape(3)
-    frames = graph_frames(3, SMALL, shape)
-    representation, width = graph_body(shape)(frames), 2 * shape.d_representation
-    SummaryValueHead(PARAMETERS, shape, GRAPHS, width)(representation, frames)
-    assert SummarySoloHead(PARAMETERS, GRAPHS, width)(representation, frames).shape == (3, 2)
+    body, frames = body_and_frames(3, SMALL)
+    representation = body(frames)
+    SummaryValueHead(PARAMETERS, body.shape, GRAPHS, 32)(representation, frames)
+    assert SummarySoloHead(PARAMETERS, GRAPHS, 32)(representation, frames).shape == (3, 2)
     assert list(representation) == ["graphs"]
