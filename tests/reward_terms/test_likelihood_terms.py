@@ -21,16 +21,6 @@ def test_the_entropy_bonus_is_the_negative_log_probability_per_token() -> None:
     assert added.tolist() == pytest.approx([0.03, 0.01, 0.0])
 
 
-def test_the_entropy_bonus_estimates_the_entropy_of_the_sampler() -> None:
-    torch.manual_seed(0)
-    policy = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    tokens = torch.multinomial(policy, 8 * 4000, replacement=True).view(4000, 8)
-    nodes = rollout(["x"] * 4000, logprobs_NT=policy.log()[tokens])
-    entropy = float(-(policy * policy.log()).sum())
-    result = term_of("entropy_bonus").values(nodes).mean().item()
-    assert result == pytest.approx(entropy, abs=0.01)
-
-
 def test_the_penalty_is_the_surprisal_under_the_reference_beyond_the_threshold() -> None:
     nodes = rollout(["a b", "c", "d"], reference_NT=LOGPROBS, mask_NT=MASK)
     values = term_of("gibberish_penalty", threshold=2.5).values(nodes)

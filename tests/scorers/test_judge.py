@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, ScorerError
+from nip_astra.errors import ScorerError
 from nip_astra.scorers.base import Exchange
 from nip_astra.scorers.judge import JudgeScorer, find_rating
 from tests.kit.messages import says
@@ -137,13 +137,6 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
         assert len(stub.requests) == 6
     assert ratings.is_error_N.tolist() == [False, True, True, False]
     assert ratings.scores_N[0].item() == 0.5
-
-
-def test_a_wrong_configuration_ends_the_call_and_is_never_skipped() -> None:
-    with chat_stub(lambda body, number: Reply(401, body="who are you")) as stub:
-        with pytest.raises(ConfigurationError, match=r"status 401\. Check base_url"):
-            build(stub, concurrency=1, on_failure="skip").score(list("abcdefgh"))
-        assert len(stub.requests) < 8
 
 
 def test_the_key_is_read_from_the_variable_and_written_nowhere(

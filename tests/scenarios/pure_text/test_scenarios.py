@@ -121,14 +121,6 @@ def test_jobs_have_the_limits_of_their_chat_model() -> None:
     assert service.parameters.limits.num_retries == 1
 
 
-def test_trainers_of_networks_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="of kind 'secret_word', only on"):
-        resolve_experiment(trainer="vanilla_ppo", scenario="secret_word")
-    fact = r"only on code_validation, secret_word\..* --scenario: code_valid"
-    with pytest.raises(ConfigurationError, match=fact):
-        resolve_experiment(trainer="pure_text_ei", scenario="graph_isomorphism_small")
-
-
 def test_a_scripted_game_runs_to_its_report(tmp_path: Path) -> None:
     agents = (f"model={SCRIPTED}", "freeze_agent=true")
     resolved = resolve_experiment(
