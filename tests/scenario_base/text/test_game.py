@@ -49,14 +49,6 @@ def _talk(request: ChatRequest, number: int) -> str:
     )
 
 
-def _deciding(text: str) -> FakeChatModel:
-    def script(request: ChatRequest, number: int) -> str:
-        is_verifier = "You are Verifier" in request.messages[0]["content"]
-        return text if is_verifier else _talk(request, number)
-
-    return FakeChatModel(script)
-
-
 def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
     groups = {
         "nip": {"max_message_rounds": 4},
@@ -119,23 +111,19 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
 
 
 SEES = {
-    "solo_verifier": {"verifier": set[str]()},
+    "solo_verifier": {"verifier": ""},
     "debate in turn": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier", "Prover1"},
-        "prover1": {"Verifier", "Prover0"},
+        "verifier": "prover0 prover1",
+        "prover0": "prover1 verifier",
+        "prover1": "prover0 verifier",
     },
-    "mnip": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier"},
-        "prover1": {"Verifier"},
-    },
+    "mnip": {"verifier": "prover0 prover1", "prover0": "verifier", "prover1": "verifier"},
     "multi_channel_test": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier", "Prover1", "Prover2"},
-        "prover1": {"Verifier", "Prover2"},
+        "verifier": "prover0 prover1",
+        "prover0": "prover1 prover2 verifier",
+        "prover1": "prover2 verifier",
         # The verifier's channels are main and prover0_verifier, of which prover2 sees main.
-        "prover2": {"Verifier", "Prover1"},
+        "prover2": "prover1 verifier",
     },
 }
 
@@ -151,9 +139,9 @@ def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: P
             texts = [item["content"] for item in move.prompt if item["role"] == "user"]
             lines = [line for text in texts for line in text.splitlines()]
             names = {line.split(" (")[0].split(":")[0] for line in lines if ": " in line}
-            spoken = {item for item in names if item.lower() in game.protocol.agent_names}
+            spoken = {name.lower() for name in names} & {*game.protocol.agent_names}
             heard.setdefault(agent, set()).update(spoken)
-    assert heard == SEES[name]
+    assert {agent: " ".join(sorted(names)) for agent, names in heard.items()} == SEES[name]
 
 
 def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> None:
@@ -190,7 +178,10 @@ def test_a_random_stance_hangs_on_the_datapoint_and_pays_for_its_side(tmp_path: 
     assert stances == [random_stance(point | {"y": 0}) for point in points]
     assert 10 < sum(stances) < 30
     starts = [game.start(number, point, 0) for number, point in enumerate(points)]
-    for end, stance in zip(play(game, _deciding("Decision: reject"), starts), stances, strict=True):
+    model = FakeChatModel(
+        lambda request, _: "Hi" if "Prover" in str(request.messages[0]) else "Decision: reject"
+    )
+    for end, stance in zip(play(game, model, starts), stances, strict=True):
         assert end.outcome.rewards == (float(stance == REJECT), -1.0)
         word = "reject" if stance == REJECT else "accept"
         assert f"Argue for {word}" in end.path()[0].moves["prover"].prompt[0]["content"]
@@ -237,27 +228,19 @@ TWO = ("prover0_channel", "prover1_channel")
 
 
 @pytest.mark.parametrize(
-    ("decision", "texts"),
+    ("text", "decision"),
     [
-        (REJECT, [decision_text(REJECT), "I am sure.\nDECISION:  Reject.", 'decision: "reject"']),
-        (
-            ACCEPT,
-            [
-                *(decision_text(ACCEPT), "**Decision**: accept"),
-                "Decision: accept\nDecision: Accept",
-            ],
-        ),
-        (
-            CONTINUE,
-            ["My decision is to accept", "Decision: acceptable", "indecision: accept"],
-        ),
+        *((decision_text(decision), decision) for decision in (REJECT, ACCEPT)),
+        *((text, REJECT) for text in ("Sure.\nDECISION:  Reject.", 'decision: "reject"')),
+        *((f"{text}accept", ACCEPT) for text in ("**Decision**: ", "Decision: Accept\nDecision: ")),
+        *((f"{text} accept", CONTINUE) for text in ("My decision is to", "indecision:")),
+        ("Decision: acceptable", CONTINUE),
     ],
 )
-def test_a_decision_is_found_anywhere_and_in_any_case(decision: int, texts: list[str]) -> None:
-    for text in texts:
-        parsed = parse_answer(text, ("main",), may_decide=True)
-        assert (parsed.decision, parsed.fault) == (decision, "")
-        assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
+def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) -> None:
+    parsed = parse_answer(text, ("main",), may_decide=True)
+    assert (parsed.decision, parsed.fault) == (decision, "")
+    assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ int add_up(intptr_t count, const float *const *xs, float *sum) {
 }
 int lack_memory(void) { return 1; }
 """
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
 )
 
@@ -51,7 +51,6 @@ def forget() -> None:
     native_code._library.cache_clear()
 
 
-@needs_compiler
 def test_functions_compute_in_place_accept_tensor_lists_and_report_lack_of_memory(
     source: Path,
 ) -> None:
@@ -65,7 +64,6 @@ def test_functions_compute_in_place_accept_tensor_lists_and_report_lack_of_memor
         code.call("lack_memory")
 
 
-@needs_compiler
 def test_compiled_code_is_reused_until_the_text_changes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +83,7 @@ def test_compiled_code_is_reused_until_the_text_changes(
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        pytest.param("wrong code", "error", marks=needs_compiler),
+        ("wrong code", "error"),
         ("output in any encoding", "refus\N{REPLACEMENT CHARACTER}"),
         ("no compiler", "cc, gcc or clang"),
     ],
@@ -118,7 +116,6 @@ def test_code_that_cannot_be_compiled_is_left_to_torch_with_the_reason(
     assert compiled_files(tmp_path) == []
 
 
-@needs_compiler
 @pytest.mark.parametrize("how", ["cut short", "other bytes", "a link", "of others"])
 def test_a_file_that_differs_from_the_compiled_one_is_compiled_again(
     how: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -149,7 +146,6 @@ def test_a_file_that_differs_from_the_compiled_one_is_compiled_again(
     assert any("compiled again" in line for line in caplog.messages)
 
 
-@needs_compiler
 def test_the_loaded_file_is_the_checked_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +166,6 @@ def test_the_loaded_file_is_the_checked_file(
             NativeCode(file).call(function)
 
 
-@needs_compiler
 @pytest.mark.parametrize("folder", ["", "cache", "cache/nip_astra", "cache/nip_astra/native"])
 @pytest.mark.parametrize("whose", ["writable by others", "of somebody else"])
 def test_nothing_is_kept_below_a_folder_of_others(
@@ -189,7 +184,6 @@ def test_nothing_is_kept_below_a_folder_of_others(
     assert compiled_files(tmp_path) == []
 
 
-@needs_compiler
 def test_folders_are_made_for_this_user_alone_where_others_may_add_but_not_exchange(
     source: Path, tmp_path: Path
 ) -> None:
@@ -204,7 +198,6 @@ def test_folders_are_made_for_this_user_alone_where_others_may_add_but_not_excha
         assert made.stat().st_mode & 0o777 == 0o700
 
 
-@needs_compiler
 @pytest.mark.parametrize("given", ["{cc} -DNOTHING", "not_a_compiler"])
 def test_a_custom_compiler_has_arguments_or_is_missing_and_a_cache_may_be_a_file(
     given: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
