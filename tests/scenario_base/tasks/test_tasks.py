@@ -136,12 +136,12 @@ def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> 
     )
     scorer = {"_type": "python", "function": f"{tmp_path}/rate.py:f"}
     task = task_of("dataset", train=train, test=test, reward="scorer", scorer=scorer)
-    episodes = []
-    for text in ("abc", "abcd"):
-        environment = task.environment("train", 0)
-        assert environment.step(text).reward is None
-        messages = [Message("user", "short"), Message("assistant", text)]
-        episodes.append(Episode(environment, messages))
+    environment = task.environment("train", 0)
+    assert environment.step("abc").reward is None
+    episodes = [
+        Episode(environment, [Message("user", "short"), Message("assistant", text)])
+        for text in ("abc", "abcd")
+    ]
     task.rate(episodes)
     assert [episode.reward for episode in episodes] == [1.0, 0.0]
 
