@@ -115,11 +115,11 @@ def test_the_target_is_rude_at_every_plant(pocket: SimpleNamespace) -> None:
         for c in (pocket.world.converse(rng) for _ in range(20))
     ]
     for plant in pocket.plants.PLANTS:
-        cases = pocket.measure.plant_cases(plant, episodes, 12, rng)
+        cases = pocket.measure.plant_cases(plant, episodes, 8, rng)
         assert pocket.measure.rude_share(target, cases, seed=0) >= 0.75, plant.name
-    cases = pocket.measure.negative_cases(episodes, 100, rng, garbled=False)
+    cases = pocket.measure.negative_cases(episodes, 70, rng, garbled=False)
     assert pocket.measure.rude_share(target, cases, seed=0) <= 0.03
-    cases = pocket.measure.negative_cases(episodes, 150, rng, garbled=True)
+    cases = pocket.measure.negative_cases(episodes, 100, rng, garbled=True)
     assert pocket.measure.rude_share(target, cases, seed=0) <= 0.04
 
 

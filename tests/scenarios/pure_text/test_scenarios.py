@@ -127,7 +127,7 @@ def test_a_scripted_game_runs_to_its_report(tmp_path: Path) -> None:
         trainer="pure_text_ei",
         overrides=[
             *(f"secret_word.agents.default.{override}" for override in agents),
-            *("text_rl.num_iterations=2", "secret_word.num_test=10"),
+            *("text_rl.num_iterations=1", "secret_word.num_test=10"),
         ],
     )
     run = run_in(tmp_path, resolved)
