@@ -109,13 +109,6 @@ def test_a_step_saved_again_gets_its_own_folder_and_is_the_latest(store: Checkpo
     assert names(store) == ["step_00000003_r2", "step_00000004"]
 
 
-def test_remains_of_a_killed_process_are_removed_at_the_next_save(store: CheckpointStore) -> None:
-    (store.directory / ".tmp-step_00000001" / "model").mkdir(parents=True)
-    (store.directory / ".tmp-latest").write_text("half")
-    save(store, 2)
-    assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step_00000002"]
-
-
 def test_a_save_killed_at_any_moment_leaves_the_older_checkpoints_good(tmp_path: Path) -> None:
     made = CheckpointStore(tmp_path / "made", num_kept=2)
     save(made, 1, is_best=True)

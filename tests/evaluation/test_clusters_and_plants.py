@@ -43,9 +43,8 @@ def test_similar_probes_form_a_cluster_and_the_largest_is_first() -> None:
     first, second = result["clusters"]
     assert (first["size"], first["num_distinct"], second["size"]) == (3, 2, 1)
     # The medoid counts a probe as often as it occurs; the likeliest has the largest log p.
-    assert first["medoid"]["probe"] == "my cat eats"
+    assert first["medoid"]["probe"] == first["shortest"]["probe"] == "my cat eats"
     assert (first["most_likely"]["episode"], first["most_likely"]["depth"]) == (0, 1)
-    assert first["shortest"]["probe"] == "my cat eats"
     assert (first["num_prompts"], second["num_prompts"]) == (2, 1)
     assert (first["first_query"], second["first_query"]) == (1, 3)
     assert first["plants"] == ["cat", "cat twice"]
@@ -63,7 +62,6 @@ def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
     )
     assert [(row["episode"], row["depth"]) for row in failing_turns(episodes)] == [(0, 1), (1, 0)]
     result = find_plants(episodes, PLANTS)
-    assert result is not None
     # Five tokens a turn. The second turn meets both cat plants; the dog has no verdict.
     assert (result["found"], result["total"], result["tokens"]) == (2, 3, 20)
     assert result["by_tokens"] == [[10, 2]]
@@ -88,7 +86,5 @@ def test_the_number_of_kinds_is_chaos_estimate() -> None:
     assert 3.0 == result["low"] < result["value"] < result["high"]
     # All seen often.
     result = chao2([9, 12, 30], 100, level=0.95)
-    assert result["value"] == result["low"] == 3.0
-    assert 3.0 <= result["high"] < 3.1
-    result = chao2([], 100, level=0.95)
-    assert (result["seen"], result["value"], result["low"], result["high"]) == (0, 0.0, 0.0, 0.0)
+    assert result["value"] == result["low"] == 3.0 <= result["high"] < 3.1
+    assert chao2([], 100, level=0.95).items() >= {"seen": 0, "value": 0.0, "high": 0.0}.items()

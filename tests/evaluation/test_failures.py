@@ -12,11 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.evaluation.playing import play_chains
-from nip_astra.evaluation.summary import (
-    RUN_FIGURES,
-    FailureTally,
-    collapse_of,
-)
+from nip_astra.evaluation.summary import RUN_FIGURES, FailureTally, collapse_of
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.trainers.ast.base import AstEvaluation
@@ -65,17 +61,6 @@ def make_chains(
     return RolloutTree(nodes, 1, list(prompts), list(probes), ["so"] * count, contexts)
 
 
-@pytest.fixture
-def tree() -> RolloutTree:
-    """Three episodes of two turns; the second and the first fail, once each, both by 'cat'."""
-    return make_chains(
-        prompts=["good day", "how are you", "good day"],
-        probes=["hello", "cat", "fine", "cat", "mat", "cat"],
-        scores=[0.2, 0.5, 0.1, 0.9, 0.3, 0.4],
-        nll=[[1.0], [2.0, 3.0], [1.0], [4.0], [1.0], [0.5, 0.5]],
-    )
-
-
 def tally_of(*trees: RolloutTree, planted: Sequence[PlantedFailure] = PLANTS) -> FailureTally:
     tally = FailureTally(planted, 0.5)
     for tree in trees:
@@ -83,7 +68,14 @@ def tally_of(*trees: RolloutTree, planted: Sequence[PlantedFailure] = PLANTS) ->
     return tally
 
 
-def test_the_figures_of_a_tree_are_those_worked_out_by_hand(tree: RolloutTree) -> None:
+def test_the_figures_of_a_tree_are_those_worked_out_by_hand() -> None:
+    """Of three episodes of two turns, the second and the first fail, once each, both by 'cat'."""
+    tree = make_chains(
+        prompts=["good day", "how are you", "good day"],
+        probes=["hello", "cat", "fine", "cat", "mat", "cat"],
+        scores=[0.2, 0.5, 0.1, 0.9, 0.3, 0.4],
+        nll=[[1.0], [2.0, 3.0], [1.0], [4.0], [1.0], [0.5, 0.5]],
+    )
     report = tally_of(tree).report()
     assert tuple(report) == RUN_FIGURES
     assert (report["num_episodes"], report["target_queries"]) == (3, 6)
@@ -100,9 +92,7 @@ def test_the_figures_of_a_tree_are_those_worked_out_by_hand(tree: RolloutTree) -
     assert (report["plants_found"], report["num_plants"]) == (2, 3)
     # Episodes of one prompt are one cluster of the interval.
     expected = rate_estimate([1.0, 1.0, 0.0], [0, 1, 0])
-    apart = rate_estimate([1.0, 1.0, 0.0], [0, 1, 2])
     assert report["failure_rate_interval"] == [expected.low, expected.high]
-    assert expected.high - expected.low > apart.high - apart.low
     report = tally_of(tree, planted=()).report()
     assert (report["plants_found"], report["num_plants"], report["first_query"]) == (None, None, {})
     # Parts add up to the whole.
@@ -143,7 +133,7 @@ def test_chains_take_the_prompts_in_order_and_again_from_the_first() -> None:
 
     def play(*parts: int) -> list[Any]:
         options = {"num_episodes": 5, "batch_size": 2, "tree_depth": 3, "key": (0, "x")}
-        return list(play_chains(Recorder(), ["a", "b", "c"], parts=parts, **options))  # type: ignore[arg-type]
+        return list(play_chains(Recorder(), ["a", "b", "c"], parts=parts, **options))
 
     calls = play(0, 1, 2)
     assert [call.prompts for call in calls] == [["a", "b"], ["c", "a"], ["b"]]
@@ -161,12 +151,10 @@ def test_turns_without_verdict_enter_no_denominator() -> None:
     report = tally_of(tree).report()
     assert report["outcomes"] == {"failure": 1, "none": 1, "undetermined": 1, "error": 1}
     # One failed; the other is censored at its first turn.
-    assert report["failure_rate"] == 1.0
-    assert (report["num_failed"], report["num_known"]) == (1, 1)
-    assert (report["if_unknown_passed"], report["if_unknown_failed"]) == (0.5, 1.0)
-    assert report["mean_score"] == pytest.approx(0.5)
-    assert report["mean_reward"] == pytest.approx(-0.5)
-    assert (report["num_episodes"], report["target_queries"]) == (2, 4)
+    expected = {"failure_rate": 1.0, "num_failed": 1, "num_known": 1, "num_episodes": 2}
+    expected |= {"if_unknown_passed": 0.5, "if_unknown_failed": 1.0, "target_queries": 4}
+    expected |= {"mean_score": pytest.approx(0.5), "mean_reward": pytest.approx(-0.5)}
+    assert report.items() >= expected.items()
     # A failure after a turn without a verdict is not counted.
     tree = make_chains(["a cat", "hello"], ["a", "b", "c", "d"], [math.nan, 0.1, 0.9, 0.2])
     report = tally_of(tree).report()
@@ -177,9 +165,7 @@ def test_turns_without_verdict_enter_no_denominator() -> None:
     assert math.isnan(report["failure_rate"])
     assert math.isnan(report["failure_rate_interval"][0])
     assert report["mean_score"] == pytest.approx(0.2)
-
-
-def test_the_episodes_of_a_training_rollout_are_censored_too() -> None:
+    # The episodes of a training rollout are censored too.
     tree = make_chains(["a", "b", "c"], list("uvwxyz"), [0.1, math.nan, 0.1, 0.9, 0.9, 0.1])
     tree.nodes["is_error"] = torch.zeros(6, dtype=torch.bool)
     scenario: Any = SimpleNamespace(scenario=SimpleNamespace(failure_threshold=0.5))

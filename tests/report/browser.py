@@ -67,8 +67,7 @@ class Browser:
             received = self._receive()
             if received.get("id") == self._number:
                 assert "error" not in received, received
-                result: dict[str, Any] = received["result"]
-                return result
+                return received["result"]
             self.events.append(received)
 
     def _receive(self) -> dict[str, Any]:
@@ -77,8 +76,7 @@ class Browser:
             assert read, "the browser has ended"
             self._rest += read
         message, _, self._rest = self._rest.partition(b"\0")
-        received: dict[str, Any] = json.loads(message)
-        return received
+        return json.loads(message)
 
     def open(
         self, path: Path, *, width: int = 1280, height: int = 900, scheme: str = "light"

@@ -71,23 +71,24 @@ def test_a_page_keeps_to_its_policy(browser: Browser, page: Path, tmp_path: Path
     assert len(browser.complaints()) == 2
 
 
-def test_conversations_and_turns_open_and_are_filtered_by_a_click(
-    browser: Browser, page: Path
+def test_conversations_turns_and_episodes_open_and_are_filtered_by_a_click(
+    browser: Browser, page: Path, protocol_page: Path
 ) -> None:
+    browser.open(protocol_page)
+    assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
+    browser.click("#episodes .ep > summary")
+    assert visible(browser, "#episodes .ep svg") == 1
     browser.open(page)
     conversations = "#conversations details.table[open] .e"
     assert visible(browser, conversations) == 20
     browser.click("#conversations .choose")
     assert visible(browser, conversations) == 1, "with a failure"
-    tree_of_training = "#conversations details.table:nth-of-type(2)"
-    browser.click(f"{tree_of_training} > summary")
-    browser.click(f"{tree_of_training} details.e > summary")
-    closed = f"{tree_of_training} details.n:not([open])"
-    num_closed = browser.value(f"document.querySelectorAll({closed!r}).length")
-    browser.click(f"{closed} > summary")
-    assert browser.value(f"document.querySelectorAll({closed!r}).length") == num_closed - 1
-    seen = f"{tree_of_training} details.n[open] .n"
-    assert browser.value(f"document.querySelector({seen!r}).getBoundingClientRect().height") > 20
+    training = "#conversations details.table:nth-of-type(2)"
+    for part in (training, f"{training} details.e"):
+        browser.click(f"{part} > summary")
+    num_visible = visible(browser, f"{training} .n .n")
+    browser.click(f"{training} details.n:not([open]) > summary")
+    assert visible(browser, f"{training} .n .n") > num_visible
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +102,6 @@ def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(
         [write_protocol_run(tmp_path_factory.mktemp("runs") / "two", tables={"evaluation": rows})]
     )
-
-
-def test_an_episode_of_a_protocol_opens_by_a_click(browser: Browser, protocol_page: Path) -> None:
-    browser.open(protocol_page)
-    assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
-    browser.click("#episodes .ep > summary")
-    assert visible(browser, "#episodes .ep svg") == 1
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
@@ -278,12 +272,12 @@ def test_thousands_of_answers_are_filtered_and_paged_through(
 def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of nine stress tests, one of a failed sweep, and of a folder that is not a run."""
     folder = tmp_path_factory.mktemp("all") / "runs"
+    long = "2026-11-26-self_hosted_grpo-graph_isomorphism-lr=1e-4"
     for seed in range(9):
         after = {"failure_rate": seed / 10, "num_failed": seed, "num_known": 10}
         after |= {"failure_rate_interval": [0.125, 0.875]}
         results = {"kind": "conversation", "before": after, "after": after}
         results |= {"status": "failed"} if seed == 8 else {}
-        long = "2026-11-26-self_hosted_grpo-graph_isomorphism-lr=1e-4"
         name = {7: long, 8: "sweep/s8"}.get(seed, f"r{seed}")
         write_run(folder / name, seed=seed, results=results)
     write_report([folder / "r1"])
@@ -294,10 +288,8 @@ def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_page: Path) -> None:
     assert runs_page.name == "report.html"
     browser.open(runs_page)
-    names = (
-        "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
-        ".map(e => e.textContent)"
-    )
+    rows = "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
+    names = f"{rows}.map(e => e.textContent)"
     assert len(browser.value(names)) == 9
     table = "document.querySelector('.catalogue .scroll')"
     assert browser.value(f"{table}.scrollWidth <= {table}.clientWidth")

@@ -91,7 +91,6 @@ def test_every_rate_is_shown_with_its_counts(tmp_path: Path) -> None:
     }
     run = read_run(write_run(tmp_path / "one", results=counted, evaluations=others))
     side_by_side = sections.evaluations(run)
-    assert side_by_side is not None
     rows = summary.main_table(run)[1]
     places = {
         "sentence": summary.verdict(run)[0],
@@ -261,6 +260,5 @@ def test_conversations_are_censored_at_a_turn_without_a_verdict(tmp_path: Path) 
     shown = sections.turns_to_failure(
         read_run(write_run(tmp_path / "one", tables={"evaluation": rows}))
     )
-    assert shown is not None
     assert [row.cells[-1] for row in shown["rows"]] == ["66.7%", "33.3%"]
     assert [row.cells[1] for row in shown["rows"]] == ["3", "4"]

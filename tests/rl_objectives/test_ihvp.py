@@ -128,17 +128,6 @@ def test_a_flattened_list_is_cut_into_the_same_tensors() -> None:
         assert all(torch.equal(part, tensor) for part, tensor in zip(parts, tensors, strict=True))
 
 
-def test_products_with_a_jacobian_and_its_transpose_equal_the_dense_products() -> None:
-    matrix, vector = random_tensor(4, 4), random_tensor(4, seed=1)
-    x = random_tensor(4, seed=2).requires_grad_()
-    operator = jacobian_operator(torch.tanh(matrix @ x), [x])
-    dense = torch.autograd.functional.jacobian(lambda x: torch.tanh(matrix @ x), x)
-    for _ in range(2):  # the product's graph is built once and reused
-        torch.testing.assert_close(operator.apply(vector), dense @ vector)
-        torch.testing.assert_close(operator.apply_transposed(vector), dense.T @ vector)
-    torch.testing.assert_close(operator.transposed().apply(vector), dense.T @ vector)
-
-
 def test_values_independent_of_a_parameter_have_the_derivative_zero() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     assert gradient((x**2).sum(), [x, y]).tolist() == [2.0, 2.0, 0.0, 0.0, 0.0]

@@ -30,7 +30,7 @@ from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actor
 from nip_astra.utils.forked import can_fork, get_num_processes, using_processes
 from tests.kit import actors_here
 from tests.kit.actors_here import ActorsHere
-from tests.kit.experiments import metrics_of, run_in
+from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.recording import Call, record_calls
 from tests.language_models.test_abilities import Samples
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
@@ -197,7 +197,7 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     used: int,
 ) -> None:
     monkeypatch.setattr("nip_astra.utils.processor.num_cores", lambda: 3)
-    short = ("training.num_iterations=1", "training.num_episodes_per_experience=3")
+    short = (*FAST, "training.num_iterations=1", "training.num_episodes_per_experience=3")
     resolved = resolve_experiment(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),

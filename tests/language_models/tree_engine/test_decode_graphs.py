@@ -26,7 +26,7 @@ from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
 from tests.kit.tiny import CPU, load_backend
-from tests.language_models.tree_engine.growing import assert_same, grow
+from tests.language_models.tree_engine.test_sessions import assert_same, grow
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 
