@@ -42,13 +42,10 @@ def _prompts(split: str) -> list[str]:
 
 def test_models_load_and_are_small() -> None:
     for name, limit in (("attacker", 700_000), ("target", 740_000)):
-        directory = SCENARIO / "models" / name
-        model = AutoModelForCausalLM.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(SCENARIO / "models" / name)
         assert model.num_parameters() < limit
-        assert (directory / "model.safetensors").stat().st_size < 3_000_000
-    files = list((SCENARIO / "models").rglob("*.safetensors"))
-    assert len(files) == 3
-    assert sum(file.stat().st_size for file in files) <= 8_000_000
+    sizes = [file.stat().st_size for file in (SCENARIO / "models").rglob("*.safetensors")]
+    assert (len(sizes), max(sizes) < 3_000_000, sum(sizes) <= 8_000_000) == (3, True, True)
 
 
 def _listed() -> list[dict[str, object]]:

@@ -209,11 +209,15 @@ def write_images(folder: Path, layout: str) -> Path:
         return folder / "images.parquet"
     if layout == "a saved split":
         make_split(NUM_TRAIN).save_to_disk(folder)
-    elif layout == "saved splits":
-        both().save_to_disk(folder)
-    for name, split in both().items() if layout == "files of splits" else ():
-        split.to_parquet(folder / f"{name}-00000-of-00001.parquet")
-    for name, split in both().items() if layout == "folders of images" else ():
+        return folder
+    splits = both()
+    if layout == "saved splits":
+        splits.save_to_disk(folder)
+        return folder
+    for name, split in splits.items():
+        if layout == "files of splits":
+            split.to_parquet(folder / f"{name}-00000-of-00001.parquet")
+            continue
         for number, row in enumerate(split):
             path = folder / name / ("cat", "dog")[row["label"]] / f"{number:03}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
