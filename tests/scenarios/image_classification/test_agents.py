@@ -173,6 +173,17 @@ def test_second_derivatives_are_those_of_finite_differences(block: str) -> None:
     check_second_derivatives(body, frames, "image", "latent_pixels")
 
 
+def test_each_parameter_of_the_body_changes_it() -> None:
+    usual, frames = body_and_frames()
+    for changes in (
+        *({"activation_function": name} for name in ("tanh", "gelu")),
+        *({"building_block_type": "residual"}, {"num_blocks_per_group": 2}),
+        *({"kernel_size": 5}, {"stride": 2}),
+    ):
+        body, _ = body_and_frames(**changes)
+        assert not torch.allclose(body(frames)["image"], usual(frames)["image"]), changes
+
+
 def test_every_weight_of_the_body_is_used() -> None:
     model = PcaModel.Parameters()
     options = {"building_block_type": "residual", "activation_function": "tanh"}
