@@ -34,6 +34,9 @@ def written(folder: Path, name: str, text: str) -> str:
 def test_each_kind_of_file_gives_its_prompts_in_order(tmp_path: Path, name: str, text: str) -> None:
     expected = ["hello you", "good day", "how are you"]
     assert read_prompts(written(tmp_path, name, text), None) == expected
+    assert read_prompts(f"scenario://{name}", tmp_path) == expected
+    with pytest.raises(ConfigurationError, match=r"scenario://"):
+        read_prompts(f"scenario://{name}", None)
     # Editors on Windows write a byte order mark before the first character.
     assert read_prompts(written(tmp_path, name, "\ufeff" + text), None) == expected
 
@@ -43,13 +46,6 @@ def test_a_prompt_may_hold_any_character_but_the_end_of_its_line(tmp_path: Path)
     assert read_prompts(path, None) == ["one\u2028two\nthree \u2603"]
     path = written(tmp_path, "p.txt", "one\u2028two\x0bthree\n")
     assert read_prompts(path, None) == ["one\u2028two\x0bthree"]
-
-
-def test_a_reference_points_into_the_scenario(tmp_path: Path) -> None:
-    written(tmp_path, "p.txt", "hello\n")
-    assert read_prompts("scenario://p.txt", tmp_path) == ["hello"]
-    with pytest.raises(ConfigurationError, match=r"scenario://"):
-        read_prompts("scenario://p.txt", None)
 
 
 UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {

@@ -112,13 +112,9 @@ def test_a_test_includes_its_dependencies_beside_the_function() -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_programs_read_and_write() -> None:
+def test_programs_read_and_write_and_functions_and_methods_are_called() -> None:
     assert read_and_write(ADDS, ["1 2\n", ["101 1"], "0 0"], ["3\n", ["100"], "1"]) == 2 / 3
     assert read_and_write("print(3); raise SystemExit(1)", ["1"], ["3"]) == 0
-
-
-@pytest.mark.needs_sandbox
-def test_functions_and_methods_are_called() -> None:
     method = "class Solution:\n    def twice(self, n):\n        return n * 2"
     assert call_cases(method, "twice", [[1], [2]], [2, [4]]) == 1
     assert call_cases("def twice(n): return n + 2", "twice", [[1], [2]], [2, 4]) == 1 / 2
