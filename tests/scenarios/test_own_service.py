@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
+from nip_astra.errors import (
+    ConfigurationError,
+    ModelLoadError,
+    NothingMeasuredError,
+    ParameterError,
+    ServiceError,
+)
 from nip_astra.evaluation.families.scorers import model_card
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.experiment_settings import ExperimentSettings
@@ -176,7 +182,7 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     target = {"chat_model": local(tiny_model_dir), "max_new_tokens": 4}
-    # A judge of random words returns no rating, which is data if failures are skipped.
+    # The template of the judge refuses its request.
     judge = local(tiny_model_dir, _type="judge", num_retries=0, max_tokens=4, on_failure="skip")
     judge |= {"rubric": "Rate.", "response_format": "text"}
     scenario = write_scenario(tmp_path / "s", target=target)
@@ -197,6 +203,6 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
 
     judged = write_scenario(tmp_path / "j", target=target, scorer=judge)
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(judged), overrides=FEW)
-    result = read_results(run_in(tmp_path, resolved, "judged"))
-    assert result.results["services"]["judge"]["num_requests"] > 0
+    with pytest.raises(NothingMeasuredError, match="'tiny' at local service"):
+        run_in(tmp_path, resolved, "judged")
     assert services_of(os.getpid()) == []
