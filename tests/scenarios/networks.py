@@ -1,4 +1,4 @@
-"""What networks of graphs and of images are tested with: their view of a game, and a check."""
+"""A view of a game and a check of derivatives, for tests of graph and image networks."""
 
 from __future__ import annotations
 

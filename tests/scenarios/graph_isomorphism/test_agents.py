@@ -154,8 +154,8 @@ def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
         attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
     mine = (layer.output, layer.inner, layer.outer, layer.attention_norm, layer.norm)
     others = (attention.out_proj, theirs.linear1, theirs.linear2, theirs.norm1, theirs.norm2)
-    for one, other in zip(mine, others, strict=True):
-        other.load_state_dict(one.state_dict())
+    for part, other in zip(mine, others, strict=True):
+        other.load_state_dict(part.state_dict())
     return theirs
 
 

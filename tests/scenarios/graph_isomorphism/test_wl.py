@@ -47,7 +47,7 @@ def networkx_score(adjacency: np.ndarray, size: int) -> int:
         nx.set_node_attributes(graph, "node", "label")
     for rounds in range(1, MAX_WL_ROUNDS + 1):
         options = {"node_attr": "label", "iterations": rounds}
-        hashes = {nx.weisfeiler_lehman_graph_hash(one, **options) for one in (first, second)}
+        hashes = {nx.weisfeiler_lehman_graph_hash(g, **options) for g in (first, second)}
         if len(hashes) == 2:
             return rounds
     return ISOMORPHIC if nx.is_isomorphic(first, second) else BEYOND_WL
