@@ -80,7 +80,6 @@ def test_impossible_values_of_a_launcher_are_refused_by_name(
 
 
 def everything(store: str) -> dict[str, Any]:
-    """Use all operations of a team."""
     with open_team(CPU, store) as team:
         two = [torch.full((2,), team.rank + 1.0), torch.full((1,), 2**40 + team.rank)]
         team.all_reduce(two)

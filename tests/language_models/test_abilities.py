@@ -56,15 +56,11 @@ class Wrapped(TokenModel):
 
 
 class Samples(Wrapped, TokenSampler):
-    """Only samples tokens, like a completions server."""
-
     def generate(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
         return self.inner.generate(contexts, rows_per_context, uniforms_BT, options)
 
 
 class Scores(Wrapped, TokenScorer):
-    """Only scores tokens."""
-
     def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
         return self.inner.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
 
@@ -82,7 +78,6 @@ def _registered() -> Iterator[None]:
 
 
 def experiment(scenario: Path, role: str, backend: str, *more: str) -> ResolvedExperiment:
-    """An experiment in which a role's backend has few abilities."""
     model = json.dumps({"_type": backend, "model": str(scenario / role)})
     given = (*FAST, "training.num_iterations=1", f"ast_chat.{role}.language_model={model}")
     return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=[*given, *more])

@@ -53,7 +53,6 @@ def plan(tiny_model_dir: Path) -> FineTuningPlan:
 
 
 def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
-    """Train a model in this process and write the result, like a job."""
     tuning = FineTuning(plan, texts)
     for _ in tuning.run():
         pass

@@ -32,7 +32,6 @@ FAST = (
 
 
 def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) -> None:
-    """Make models, train, and print the log."""
     rank = rank_of_process()
     # Equal in all processes.
     folder = runs_dir / f"files_{rank}"

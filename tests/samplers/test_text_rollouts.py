@@ -33,7 +33,6 @@ from tests.kit.text_games import FakeChatModel, build_text_game, play
 
 
 def _say(request: ChatRequest, number: int) -> str:
-    """A function of only the request and the sample."""
     if "decide" in request.messages[-1]["content"]:
         word = "accept" if (request.seed or 0) % 2 else "reject"
         return f"Decision: {word}"
