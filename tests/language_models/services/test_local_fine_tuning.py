@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,9 +177,7 @@ def test_a_job_whose_files_were_changed_is_not_trained(
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     owner: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     places: dict[str, Any] = {
         "rename": Path,
         "save_progress": FineTuning,
@@ -187,8 +186,8 @@ def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
     }
     service = open_service()
     with monkeypatch.context() as patch:
-        patch.setattr(places[owner], owner, full)
-        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
+        patch.setattr(places[owner], owner, Mock(side_effect=full))
+        with pytest.raises(RunDirectoryError, match=full.strerror):
             _train(service, _submit(service))
     assert _train(service, _submit(service)).status is JobStatus.SUCCEEDED
 
