@@ -75,6 +75,7 @@ class FakeChatModel(ChatModel):
 
     script: Script
     name: str = "fake"
+    tokens_per_answer: int = 1
     requests: list[ChatRequest] = field(default_factory=list)
     most_in_flight: int = 0
     _in_flight: int = 0
@@ -91,7 +92,7 @@ class FakeChatModel(ChatModel):
         self._in_flight -= 1
         said = [self.script(request, number) for number in range(request.num_samples)]
         samples = tuple(ChatAnswer(one) if isinstance(one, str) else one for one in said)
-        return ChatOutcome(samples, ChatUsage(10, len(samples)))
+        return ChatOutcome(samples, ChatUsage(10, self.tokens_per_answer * len(samples)))
 
 
 @dataclass
