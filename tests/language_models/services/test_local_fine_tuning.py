@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import Mock
@@ -65,42 +66,29 @@ def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
     return asyncio.run(service.job(job_id))
 
 
-def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
-    open_service: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [(torch.optim.AdamW, "step", 2), (HuggingFaceLanguageModel, "save_pretrained", 1)],
+    ids=["in a step", "while its model is written"],
+)
+def test_a_cancelled_job_ends_after_its_step_without_a_model_and_stays_cancelled(
+    owner: type, name: str, number: int, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = open_service()
     job_id = _submit(service)
-    steps: list[int] = []
-    step = torch.optim.AdamW.step
+    call, numbers = getattr(owner, name), count(1)
 
-    def counted(self: Any, *args: Any) -> Any:
-        steps.append(len(steps) + 1)
-        if len(steps) == 2:
+    def cancelled(*given: Any) -> Any:
+        if next(numbers) == number:
             asyncio.run(service.cancel(job_id))
-        return step(self, *args)
+        return call(*given)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    monkeypatch.setattr(owner, name, cancelled)
     ended = _train(service, job_id)
-    assert (ended.status, ended.model, steps) == (JobStatus.CANCELLED, None, [1, 2])
+    assert (ended.status, ended.model, next(numbers)) == (JobStatus.CANCELLED, None, number + 1)
     assert _train(service, job_id).status is JobStatus.CANCELLED
     assert asyncio.run(service.cancel(job_id)).status is JobStatus.CANCELLED
     assert not list(service.directory.rglob("*.safetensors"))
-
-
-def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
-    open_service: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = open_service()
-    job_id = _submit(service)
-    save = HuggingFaceLanguageModel.save_pretrained
-
-    def cancelled(self: Any, folder: Path) -> None:
-        save(self, folder)
-        asyncio.run(service.cancel(job_id))
-
-    monkeypatch.setattr(HuggingFaceLanguageModel, "save_pretrained", cancelled)
-    assert _train(service, job_id).status is JobStatus.CANCELLED
-    assert not (service.directory / job_id / "model").exists()
     monkeypatch.undo()
     other = _submit(service, key="other")
     assert _train(service, other).status is JobStatus.SUCCEEDED
