@@ -29,6 +29,7 @@ from nip_astra.language_models.services.fine_tuning import (
     SupervisedExample,
 )
 from tests.kit.messages import says
+from tests.kit.resuming import Killed
 
 ANSWER: ChatMessage = {"role": "assistant", "content": "yes"}
 SUPERVISED = SupervisedExample(({"role": "user", "content": "hello"}, ANSWER))
@@ -161,20 +162,20 @@ def test_a_job_whose_files_were_changed_is_not_trained(
     assert job_id in str(ended.error)
 
 
-@pytest.mark.parametrize("owner", ["rename", "save_progress", "save_pretrained", "write_manifest"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((Path, "rename"), (FineTuning, "save_progress"), (fine_tuning, "write_manifest")),
+        (HuggingFaceLanguageModel, "save_pretrained"),
+    ],
+)
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
-    owner: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    places: dict[str, Any] = {
-        "rename": Path,
-        "save_progress": FineTuning,
-        "save_pretrained": HuggingFaceLanguageModel,
-        "write_manifest": fine_tuning,
-    }
     service = open_service()
     with monkeypatch.context() as patch:
-        patch.setattr(places[owner], owner, Mock(side_effect=full))
+        patch.setattr(owner, name, Mock(side_effect=full))
         with pytest.raises(RunDirectoryError, match=full.strerror):
             _train(service, _submit(service))
     assert _train(service, _submit(service)).status is JobStatus.SUCCEEDED
@@ -195,9 +196,6 @@ def test_a_killed_job_continues_after_its_last_step(
     service = open_service(lora=lora)
     job_id = _submit(service, method)
     take_step, steps = FineTuning._take_step, []
-
-    class Killed(BaseException):
-        pass
 
     def counted(tuning: FineTuning, chosen: Any) -> Any:
         if len(steps) == 2:
