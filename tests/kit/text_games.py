@@ -137,13 +137,6 @@ class FakeFineTuning(FineTuningService):
         raise NotImplementedError
 
 
-def build_protocol(name: str, **groups: Any) -> Any:
-    """The handler of a protocol."""
-    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
-    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
-    return build_protocol_handler(HyperParameters.with_sections(sections).from_dict(values))
-
-
 def build_text_game(
     name: str,
     folder: Path,
@@ -153,7 +146,10 @@ def build_text_game(
     **groups: Any,
 ) -> TextGame:
     """A game with the prompts above; `groups` are values of the hyper-parameters."""
-    protocol = build_protocol(name, **groups)
+    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
+    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
+    hyper_params = HyperParameters.with_sections(sections).from_dict(values)
+    protocol: Any = build_protocol_handler(hyper_params)
     for file, text in prompts.items():
         (folder / file).write_text(text, encoding="utf-8")
     agents = protocol.agent_names
