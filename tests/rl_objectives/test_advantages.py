@@ -75,7 +75,7 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
-    assert nstep_returns(row, mask, n=9, gamma=0.5).equal(whole)
+    assert nstep_returns(row, mask, n=9, gamma=0.5, values_EH=values).equal(whole)
     assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
     with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
