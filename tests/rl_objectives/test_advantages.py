@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from nip_astra.rl_objectives.advantages import (
     tree_gae,
     whiten,
 )
-from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.values import explained_variance
 
 DOUBLE = torch.float64
@@ -77,36 +75,10 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
-    assert nstep_returns(row, mask, n=9, gamma=0.5).equal(whole)
+    assert nstep_returns(row, mask, n=9, gamma=0.5, values_EH=values).equal(whole)
     assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
     with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
-
-
-def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
-    """Two positions, the second conditioned on the first token: sums over all sequences."""
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
-    student.requires_grad_()
-    pairs = list(itertools.product(range(3), range(3)))
-    rows = torch.tensor([[0, 1 + first] for first, _ in pairs])
-    tokens = torch.tensor(pairs)
-    student_BT, teacher_BT = (x.log_softmax(1)[rows, tokens] for x in (student, teacher))
-    weight_B = student_BT.sum(1).exp()
-    exact = torch.autograd.grad(
-        (weight_B * (student_BT - teacher_BT).sum(1)).sum(), student, retain_graph=True
-    )[0]
-    mask = torch.ones(9, 2, dtype=torch.bool)
-    result = []
-    for discount in (1.0, 0.0):
-        advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
-        loss = PolicyLoss.of("importance_sampling").of_tokens(
-            student_BT, student_BT.detach(), advantages, mask
-        )
-        total = (weight_B.detach() * loss.sum(1)).sum()
-        result.append(torch.autograd.grad(total, student, retain_graph=True)[0])
-    assert torch.allclose(result[0], exact, atol=1e-12)
-    assert not torch.allclose(result[1], exact, atol=1e-3)
 
 
 def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
