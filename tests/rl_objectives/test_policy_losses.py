@@ -45,7 +45,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
     "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
     "dro": PolicyLoss.of("dro", {"beta": 0.5}),
-    "reinforce": PolicyLoss.of("reinforce"),
+    **{name: PolicyLoss.of(name) for name in ("reinforce", "rloo")},
 }
 
 
@@ -70,6 +70,8 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
         ("narrow_cispo", 0.5, 2.0, -1.6 * (math.log(0.5) - 3), -1.6),
         ("gspo", 1.05, 2.0, -2.1, -2.1),
         ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("rloo", 1.1, 2.0, -2.2, -2.2),
+        ("rloo", 1.5, 2.0, -2.4, 0.0),
         ("sapo", 1.0, 2.0, -4.0, -2.0),
         # 0.25 log(3)**2 - 2 log pi, and its derivative 0.5 log(3) - 2
         ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3) + 6, 0.5 * math.log(3) - 2),
@@ -82,8 +84,8 @@ def test_losses_of_one_token_equal_hand_computed_values(
     given = one_token(ratio, advantage)
     output = policy_loss(*given, loss=LOSSES[name])
     assert output.loss.item() == pytest.approx(loss, abs=1e-6)
-    found = torch.autograd.grad(output.loss, given[0])[0].item()
-    assert found == pytest.approx(slope, abs=1e-6)
+    (gradient,) = torch.autograd.grad(output.loss, given[0])
+    assert gradient.item() == pytest.approx(slope, abs=1e-6)
     assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
     assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
     options = LOSSES[name].options
@@ -92,12 +94,6 @@ def test_losses_of_one_token_equal_hand_computed_values(
         assert output.metrics["ratio_outside_clip"].item() == float(is_outside)
         is_clipped = slope == 0.0 and not (name == "dual_clip" and advantage < 0)
         assert output.metrics["clip_fraction"].item() == float(is_clipped)
-
-
-# Two rows: log-ratios log 1.1 and log 1.2 with advantage 2; log 0.5 with advantage -1.
-OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE)
-ADVANTAGES = torch.tensor([2.0, -1.0], dtype=DOUBLE)
-MASK = torch.tensor([[True, True], [True, False]])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -124,16 +120,16 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 
 
 def test_reinforce_and_nll_by_hand() -> None:
-    logprobs = OLD.clone().requires_grad_()
-    output = policy_loss(
-        *(logprobs, None, ADVANTAGES, MASK), loss="reinforce", reduction="sequence_sum"
-    )
+    logprobs = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE, requires_grad=True)
+    mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([2.0, -1.0])
+    given = (logprobs, None, advantages, mask)
+    output = policy_loss(*given, loss="reinforce", reduction="sequence_sum")
     output.loss.backward()
     # -(2 * (-1 - 2) - 1 * (-1.5)) / 2
     assert output.loss.item() == pytest.approx(2.25)
     assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
-    assert nll_loss(OLD, MASK).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
-    assert nll_loss(OLD, MASK).metrics["nll"].item() == pytest.approx(1.5)
+    assert nll_loss(logprobs, mask).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
+    assert nll_loss(logprobs, mask).metrics["nll"].item() == pytest.approx(1.5)
 
 
 def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
