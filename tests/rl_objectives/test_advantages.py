@@ -140,6 +140,11 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     result = group_advantages(rewards, torch.zeros(6).long(), baseline=baseline, std_epsilon=0.0)
     assert result.advantages_N.eq(0).all()
     assert whiten(rewards, torch.ones(6, dtype=torch.bool)).eq(0).all()
+    # The means of two runs of the same rewards differ by their order.
+    rewards, run = doubles(0.1, 0.2, 0.3, 0.2, 0.3, 0.1), torch.arange(6) // 3
+    assert rewards[:3].sum() != rewards[3] + rewards[4] + rewards[5]
+    result = group_advantages(rewards, torch.zeros(6).long(), run, baseline=baseline)
+    assert result.is_zero_variance_P.tolist() == [True]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)

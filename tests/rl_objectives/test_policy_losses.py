@@ -27,7 +27,7 @@ from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
-from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
+from tests.rl_objectives.batches import DOUBLE, inputs_of, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
 
 CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
@@ -164,13 +164,10 @@ def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, sl
     assert output.metrics["return_mean"].item() == 3.0
 
 
-def arguments(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    return arguments_of(random_batch(seed))
-
-
-def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
-    logprobs = batch["logprobs_BT"].requires_grad_()
-    return logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
+def arguments(*seed: int, **sizes: float) -> tuple[torch.Tensor, ...]:
+    batch = random_batch(*seed, **sizes)
+    batch["logprobs_BT"].requires_grad_()
+    return inputs_of(batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -250,7 +247,8 @@ def test_group_variants_equal_grpo_of_trl(
     trl: SimpleNamespace, name: str, kl_weight: float, scale: float
 ) -> None:
     batch = random_batch(3, rows=8, tokens=6, scale=scale)
-    given, reference = arguments_of(batch), batch["reference_logprobs_BT"]
+    batch["logprobs_BT"].requires_grad_()
+    given, reference = inputs_of(batch), batch["reference_logprobs_BT"]
     options = {"reference_logprobs_BT": reference, "kl_weight": kl_weight}
     mine = loss_of_variant(name, *given, **options).loss
     variant = GROUP_VARIANTS[name]
@@ -270,7 +268,7 @@ def test_group_variants_equal_grpo_of_trl(
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])
 def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
-    logprobs, old, advantages, mask = arguments_of(random_batch(4, rows=8, tokens=6, scale=scale))
+    logprobs, old, advantages, mask = arguments(4, rows=8, tokens=6, scale=scale)
     inputs = {"old_logps": (old * mask).sum(1)}
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
     theirs = loss_of_trl(trl.RLOOTrainer, logprobs, mask, advantages, inputs, **clip)
