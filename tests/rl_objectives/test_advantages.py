@@ -82,12 +82,11 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
 
 
 def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
-    student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
-    mask = torch.tensor([[True, False, True, True]])
-    result = reverse_kl_advantages(
-        student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
-    )
+    student, mask = doubles(1, 9, 2, 4)[None], torch.tensor([[True, False, True, True]])
+    given = (student, torch.zeros_like(student), mask)
+    result = reverse_kl_advantages(*given, weight=2.0, discount=0.5)
     assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+    assert reverse_kl_advantages(*given, weight=2.0).tolist() == [[-2.0, 0.0, -4.0, -8.0]]
 
 
 # ---- among siblings
