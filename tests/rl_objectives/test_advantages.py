@@ -82,12 +82,11 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
 
 
 def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
-    student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
-    mask = torch.tensor([[True, False, True, True]])
-    result = reverse_kl_advantages(
-        student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
-    )
+    student, mask = doubles(1, 9, 2, 4)[None], torch.tensor([[True, False, True, True]])
+    given = (student, torch.zeros_like(student), mask)
+    result = reverse_kl_advantages(*given, weight=2.0, discount=0.5)
     assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+    assert reverse_kl_advantages(*given, weight=2.0).tolist() == [[-2.0, 0.0, -4.0, -8.0]]
 
 
 # ---- among siblings
@@ -140,6 +139,11 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     result = group_advantages(rewards, torch.zeros(6).long(), baseline=baseline, std_epsilon=0.0)
     assert result.advantages_N.eq(0).all()
     assert whiten(rewards, torch.ones(6, dtype=torch.bool)).eq(0).all()
+    # The means of two runs of the same rewards differ by their order.
+    rewards, run = doubles(0.1, 0.2, 0.3, 0.2, 0.3, 0.1), torch.arange(6) // 3
+    assert rewards[:3].sum() != rewards[3] + rewards[4] + rewards[5]
+    result = group_advantages(rewards, torch.zeros(6).long(), run, baseline=baseline)
+    assert result.is_zero_variance_P.tolist() == [True]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
