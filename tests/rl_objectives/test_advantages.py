@@ -43,10 +43,10 @@ def doubles(*values: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("bootstrap", "advantages"),
     [
-        # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
-        (None, [1.25, 0.0, 1.0, 0.0]),
-        # delta_1 = 2 + 0.5 * 4 - 1 = 3; A_0 = 1 + 0.25 * 3
-        (4.0, [1.75, 0.0, 3.0, 0.0]),
+        # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.125 * 1
+        (None, [1.125, 0.0, 1.0, 0.0]),
+        # delta_1 = 2 + 0.5 * 4 - 1 = 3; A_0 = 1 + 0.125 * 3
+        (4.0, [1.375, 0.0, 3.0, 0.0]),
     ],
 )
 def test_gae_of_the_steps_that_count_by_hand(
@@ -56,9 +56,8 @@ def test_gae_of_the_steps_that_count_by_hand(
     # Of two episodes, the first has no step at all.
     mask = torch.stack([torch.zeros(4, dtype=torch.bool), ~rewards.isnan()])
     bootstrap_E = None if bootstrap is None else doubles(7, bootstrap)
-    result = gae(
-        rewards.expand(2, 4), values.expand(2, 4), mask, gamma=0.5, lam=0.5, bootstrap_E=bootstrap_E
-    )
+    given = (rewards.expand(2, 4), values.expand(2, 4), mask)
+    result = gae(*given, gamma=0.5, lam=0.25, bootstrap_E=bootstrap_E)
     assert result.advantages.tolist() == [[0.0] * 4, advantages]
     returns = [advantages[0] + 0.5, 0.0, advantages[2] + 1.0, 0.0]
     assert result.returns.tolist() == [[0.0] * 4, returns]
@@ -308,12 +307,12 @@ def test_gae_of_tokens_in_a_tree_by_hand() -> None:
     values = doubles(1, NAN, 0.5, 1, 9, NAN, 2, 3, 0.25, NAN).view(5, 2)
     mask = ~values.isnan()
     parent, depth = torch.tensor([1, 4, 1, 1, -1]), torch.tensor([2, 1, 2, 2, 0])
-    result = tree_gae(rewards, values.requires_grad_(), mask, parent, depth, gamma=0.5, lam=0.5)
-    # Of the last turns, 2 - 1 = 1, and 4 - 3 = 1 and before it 0 + 3 - 2 + 0.5 * 1 = 1.5.
-    last = 1 + 0.5 * (1 + 2) / 2 - 1 + 0.25 * (1 + 1.5) / 2
-    first = 0 + 1 - 0.5 + 0.5 * last
-    opening = 0.5 + 0.5 * 0.5 - 0.25 + 0.25 * first
-    expected = doubles(1, 0, first, last, NAN, 0, 1.5, 1, opening, 0).view(5, 2)
+    result = tree_gae(rewards, values.requires_grad_(), mask, parent, depth, gamma=0.5, lam=0.25)
+    # Of the last turns, 2 - 1 = 1, and 4 - 3 = 1 and before it 0 + 3 - 2 + 0.25 * 1 = 1.25.
+    last = 1 + 0.5 * (1 + 2) / 2 - 1 + 0.125 * (1 + 1.25) / 2
+    first = 0 + 1 - 0.5 + 0.25 * last
+    opening = 0.5 + 0.5 * 0.5 - 0.25 + 0.125 * first
+    expected = doubles(1, 0, first, last, NAN, 0, 1.25, 1, opening, 0).view(5, 2)
     torch.testing.assert_close(result.advantages, expected, equal_nan=True)
     returns = expected + values.detach().nan_to_num(0.0)
     torch.testing.assert_close(result.returns, returns, equal_nan=True)
