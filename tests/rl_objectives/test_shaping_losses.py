@@ -213,12 +213,16 @@ def test_zero_advantages_and_empty_batches_give_zero(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "slope"), [(1.5, 2.0, 0.0), (0.5, 2.0, -1.0), (1.5, -2.0, 3.0)]
+    ("log_ratio", "advantage", "slope"),
+    [
+        *((math.log(1.5), 2.0, 0.0), (math.log(0.5), 2.0, -1.0), (math.log(1.5), -2.0, 3.0)),
+        *((1e4, 2.0, 0.0), (1e4, -2.0, 0.0)),  # beyond the largest number
+    ],
 )
 def test_the_clipped_gradient_is_that_of_ppo_by_hand(
-    ratio: float, advantage: float, slope: float
+    log_ratio: float, advantage: float, slope: float
 ) -> None:
-    logprobs = torch.tensor([[math.log(ratio) - 3.0, -1.0]], dtype=DOUBLE).requires_grad_()
+    logprobs = torch.tensor([[log_ratio - 3.0, -1.0]], dtype=DOUBLE).requires_grad_()
     old = torch.tensor([[-3.0, -2.0]], dtype=DOUBLE)
     advantages = torch.tensor([[advantage, 1.0]], dtype=DOUBLE)
     losses = clipped_shaping_losses(
