@@ -78,9 +78,7 @@ def test_an_encoder_may_define_similarity(tmp_path: Path) -> None:
     assert values[0] == values[2] == 0.0 < values[1]
 
 
-def test_a_bounded_history_equals_a_history_of_only_the_kept_probes(
-    kind: dict[str, Any],
-) -> None:
+def test_a_bounded_history_equals_a_history_of_only_the_kept_probes(kind: dict[str, Any]) -> None:
     bounded, fresh = term_of(**kind, max_history=15), term_of(**kind)
     for seed in range(6):
         bounded.observe(rollout(random_probes(12, seed=seed)))

@@ -10,13 +10,7 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, TaskError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.tasks.base import (
-    Episode,
-    Task,
-    opening_of,
-    reaction_of,
-    toolbox_of,
-)
+from nip_astra.scenario_base.tasks.base import Episode, Task, opening_of, reaction_of, toolbox_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import iterations_of, trainer_of
 from tests.scenario_base.tasks.test_tasks import task_of as named_task

@@ -173,13 +173,10 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
         {"role": "system", "content": "You are Prover. Argue for accept of the sky is blue."},
         {"role": "user", "content": "Begin.\n\nVerifier: Why?\n\n[main]"},
     ]
-
-
-def test_an_agent_without_messages_between_two_turns_gets_a_request_to_continue(
-    tmp_path: Path,
-) -> None:
+    # Without a message between two turns, an agent gets a request to continue.
     prompts = {name: text.split("{% block turn %}")[0] for name, text in PROMPTS.items()}
-    game = build_text_game("multi_channel_test", tmp_path, prompts=prompts)
+    (tmp_path / "other").mkdir()
+    game = build_text_game("multi_channel_test", tmp_path / "other", prompts=prompts)
     (end,) = play(game, FakeChatModel(_talk))
     prompt = end.path()[2].moves["prover1"].prompt
     assert [item["role"] for item in prompt] == ["system", "user", "assistant", "user"]
@@ -227,41 +224,40 @@ def test_a_missing_or_broken_prompt_is_reported(tmp_path: Path) -> None:
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
 
 
-def test_a_prompt_with_an_unknown_variable_is_reported(tmp_path: Path) -> None:
-    prompts = PROMPTS | {"verifier.jinja": "{% block opening %}{{ datapoint.clam }}{% endblock %}"}
+def test_an_unknown_variable_in_a_prompt_for_the_protocol_is_reported(tmp_path: Path) -> None:
+    unknown = "{% block opening %}{{ datapoint.clam }}{% endblock %}"
+    # A prompt for the protocol comes before that of the role.
+    prompts = PROMPTS | {"verifier.solo_verifier.jinja": unknown}
     game = build_text_game("solo_verifier", tmp_path, prompts=prompts)
     with pytest.raises(DataError, match=r"has no attribute 'clam'.*It may use: agent, channels"):
         play(game, FakeChatModel(_talk))
-
-
-def test_a_prompt_for_the_protocol_comes_before_that_of_the_role(tmp_path: Path) -> None:
-    prompts = PROMPTS | {"verifier.adp.jinja": "{% block opening %}Only adp.{% endblock %}"}
-    game = build_text_game("adp", tmp_path, prompts=prompts)
-    (end,) = play(game, _deciding("Decision: accept"))
-    assert end.moves["verifier"].prompt[0]["content"].startswith("Only adp.")
 
 
 TWO = ("prover0_channel", "prover1_channel")
 
 
 @pytest.mark.parametrize(
-    ("text", "decision"),
+    ("decision", "texts"),
     [
-        (decision_text(REJECT), REJECT),
-        (decision_text(ACCEPT), ACCEPT),
-        ("I am sure.\nDECISION:  Reject.", REJECT),
-        ("**Decision**: accept", ACCEPT),
-        ('decision: "reject"', REJECT),
-        ("Decision: accept\nDecision: Accept", ACCEPT),
-        ("My decision is to accept", CONTINUE),
-        ("Decision: acceptable", CONTINUE),
-        ("indecision: accept", CONTINUE),
+        (REJECT, [decision_text(REJECT), "I am sure.\nDECISION:  Reject.", 'decision: "reject"']),
+        (
+            ACCEPT,
+            [
+                *(decision_text(ACCEPT), "**Decision**: accept"),
+                "Decision: accept\nDecision: Accept",
+            ],
+        ),
+        (
+            CONTINUE,
+            ["My decision is to accept", "Decision: acceptable", "indecision: accept"],
+        ),
     ],
 )
-def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) -> None:
-    parsed = parse_answer(text, ("main",), may_decide=True)
-    assert (parsed.decision, parsed.fault) == (decision, "")
-    assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
+def test_a_decision_is_found_anywhere_and_in_any_case(decision: int, texts: list[str]) -> None:
+    for text in texts:
+        parsed = parse_answer(text, ("main",), may_decide=True)
+        assert (parsed.decision, parsed.fault) == (decision, "")
+        assert parsed.messages == ({} if decision != CONTINUE else {"main": text})
 
 
 @pytest.mark.parametrize(
