@@ -421,12 +421,6 @@ def test_readers_are_the_trainers_that_take_the_parameter(parameter_pages: Modul
     assert "`solo_agent`" not in readers.words("rl.lr")
 
 
-def test_modules_of_the_api_are_there() -> None:
-    for modules in _module("api_pages").CHAPTERS.values():
-        for module in modules:
-            assert importlib.import_module(module).__doc__
-
-
 def test_every_option_of_every_command_stands_on_one_page() -> None:
     sections = _module("command_page").command_page().split("\n## ")[1:]
     by_name = {one.partition("\n")[0].strip("`"): one for one in sections}

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from nip_astra.parameters.content import content_root
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import to_yaml
+from tests.kit.command_line import CommandLine
 
 FILES = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCHEMA = content_root() / "parameters" / "schema.json"
@@ -88,3 +89,13 @@ def _values(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}.{name}", item
     for name, item in schema.get("definitions", {}).items():
         yield from _values(item, name)
+
+
+def test_the_schema_of_one_trainer_knows_its_sections_only(cli: CommandLine, toy: Path) -> None:
+    out = cli.ok("schema", "--trainer", "toy_trainer", "--scenario", str(toy)).out
+    schema = json.loads(out)
+    Draft7Validator.check_schema(schema)
+    assert {"toy_trainer", "toy_kind", "settings", "extends"} <= set(schema["properties"])
+    assert "ast_dpo" not in schema["properties"]
+    assert schema["additionalProperties"] is False
+    assert "What is added to each count." in out

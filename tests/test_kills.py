@@ -130,6 +130,8 @@ def test_a_revision_of_a_step_saved_again_is_no_difference_and_leftovers_are_nam
     assert fault_of(tmp_path, expected) == ""
     (second / ".unfinished").touch()
     assert ".unfinished" in fault_of(tmp_path, expected)
+    (second / "results.json").unlink()
+    assert "results.json" in fault_of(tmp_path, expected)
 
 
 def test_every_operation_that_changes_files_is_a_kill_point(tmp_path: Path) -> None:

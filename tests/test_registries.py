@@ -275,12 +275,11 @@ def test_built_ins_may_be_in_a_folder_or_in_one_module_whose_import_can_be_tried
 def test_a_member_without_a_module_or_whose_module_does_not_register_it(
     registry: Any, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "toolbox/saw.py", "")
-    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
-        registry.get("saw")
-    path.unlink()
-    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
-        registry.get("saw")
+    path = tmp_path / "toolbox/saw.py"
+    for make in (path.unlink, lambda: write(path, "")):
+        make()
+        with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
+            registry.get("saw")
     write(tmp_path / "toolbox/saw.py", "import no_such_module\n# of another length\n")
     sys.modules.pop("toolbox.saw")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

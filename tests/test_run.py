@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -21,6 +23,7 @@ from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
+    MissingPartError,
     ParameterError,
     RunDirectoryError,
     StopRequested,
@@ -32,11 +35,12 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import ExperimentResult, prepare_experiment, resume_experiment, run_experiment
+from nip_astra.scenario_instance import ConversationInstance, ProtocolInstance, ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.trainers.registry import TRAINERS
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
-from tests.kit.experiments import metrics_of, run_in
+from tests.kit.experiments import metrics_of, run_in, trainer_of
 from tests.kit.messages import says
 from tests.kit.toy_scenario import forget_toys
 from tests.tracking.wandb_log import WandbLog
@@ -547,3 +551,87 @@ def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert (made.path / "a.json").is_file()
     assert (made.path / "checkpoints").is_dir()
+
+
+# ---- settings
+
+
+def test_settings_come_back_from_their_file_without_their_runtime_fields(tmp_path: Path) -> None:
+    runtime = {"run_directory": RunDirectory(tmp_path), "tqdm_func": print}
+    runtime["global_tqdm_step_fn"] = lambda: None
+    written = ExperimentSettings(wandb="offline", num_threads=2, **runtime).to_dict()
+    assert not runtime.keys() & written
+    again = ExperimentSettings.from_dict(written)
+    assert again.to_dict() == written
+    assert (again.run_directory, again.wandb, again.num_threads) == (None, "offline", 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "facts"),
+    [
+        ({"device": "gpu"}, ["cpu, cuda, auto", '"gpu"']),
+        ({"wandb": "ofline"}, ["disabled, offline, online", '"ofline"', "'offline'"]),
+        ({"num_threads": 0}, ["at least 1", "0"]),
+        ({"checkpoint_period": -1}, ["at least 0", "-1"]),
+        ({"test_run": "yes"}, ["true or false", '"yes"']),
+        ({"runs": "x"}, ["unknown", '"x"', "'runs_dir'"]),
+        ({"run_directory": "runs"}, ['"runs"']),
+        ({"tqdm_func": 3}, ["3"]),
+    ],
+)
+def test_a_wrong_setting_is_reported(values: dict[str, Any], facts: list[str]) -> None:
+    for make in (ExperimentSettings.from_dict, lambda given: ExperimentSettings(**given)):
+        with pytest.raises(ParameterError) as caught:
+            make(values)
+        (fault,) = caught.value.faults
+        assert fault.path == next(iter(values))
+        assert says(fault, *facts)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"run_directory": RunDirectory(Path("x"))},
+        *({"sharding": "fsdp"}, {"process_store": "meet"}, {"ray_address": "auto"}),
+        *({"actor_cpus": 2.0}, {"actor_gpus": 1.0}),
+    ],
+)
+def test_settings_that_a_run_does_not_read_are_refused_by_name(
+    run: Any, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(given))):
+        run("one", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_flag_stops_a_run_after_its_work_is_saved(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(StopRequested, match="notebook"):
+        run("one", stop_flag=lambda: "notebook")
+    assert counts(tmp_path / "one") == [0.5]
+    for given in ({"run_directory": RunDirectory(tmp_path)}, {"actor_cpus": 2.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(given))):
+            resume_experiment(tmp_path / "one", progress=False, **given)
+    assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
+
+
+# ---- parts of an instance
+
+
+def test_a_part_of_another_family_is_refused(tiny_scenario: Path) -> None:
+    conversation = trainer_of("ast_dpo", scenario=tiny_scenario).scenario_instance
+    assert isinstance(conversation, ConversationInstance)
+    assert set(conversation.datasets) == {"train", "dev", "test"}
+    with pytest.raises(MissingPartError, match=r"'ast_chat'.*'protocol_handler'.*sampler"):
+        conversation.protocol_handler  # noqa: B018 - reading it is the test
+    assert not hasattr(conversation, "combined_agents")
+    protocol = trainer_of("vanilla_ppo", scenario="graph_isomorphism_small").scenario_instance
+    assert isinstance(protocol, ProtocolInstance)
+    assert min(conversation.num_parameters, protocol.num_parameters) > 0
+    with pytest.raises(MissingPartError, match=r"'graph_isomorphism'.*'datasets'"):
+        protocol.datasets  # noqa: B018 - reading it is the test
+
+
+def test_the_base_alone_is_an_instance_that_can_be_copied() -> None:
+    instance = ScenarioInstance(kind="plain")
+    assert instance.num_parameters == 0
+    assert copy.deepcopy(instance) == pickle.loads(pickle.dumps(instance)) == instance

@@ -1,22 +1,33 @@
-"""Benchmarks of one part each run with small sizes, and their figures are right."""
+"""Benchmarks run with small sizes, and their figures are right."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import random
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tensordict.nn import composite_lp_aggregate, set_composite_lp_aggregate
 
 from nip_astra.distributed.placement import Cluster, plan_for
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import nll_loss
+from nip_astra.trainers.registry import TRAINERS
 from nip_astra.utils.forked import can_fork
+from tests.kit.command_line import CommandLine
 from tests.kit.documents import ROOT
+from tests.kit.experiments import FAST, run_in
 
 Load = Callable[[str], ModuleType]
 
@@ -182,3 +193,172 @@ def test_each_layer_of_a_run_has_its_share(load: Load, trainer: str, layers: set
     assert all(seconds > 0 for seconds in spent.values())
     assert sum(spent.values()) == pytest.approx(2 * spent["whole"])
     assert run["metrics"]
+
+
+# ---- trainers
+
+
+def test_an_arm_is_trained_and_its_figures_are_those_of_the_run(
+    load: Load,
+    tiny_scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, out = load("trainers"), tmp_path / "figures.json"
+    assert set(script.TRAINERS) == {one for one in TRAINERS.names() if one.startswith("ast_")}
+    sets = "--set training.num_iterations=1 --set ast_chat.evaluation.num_episodes=2"
+    options = f"--arms ast_grpo+novelty --seeds 3 --scenario {tiny_scenario} {sets} --out {out}"
+    monkeypatch.setattr(sys, "argv", ["trainers.py", *options.split()])
+
+    def run_here(command: list[str], **_: object) -> None:
+        assert command[:3] == [sys.executable, "-m", "nip_astra"]
+        CommandLine(tmp_path, tiny_scenario, capsys).ok(*command[3:])
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=run_here))
+    script.main()
+    (run,) = json.loads(out.read_text())
+    assert (run["arm"], run["seed"], run["iterations"]) == ("ast_grpo+novelty", 3, 1)
+    # Three episodes of a tree of width 2 and depth 2.
+    assert run["target_queries"] == 18
+    assert min(run["generated_tokens"], run["seconds"]) > 0
+    assert f"`{run['arm']}`" in capsys.readouterr().out
+
+
+def test_reward_terms_are_compared_within_seeds(load: Load) -> None:
+    def run(arm: str, seed: int, plants: int) -> dict[str, object]:
+        same = {"after": 0.9, "distinct": 0.5, "nll": 0.8, "held_out_plants": 3}
+        return {"arm": arm, "seed": seed, "plants": plants} | same
+
+    plain = [run("ast_ppo", seed, 6) for seed in (1, 2, 3, 4)]
+    # Differences 1, 3, 0; the fourth seed was not run with terms. Half of the interval is
+    # 4.303 * sqrt(7 / 3) / sqrt(3).
+    with_terms = [run("ast_ppo+novelty", seed, plants) for seed, plants in ((1, 7), (2, 9), (3, 6))]
+    cells = load("trainers").paired_table([*plain, *with_terms]).splitlines()[-1].split(" | ")
+    assert cells[:4] == ["| `ast_ppo+novelty`", "3", "+1.3 (-2.5 to +5.1)", "2, 1, 0 (p = 0.500)"]
+    assert cells[4:7] == ["+0.0 (each)", "0, 3, 0 (p = 1.000)", "+0.0% (each)"]
+    assert load("trainers").paired_table(plain) == ""
+
+
+# ---- the probability of failure
+
+
+def test_it_measures_a_run_beside_brute_force(
+    load: Load,
+    tiny_scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    resolved = resolve_experiment(
+        trainer="ast_dpo",
+        scenario=str(tiny_scenario),
+        overrides=[*FAST, "training.num_iterations=1"],
+    )
+    run, out = run_in(tmp_path, resolved), tmp_path / "out.json"
+    options = f"{run} --out {out} --episodes 30 --repetitions 2 --brute-force 60"
+    monkeypatch.setattr(sys, "argv", ["failure_probability.py", *options.split()])
+    load("failure_probability").main()
+    printed, results = capsys.readouterr().out, json.loads(out.read_text())
+    assert f"{round(60 * results['truth'])} of 60 episodes fail" in printed
+    for name in ("Monte Carlo", "importance sampling, one turn", "importance sampling, all turns"):
+        assert name in printed
+        assert len(results["estimates"][name]) == 2
+    # The plain estimates are of parts of the brute force.
+    means = [estimate["value"] for estimate in results["estimates"]["Monte Carlo"]]
+    assert np.mean(means) == pytest.approx(results["truth"])
+
+
+def test_error_width_and_coverage_are_those_worked_out_by_hand(load: Load) -> None:
+    estimates = [
+        {"value": 0.1, "low": 0.0, "high": 0.15, "standard_error": 0.03},
+        {"value": 0.3, "low": 0.25, "high": 0.4, "standard_error": 0.04},
+        {"value": None, "low": None, "high": None},
+    ]
+    expected = {"mean": 0.2, "rmse": 0.1, "relative_rmse": 0.5, "mean_width": 0.15}
+    expected |= {"coverage": 0.0, "refused": 1, "standard_error": (0.0025 / 2) ** 0.5}
+    results = load("failure_probability").figures(estimates, 0.2)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+
+
+# ---- interactive proofs
+
+
+@pytest.fixture(scope="module")
+def proofs(load: Load) -> Iterator[ModuleType]:
+    before = composite_lp_aggregate()
+    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    yield load("interactive_proofs")
+    set_composite_lp_aggregate(before).set()
+
+
+def test_baseline_and_ours_are_timed_and_compute_the_same(
+    proofs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--frames 64 --minibatch 32 --epochs 2 --num-threads 1 --rounds 1"
+    report = figures_of(proofs, tmp_path, sizes)
+    assert report["agreement"]["losses"] < 1e-4
+    assert report["agreement"]["gradients"] < 1e-3
+    figures = report["figures"]
+    assert set(figures) == {"plain, 1", "ours, 1"}
+    for medians in figures.values():
+        whole = medians["collect"] + medians["GAE"] + medians["update"]
+        assert 0 < whole <= 1.01 * medians["iteration"]
+        assert medians["trained frames per second"] == pytest.approx(64 / medians["iteration"])
+    slow, fast = (figures[name]["update"] for name in ("plain, 1", "ours, 1"))
+    assert report["ratios"]["1"]["update"] == pytest.approx(slow / fast)
+    assert "| iteration, ms |" in capsys.readouterr().out
+
+
+def test_implementations_that_disagree_are_not_timed(proofs: ModuleType, load: Load) -> None:
+    for figures, shown in (
+        ({"losses": 0.0, "gradients": 2e-3}, r"2\.0e-03"),
+        ({"losses": math.nan}, "nan"),
+    ):
+        with pytest.raises(SystemExit, match=f"differ by {shown}"):
+            proofs.check(figures)
+    plain_proofs = load("plain_proofs")
+    trainer = load("our_proofs").graph_trainer(64, 32, 1, 1)
+    plain = plain_proofs.TorchRlBaseline(trainer)
+    with torch.no_grad():
+        next(plain.critic.parameters()).mul_(1.5)
+    with pytest.raises(SystemExit):
+        proofs.check(plain_proofs.compare(trainer, plain))
+    plain.close()
+
+
+# ---- the text service
+
+
+def measured(folder: Path, options: str) -> tuple[Any, str]:
+    """The JSON and the output of a load test of few short answers."""
+    words = f"{options} --repeats 1 --max-tokens 6 --out {folder / 'figures.json'}".split()
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads((folder / "figures.json").read_text()), done.stdout
+
+
+@pytest.mark.slow  # two services, each of which imports torch
+def test_the_load_test_compares_clients_and_answers(tmp_path: Path) -> None:
+    figures, printed = measured(tmp_path, "--clients 4 --requests 8")
+    assert figures["num_same"] == figures["num_compared"] == 2 * 8
+    assert figures["many_clients"]["answers_per_second"] > 0
+    assert figures["many_clients"]["cpu_ms_per_answer"] >= 0
+    assert set(figures["ratios"]) >= {"to_one_client", "to_one_after_the_other"}
+    assert figures["peak_mib"] > 0
+    assert "| 4 clients |" in printed
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.parametrize(
+    ("option", "figures"),
+    [
+        ("--against-generate", {"service_ms", "empty_route_ms", "generate_ms"}),
+        ("--with-tools", {"without_tools_us", "with_tools_us", "ratio"}),
+    ],
+)
+def test_cpu_of_the_service_is_compared(tmp_path: Path, option: str, figures: set[str]) -> None:
+    rows, _ = measured(tmp_path, f"{option} 1 2 --requests 4 --temperature 0")
+    assert [row["clients"] for row in rows] == [1, 2]
+    assert all(row[name] > 0 for row in rows for name in figures)
+    assert all(row.get("num_same", 4) == 4 for row in rows)

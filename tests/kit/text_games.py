@@ -75,6 +75,7 @@ class FakeChatModel(ChatModel):
 
     script: Script
     name: str = "fake"
+    tokens_per_answer: int = 1
     requests: list[ChatRequest] = field(default_factory=list)
     most_in_flight: int = 0
     _in_flight: int = 0
@@ -91,7 +92,7 @@ class FakeChatModel(ChatModel):
         self._in_flight -= 1
         said = [self.script(request, number) for number in range(request.num_samples)]
         samples = tuple(ChatAnswer(one) if isinstance(one, str) else one for one in said)
-        return ChatOutcome(samples, ChatUsage(10, len(samples)))
+        return ChatOutcome(samples, ChatUsage(10, self.tokens_per_answer * len(samples)))
 
 
 @dataclass
@@ -137,13 +138,6 @@ class FakeFineTuning(FineTuningService):
         raise NotImplementedError
 
 
-def build_protocol(name: str, **groups: Any) -> Any:
-    """The handler of a protocol."""
-    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
-    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
-    return build_protocol_handler(HyperParameters.with_sections(sections).from_dict(values))
-
-
 def build_text_game(
     name: str,
     folder: Path,
@@ -153,7 +147,10 @@ def build_text_game(
     **groups: Any,
 ) -> TextGame:
     """A game with the prompts above; `groups` are values of the hyper-parameters."""
-    protocol = build_protocol(name, **groups)
+    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
+    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
+    hyper_params = HyperParameters.with_sections(sections).from_dict(values)
+    protocol: Any = build_protocol_handler(hyper_params)
     for file, text in prompts.items():
         (folder / file).write_text(text, encoding="utf-8")
     agents = protocol.agent_names

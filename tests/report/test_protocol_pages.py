@@ -186,16 +186,14 @@ def test_rows_of_unforeseen_types_leave_a_page(tmp_path: Path) -> None:
 
 
 def test_metrics_have_an_agent_and_runs_a_kind_without_their_results(tmp_path: Path) -> None:
-    regression = "message_regression"
-    for name, parts in {
-        "mean_accuracy": ("", "mean_accuracy"),
-        "test_mean_accuracy": ("", "mean_accuracy"),
-        "prover/test_mean_value": ("prover", "mean_value"),
-        f"{regression}/prover": ("prover", regression),
-        f"{regression}/prover_baseline": ("prover", f"{regression}_baseline"),
-        "time/collect_seconds": ("", "time/collect_seconds"),
-    }.items():
-        assert split_name(name) == parts
+    for name, agent, metric in (
+        ("test_mean_accuracy", "", "mean_accuracy"),
+        ("prover/test_mean_value", "prover", "mean_value"),
+        ("message_regression/prover", "prover", "message_regression"),
+        ("message_regression/prover_baseline", "prover", "message_regression_baseline"),
+        ("time/collect_seconds", "", "time/collect_seconds"),
+    ):
+        assert split_name(name) == (agent, metric)
     parameters = {"interaction_protocol": "nip"}
     for fields, is_protocol in (
         ({"results": {"kind": "interaction_proof"}}, True),

@@ -79,7 +79,6 @@ def test_the_conditions_of_equal_numbers_name_seed_device_and_services(tmp_path:
     for device, environment, facts in (
         ("cpu", '{"num_threads": 2}', ["CPU", "2 threads"]),
         ("cuda", "{}", ["cuda", "GPU"]),
-        ("auto", '{"device": "cpu"}', ["CPU"]),
         ("auto", '{"device": "cuda"}', ["cuda", "GPU"]),
     ):
         change(folder, "settings.yaml", device=device)
@@ -139,9 +138,6 @@ def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Pat
     assert "no &lt;b&gt;better&lt;/b&gt; than chance" in source
     assert "450.0%" not in source, "kinds are a number and not a share"
     label = "  at least, those not seen included (Chao2)"
-    for item, cell in (
-        (FULL, "4.5 [3.1, 9]"),
-        (evaluation(), NOTHING),
-        (evaluation(kinds={"seen": 0, "value": 0.0}), NOTHING),
-    ):
+    none = evaluation(kinds={"seen": 0, "value": 0.0})
+    for item, cell in ((FULL, "4.5 [3.1, 9]"), (evaluation(), NOTHING), (none, NOTHING)):
         assert dict(figure_rows(item))[label] == cell

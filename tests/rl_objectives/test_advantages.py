@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from nip_astra.rl_objectives.advantages import (
     tree_gae,
     whiten,
 )
-from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.values import explained_variance
 
 DOUBLE = torch.float64
@@ -45,10 +43,10 @@ def doubles(*values: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("bootstrap", "advantages"),
     [
-        # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
-        (None, [1.25, 0.0, 1.0, 0.0]),
-        # delta_1 = 2 + 0.5 * 4 - 1 = 3; A_0 = 1 + 0.25 * 3
-        (4.0, [1.75, 0.0, 3.0, 0.0]),
+        # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.125 * 1
+        (None, [1.125, 0.0, 1.0, 0.0]),
+        # delta_1 = 2 + 0.5 * 4 - 1 = 3; A_0 = 1 + 0.125 * 3
+        (4.0, [1.375, 0.0, 3.0, 0.0]),
     ],
 )
 def test_gae_of_the_steps_that_count_by_hand(
@@ -58,9 +56,8 @@ def test_gae_of_the_steps_that_count_by_hand(
     # Of two episodes, the first has no step at all.
     mask = torch.stack([torch.zeros(4, dtype=torch.bool), ~rewards.isnan()])
     bootstrap_E = None if bootstrap is None else doubles(7, bootstrap)
-    result = gae(
-        rewards.expand(2, 4), values.expand(2, 4), mask, gamma=0.5, lam=0.5, bootstrap_E=bootstrap_E
-    )
+    given = (rewards.expand(2, 4), values.expand(2, 4), mask)
+    result = gae(*given, gamma=0.5, lam=0.25, bootstrap_E=bootstrap_E)
     assert result.advantages.tolist() == [[0.0] * 4, advantages]
     returns = [advantages[0] + 0.5, 0.0, advantages[2] + 1.0, 0.0]
     assert result.returns.tolist() == [[0.0] * 4, returns]
@@ -77,45 +74,18 @@ def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
     assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
     whole = nstep_returns(row, mask, n=None, gamma=0.5)
     assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
-    assert nstep_returns(row, mask, n=9, gamma=0.5).equal(whole)
+    assert nstep_returns(row, mask, n=9, gamma=0.5, values_EH=values).equal(whole)
     assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
     with pytest.raises(ConfigurationError, match="got 0"):
         nstep_returns(row, mask, n=0, gamma=0.5)
 
 
-def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
-    """Two positions, the second conditioned on the first token: sums over all sequences."""
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
-    student.requires_grad_()
-    pairs = list(itertools.product(range(3), range(3)))
-    rows = torch.tensor([[0, 1 + first] for first, _ in pairs])
-    tokens = torch.tensor(pairs)
-    student_BT, teacher_BT = (x.log_softmax(1)[rows, tokens] for x in (student, teacher))
-    weight_B = student_BT.sum(1).exp()
-    exact = torch.autograd.grad(
-        (weight_B * (student_BT - teacher_BT).sum(1)).sum(), student, retain_graph=True
-    )[0]
-    mask = torch.ones(9, 2, dtype=torch.bool)
-    result = []
-    for discount in (1.0, 0.0):
-        advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
-        loss = PolicyLoss.of("importance_sampling").of_tokens(
-            student_BT, student_BT.detach(), advantages, mask
-        )
-        total = (weight_B.detach() * loss.sum(1)).sum()
-        result.append(torch.autograd.grad(total, student, retain_graph=True)[0])
-    assert torch.allclose(result[0], exact, atol=1e-12)
-    assert not torch.allclose(result[1], exact, atol=1e-3)
-
-
 def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
-    student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
-    mask = torch.tensor([[True, False, True, True]])
-    result = reverse_kl_advantages(
-        student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
-    )
+    student, mask = doubles(1, 9, 2, 4)[None], torch.tensor([[True, False, True, True]])
+    given = (student, torch.zeros_like(student), mask)
+    result = reverse_kl_advantages(*given, weight=2.0, discount=0.5)
     assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+    assert reverse_kl_advantages(*given, weight=2.0).tolist() == [[-2.0, 0.0, -4.0, -8.0]]
 
 
 # ---- among siblings
@@ -168,6 +138,11 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     result = group_advantages(rewards, torch.zeros(6).long(), baseline=baseline, std_epsilon=0.0)
     assert result.advantages_N.eq(0).all()
     assert whiten(rewards, torch.ones(6, dtype=torch.bool)).eq(0).all()
+    # The means of two runs of the same rewards differ by their order.
+    rewards, run = doubles(0.1, 0.2, 0.3, 0.2, 0.3, 0.1), torch.arange(6) // 3
+    assert rewards[:3].sum() != rewards[3] + rewards[4] + rewards[5]
+    result = group_advantages(rewards, torch.zeros(6).long(), run, baseline=baseline)
+    assert result.is_zero_variance_P.tolist() == [True]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -332,12 +307,12 @@ def test_gae_of_tokens_in_a_tree_by_hand() -> None:
     values = doubles(1, NAN, 0.5, 1, 9, NAN, 2, 3, 0.25, NAN).view(5, 2)
     mask = ~values.isnan()
     parent, depth = torch.tensor([1, 4, 1, 1, -1]), torch.tensor([2, 1, 2, 2, 0])
-    result = tree_gae(rewards, values.requires_grad_(), mask, parent, depth, gamma=0.5, lam=0.5)
-    # Of the last turns, 2 - 1 = 1, and 4 - 3 = 1 and before it 0 + 3 - 2 + 0.5 * 1 = 1.5.
-    last = 1 + 0.5 * (1 + 2) / 2 - 1 + 0.25 * (1 + 1.5) / 2
-    first = 0 + 1 - 0.5 + 0.5 * last
-    opening = 0.5 + 0.5 * 0.5 - 0.25 + 0.25 * first
-    expected = doubles(1, 0, first, last, NAN, 0, 1.5, 1, opening, 0).view(5, 2)
+    result = tree_gae(rewards, values.requires_grad_(), mask, parent, depth, gamma=0.5, lam=0.25)
+    # Of the last turns, 2 - 1 = 1, and 4 - 3 = 1 and before it 0 + 3 - 2 + 0.25 * 1 = 1.25.
+    last = 1 + 0.5 * (1 + 2) / 2 - 1 + 0.125 * (1 + 1.25) / 2
+    first = 0 + 1 - 0.5 + 0.25 * last
+    opening = 0.5 + 0.5 * 0.5 - 0.25 + 0.125 * first
+    expected = doubles(1, 0, first, last, NAN, 0, 1.25, 1, opening, 0).view(5, 2)
     torch.testing.assert_close(result.advantages, expected, equal_nan=True)
     returns = expected + values.detach().nan_to_num(0.0)
     torch.testing.assert_close(result.returns, returns, equal_nan=True)

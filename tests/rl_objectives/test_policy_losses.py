@@ -27,7 +27,7 @@ from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
-from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
+from tests.rl_objectives.batches import DOUBLE, inputs_of, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
 
 CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
@@ -45,7 +45,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
     "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
     "dro": PolicyLoss.of("dro", {"beta": 0.5}),
-    "reinforce": PolicyLoss.of("reinforce"),
+    **{name: PolicyLoss.of(name) for name in ("reinforce", "rloo")},
 }
 
 
@@ -70,6 +70,8 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
         ("narrow_cispo", 0.5, 2.0, -1.6 * (math.log(0.5) - 3), -1.6),
         ("gspo", 1.05, 2.0, -2.1, -2.1),
         ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("rloo", 1.1, 2.0, -2.2, -2.2),
+        ("rloo", 1.5, 2.0, -2.4, 0.0),
         ("sapo", 1.0, 2.0, -4.0, -2.0),
         # 0.25 log(3)**2 - 2 log pi, and its derivative 0.5 log(3) - 2
         ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3) + 6, 0.5 * math.log(3) - 2),
@@ -82,8 +84,8 @@ def test_losses_of_one_token_equal_hand_computed_values(
     given = one_token(ratio, advantage)
     output = policy_loss(*given, loss=LOSSES[name])
     assert output.loss.item() == pytest.approx(loss, abs=1e-6)
-    found = torch.autograd.grad(output.loss, given[0])[0].item()
-    assert found == pytest.approx(slope, abs=1e-6)
+    (gradient,) = torch.autograd.grad(output.loss, given[0])
+    assert gradient.item() == pytest.approx(slope, abs=1e-6)
     assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
     assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
     options = LOSSES[name].options
@@ -92,12 +94,6 @@ def test_losses_of_one_token_equal_hand_computed_values(
         assert output.metrics["ratio_outside_clip"].item() == float(is_outside)
         is_clipped = slope == 0.0 and not (name == "dual_clip" and advantage < 0)
         assert output.metrics["clip_fraction"].item() == float(is_clipped)
-
-
-# Two rows: log-ratios log 1.1 and log 1.2 with advantage 2; log 0.5 with advantage -1.
-OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE)
-ADVANTAGES = torch.tensor([2.0, -1.0], dtype=DOUBLE)
-MASK = torch.tensor([[True, True], [True, False]])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -124,16 +120,16 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 
 
 def test_reinforce_and_nll_by_hand() -> None:
-    logprobs = OLD.clone().requires_grad_()
-    output = policy_loss(
-        *(logprobs, None, ADVANTAGES, MASK), loss="reinforce", reduction="sequence_sum"
-    )
+    logprobs = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE, requires_grad=True)
+    mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([2.0, -1.0])
+    given = (logprobs, None, advantages, mask)
+    output = policy_loss(*given, loss="reinforce", reduction="sequence_sum")
     output.loss.backward()
     # -(2 * (-1 - 2) - 1 * (-1.5)) / 2
     assert output.loss.item() == pytest.approx(2.25)
     assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
-    assert nll_loss(OLD, MASK).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
-    assert nll_loss(OLD, MASK).metrics["nll"].item() == pytest.approx(1.5)
+    assert nll_loss(logprobs, mask).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
+    assert nll_loss(logprobs, mask).metrics["nll"].item() == pytest.approx(1.5)
 
 
 def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
@@ -168,13 +164,10 @@ def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, sl
     assert output.metrics["return_mean"].item() == 3.0
 
 
-def arguments(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    return arguments_of(random_batch(seed))
-
-
-def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
-    logprobs = batch["logprobs_BT"].requires_grad_()
-    return logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
+def arguments(*seed: int, **sizes: float) -> tuple[torch.Tensor, ...]:
+    batch = random_batch(*seed, **sizes)
+    batch["logprobs_BT"].requires_grad_()
+    return inputs_of(batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -254,7 +247,8 @@ def test_group_variants_equal_grpo_of_trl(
     trl: SimpleNamespace, name: str, kl_weight: float, scale: float
 ) -> None:
     batch = random_batch(3, rows=8, tokens=6, scale=scale)
-    given, reference = arguments_of(batch), batch["reference_logprobs_BT"]
+    batch["logprobs_BT"].requires_grad_()
+    given, reference = inputs_of(batch), batch["reference_logprobs_BT"]
     options = {"reference_logprobs_BT": reference, "kl_weight": kl_weight}
     mine = loss_of_variant(name, *given, **options).loss
     variant = GROUP_VARIANTS[name]
@@ -274,7 +268,7 @@ def test_group_variants_equal_grpo_of_trl(
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])
 def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
-    logprobs, old, advantages, mask = arguments_of(random_batch(4, rows=8, tokens=6, scale=scale))
+    logprobs, old, advantages, mask = arguments(4, rows=8, tokens=6, scale=scale)
     inputs = {"old_logps": (old * mask).sum(1)}
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
     theirs = loss_of_trl(trl.RLOOTrainer, logprobs, mask, advantages, inputs, **clip)
