@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -109,13 +110,6 @@ def test_a_step_saved_again_gets_its_own_folder_and_is_the_latest(store: Checkpo
     assert names(store) == ["step_00000003_r2", "step_00000004"]
 
 
-def test_remains_of_a_killed_process_are_removed_at_the_next_save(store: CheckpointStore) -> None:
-    (store.directory / ".tmp-step_00000001" / "model").mkdir(parents=True)
-    (store.directory / ".tmp-latest").write_text("half")
-    save(store, 2)
-    assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step_00000002"]
-
-
 def test_a_save_killed_at_any_moment_leaves_the_older_checkpoints_good(tmp_path: Path) -> None:
     made = CheckpointStore(tmp_path / "made", num_kept=2)
     save(made, 1, is_best=True)
@@ -208,10 +202,7 @@ def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
     [
         # Not a disk error.
         (ServiceUnreachableError("it does not answer"), ServiceUnreachableError, "answer$"),
-        (
-            SafetensorError("Error while serializing: No space left on device (os error 28)"),
-            *(CheckpointError, "No space left on device"),
-        ),
+        (SafetensorError("while serializing: No space left"), CheckpointError, "No space left"),
         (KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
 )
@@ -226,14 +217,12 @@ def test_a_save_that_fails_leaves_no_trace_and_the_older_checkpoint(
         (folder / "half").write_text("half")
         raise raised
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     save(store, 1)
     with pytest.raises(expected, match=fact):
         store.save(2, write, metadata={})
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patched.setattr(os, "fsync", Mock(side_effect=full))
         with pytest.raises(CheckpointError, match=r"step 2.*No space left on device"):
             save(store, 2)
     assert names(store) == ["step_00000001"]

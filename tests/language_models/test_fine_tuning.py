@@ -15,6 +15,7 @@ from nip_astra.language_models.fine_tuning import (
     TrainingText,
     token_rows,
 )
+from nip_astra.language_models.services.fine_tuning import FineTuningOptions
 from tests.kit.tiny import make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
@@ -27,24 +28,12 @@ PREFERRED = [
 
 
 def make_plan(model: Path) -> FineTuningPlan:
-    return FineTuningPlan(
-        method="supervised",
-        source=str(model),
-        num_epochs=8,
-        batch_size=2,
-        lr_multiplier=10.0,
-        beta=0.1,
-        nll_weight=0.0,
-        freeze_embeddings=False,
-        lr_schedule="linear",
-        truncate_prompts=False,
-        seed=3,
-        lora_rank=8,
-        lora_alpha=16.0,
-        start_from=None,
-        device="cpu",
-        num_threads=1,
-    )
+    options = FineTuningOptions(num_epochs=8, batch_size=2, lr_multiplier=10.0, beta=0.1, seed=3)
+    # Of a plan stored before these options.
+    options = replace(options, nll_weight=0.0, freeze_embeddings=False)
+    lora = {"lora_rank": 8, "lora_alpha": 16.0, "start_from": None}
+    where = {"source": str(model), "device": "cpu", "num_threads": 1}
+    return FineTuningPlan(**options.resolved(), **lora, **where)
 
 
 @pytest.fixture
@@ -52,16 +41,14 @@ def plan(tiny_model_dir: Path) -> FineTuningPlan:
     return make_plan(tiny_model_dir)
 
 
-def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
-    """Train a model in this process and write the result, like a job."""
-    tuning = FineTuning(plan, texts)
-    for _ in tuning.run():
-        pass
-    tuning.save(folder)
-
-
 def losses(tuning: FineTuning) -> list[float]:
     return [report.metrics["loss"] for report in tuning.run()]
+
+
+def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
+    tuning = FineTuning(plan, texts)
+    losses(tuning)
+    tuning.save(folder)
 
 
 def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
@@ -77,24 +64,19 @@ def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
 
 def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
     tuning = FineTuning(replace(plan, method="dpo"), PREFERRED)
-    reports = list(tuning.run())
-    assert reports[0].metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert reports[0].metrics["preference_accuracy"] == 0.0
-    assert reports[-1].metrics["preference_accuracy"] == 1.0
-    assert reports[-1].metrics["loss"] < 0.6
+    first, *_, last = [report.metrics for report in tuning.run()]
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert (first["preference_accuracy"], last["preference_accuracy"]) == (0.0, 1.0)
+    assert last["loss"] < 0.6
 
 
 def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:
     fine_tune(plan, SAID, tmp_path / "first")
     again = FineTuning(replace(plan, lora_rank=None, start_from=str(tmp_path / "first")), SAID)
-    trained = FineTuning(plan, SAID)
-    before = trained.evaluate(SAID)
+    before = FineTuning(plan, SAID).evaluate(SAID)
     assert again.evaluate(SAID) < before - 1.0
-    assert all(
-        "lora" in name
-        for name, weight in again.model.module.named_parameters()
-        if weight.requires_grad
-    )
+    named = again.model.module.named_parameters()
+    assert all("lora" in name for name, weight in named if weight.requires_grad)
 
 
 def test_a_loss_that_is_no_number_ends_training(plan: FineTuningPlan) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from nip_astra.language_models.sources import (
 )
 from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model
 
+BASE = "base_model_name_or_path"
 IDS = torch.tensor([[6, 7, 8, 9]])
 
 
@@ -59,9 +62,8 @@ def test_an_adapter_is_added_into_the_base_that_it_names(
     assert (loaded(IDS).logits - plain(IDS).logits).abs().max() > 0.01
     assert not hasattr(loaded, "peft_config")
     assert all(p.requires_grad for p in loaded.parameters()), "it can be trained on"
-    assert len(find_tokenizer(str(tmp_path / "adapter"), None, None)) == len(
-        load_tokenizer(str(base))
-    )
+    tokenizer = find_tokenizer(str(tmp_path / "adapter"), None, None)
+    assert len(tokenizer) == len(load_tokenizer(str(base)))
 
 
 def test_a_base_that_moved_is_given(base: Path, adapted: Any, tmp_path: Path) -> None:
@@ -90,10 +92,8 @@ def test_an_adapter_of_another_model_or_without_all_weights_is_refused(
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ModelLoadError, match=r"adapter_model\.safetensors"):
         load_model(str(folder), None, None)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(
-        json.dumps({**config, "base_model_name_or_path": None})
-    )
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {BASE: None}))
     with pytest.raises(ModelLoadError, match="base_model"):
         load_model(str(folder), None, None)
 
@@ -152,21 +152,15 @@ def test_a_hub_out_of_reach_is_noticed_before_the_hub_tries_for_a_minute(
     import huggingface_hub
     from huggingface_hub import constants
 
-    def refuse(*_: Any) -> None:
-        raise OSError("no route")
-
+    cached = "config.json" if is_cached else None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(sources, "getproxies", dict)
-    monkeypatch.setattr("socket.create_connection", refuse)
-    cached = "config.json" if is_cached else None
+    monkeypatch.setattr(sources, "_hub_problem", cache(sources._hub_problem.__wrapped__))
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=OSError("no route")))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: cached)
-    sources._hub_problem.cache_clear()
-    try:
-        if is_cached:
-            assert sources.resolve_model("owner/model", None) == ("owner/model", None)
-        else:
-            with pytest.raises(ModelLoadError, match="no route"):
-                sources.resolve_model("owner/model", None)
-        assert constants.HF_HUB_OFFLINE is is_cached
-    finally:
-        sources._hub_problem.cache_clear()
+    if is_cached:
+        assert sources.resolve_model("owner/model", None) == ("owner/model", None)
+    else:
+        with pytest.raises(ModelLoadError, match="no route"):
+            sources.resolve_model("owner/model", None)
+    assert constants.HF_HUB_OFFLINE is is_cached

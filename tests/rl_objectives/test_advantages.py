@@ -1,9 +1,11 @@
-"""Advantages over steps and among siblings equal their definitions; missing values are left out."""
+"""Advantages and returns along sequences, among siblings and in trees equal their definitions."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +16,15 @@ from nip_astra.rl_objectives.advantages import (
     Baseline,
     GroupAdvantages,
     Scale,
+    best_child_backup,
     codes_of,
     compute_advantages,
     gae,
     group_advantages,
+    mean_child_return,
+    nstep_returns,
+    reverse_kl_advantages,
+    tree_gae,
     whiten,
 )
 from nip_astra.rl_objectives.values import explained_variance
@@ -26,59 +33,62 @@ DOUBLE = torch.float64
 NAN = math.nan
 
 
-def _by_recursion(
-    rewards: list[float], values: list[float], last: float, gamma: float, lam: float
-) -> list[float]:
-    advantages, following, advantage = [], last, 0.0
-    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        advantage = reward + gamma * following - value + gamma * lam * advantage
-        advantages.append(advantage)
-        following = value
-    return advantages[::-1]
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
 
 
-def test_two_steps_by_hand() -> None:
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 1.0]])
-    result = gae(rewards, values, mask, gamma=0.5, lam=0.5)
-    # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
-    assert result.advantages.tolist() == [[1.25, 1.0]]
-    assert result.returns.tolist() == [[1.75, 2.0]]
+# ---- along sequences
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0), (0.0, 0.7)])
-@pytest.mark.parametrize("is_cut_off", [False, True])
-def test_gae_equals_the_recursion_over_the_steps_that_count(
-    gamma: float, lam: float, is_cut_off: bool
+@pytest.mark.parametrize(
+    ("bootstrap", "advantages"),
+    [
+        # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.125 * 1
+        (None, [1.125, 0.0, 1.0, 0.0]),
+        # delta_1 = 2 + 0.5 * 4 - 1 = 3; A_0 = 1 + 0.125 * 3
+        (4.0, [1.375, 0.0, 3.0, 0.0]),
+    ],
+)
+def test_gae_of_the_steps_that_count_by_hand(
+    bootstrap: float | None, advantages: list[float]
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 5, 6, generator=generator, dtype=DOUBLE)
-    bootstrap = torch.randn(5, generator=generator, dtype=DOUBLE)
-    mask = torch.ones(5, 6, dtype=torch.bool)
-    mask[1, 4:] = False
-    mask[2, [0, 2, 3]] = False
-    mask[3] = False
-    rewards[~mask] = values[~mask] = NAN
-    bootstrap_E = bootstrap if is_cut_off else None
-    result = gae(
-        rewards, values.requires_grad_(), mask, gamma=gamma, lam=lam, bootstrap_E=bootstrap_E
-    )
+    rewards, values = doubles(1, NAN, 2, NAN), doubles(0.5, NAN, 1, NAN).requires_grad_()
+    # Of two episodes, the first has no step at all.
+    mask = torch.stack([torch.zeros(4, dtype=torch.bool), ~rewards.isnan()])
+    bootstrap_E = None if bootstrap is None else doubles(7, bootstrap)
+    given = (rewards.expand(2, 4), values.expand(2, 4), mask)
+    result = gae(*given, gamma=0.5, lam=0.25, bootstrap_E=bootstrap_E)
+    assert result.advantages.tolist() == [[0.0] * 4, advantages]
+    returns = [advantages[0] + 0.5, 0.0, advantages[2] + 1.0, 0.0]
+    assert result.returns.tolist() == [[0.0] * 4, returns]
     assert not result.advantages.requires_grad
     assert not result.returns.requires_grad
-    assert result.advantages[~mask].eq(0).all()
-    assert result.returns[~mask].eq(0).all()
-    for episode, steps in enumerate(mask):
-        last = bootstrap[episode].item() if is_cut_off else 0.0
-        reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
-        expected = _by_recursion(reward, value, last, gamma, lam)
-        assert result.advantages[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
+    row = doubles(1, 99, 2, 4)[None]
+    mask = torch.tensor([[True, False, True, True]])
+    values = doubles(10, 99, 20, 40)[None]
+    result = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
+    # 1 + 0.5 * 2 + 0.25 * 40; 2 + 0.5 * 4; 4
+    assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
+    whole = nstep_returns(row, mask, n=None, gamma=0.5)
+    assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
+    assert nstep_returns(row, mask, n=9, gamma=0.5, values_EH=values).equal(whole)
+    assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
+    with pytest.raises(ConfigurationError, match="got 0"):
+        nstep_returns(row, mask, n=0, gamma=0.5)
+
+
+def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
+    student, mask = doubles(1, 9, 2, 4)[None], torch.tensor([[True, False, True, True]])
+    given = (student, torch.zeros_like(student), mask)
+    result = reverse_kl_advantages(*given, weight=2.0, discount=0.5)
+    assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+    assert reverse_kl_advantages(*given, weight=2.0).tolist() == [[-2.0, 0.0, -4.0, -8.0]]
 
 
 # ---- among siblings
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=DOUBLE)
 
 
 # Groups 0 (1, 2, 6), 1 (equal rewards), 2 (4, 2, and one without a verdict) and 3 (one sibling).
@@ -128,6 +138,11 @@ def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
     result = group_advantages(rewards, torch.zeros(6).long(), baseline=baseline, std_epsilon=0.0)
     assert result.advantages_N.eq(0).all()
     assert whiten(rewards, torch.ones(6, dtype=torch.bool)).eq(0).all()
+    # The means of two runs of the same rewards differ by their order.
+    rewards, run = doubles(0.1, 0.2, 0.3, 0.2, 0.3, 0.1), torch.arange(6) // 3
+    assert rewards[:3].sum() != rewards[3] + rewards[4] + rewards[5]
+    result = group_advantages(rewards, torch.zeros(6).long(), run, baseline=baseline)
+    assert result.is_zero_variance_P.tolist() == [True]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -250,3 +265,55 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(returns + 4, returns, mask).item() == 1.0
     assert explained_variance(torch.zeros(4), returns, mask).item() == 0.0
     assert explained_variance(returns, torch.ones(4), mask).isnan()
+
+
+# ---- in trees
+
+
+#   0 (1.0)                  order of nodes: 2 1 4 0 3 5
+#   |-- 1 (-2.0)
+#   |   |-- 3 (4.0)
+#   |   `-- 4 (no verdict)
+#   |       `-- 5 (7.0)
+#   `-- 2 (0.5)
+REWARD = doubles(0.5, -2, math.nan, 1, 4, 7)
+PARENT = torch.tensor([3, 3, 1, -1, 1, 2])
+DEPTH = torch.tensor([1, 1, 2, 0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("backup", "expected"),
+    [
+        # -2 + 0.5 * 4 = 0; the best of 0 and 0.5 is 0.5
+        (partial(best_child_backup, decay=0.5), [0.5, 0.0, math.nan, 1.25, 4.0, 7.0]),
+        (partial(mean_child_return, discount=0.5), [0.5, 0.0, math.nan, 1.125, 4.0, 7.0]),
+        (partial(best_child_backup, decay=0.0), REWARD.tolist()),
+        (partial(mean_child_return, discount=1.0), [0.5, 2.0, math.nan, 2.25, 4.0, 7.0]),
+    ],
+)
+def test_a_small_tree_by_hand(backup: Callable[..., torch.Tensor], expected: list[float]) -> None:
+    reward = REWARD.clone().requires_grad_()
+    result = backup(reward, PARENT, DEPTH)
+    assert result.tolist() == pytest.approx(expected, nan_ok=True)
+    assert not result.requires_grad
+    assert torch.allclose(reward.detach(), REWARD, equal_nan=True)
+    none = torch.zeros(0, dtype=torch.long)
+    assert backup(torch.zeros(0), none, none).shape == (0,)
+
+
+def test_gae_of_tokens_in_a_tree_by_hand() -> None:
+    """An opening, its answer, and three answers to that, one of them without a verdict."""
+    rewards = doubles(2, NAN, 0, 1, NAN, NAN, 0, 4, 0.5, NAN).view(5, 2)
+    values = doubles(1, NAN, 0.5, 1, 9, NAN, 2, 3, 0.25, NAN).view(5, 2)
+    mask = ~values.isnan()
+    parent, depth = torch.tensor([1, 4, 1, 1, -1]), torch.tensor([2, 1, 2, 2, 0])
+    result = tree_gae(rewards, values.requires_grad_(), mask, parent, depth, gamma=0.5, lam=0.25)
+    # Of the last turns, 2 - 1 = 1, and 4 - 3 = 1 and before it 0 + 3 - 2 + 0.25 * 1 = 1.25.
+    last = 1 + 0.5 * (1 + 2) / 2 - 1 + 0.125 * (1 + 1.25) / 2
+    first = 0 + 1 - 0.5 + 0.25 * last
+    opening = 0.5 + 0.5 * 0.5 - 0.25 + 0.125 * first
+    expected = doubles(1, 0, first, last, NAN, 0, 1.25, 1, opening, 0).view(5, 2)
+    torch.testing.assert_close(result.advantages, expected, equal_nan=True)
+    returns = expected + values.detach().nan_to_num(0.0)
+    torch.testing.assert_close(result.returns, returns, equal_nan=True)
+    assert not result.advantages.requires_grad

@@ -30,7 +30,7 @@ from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actor
 from nip_astra.utils.forked import can_fork, get_num_processes, using_processes
 from tests.kit import actors_here
 from tests.kit.actors_here import ActorsHere
-from tests.kit.experiments import metrics_of, run_in
+from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.recording import Call, record_calls
 from tests.language_models.test_abilities import Samples
 from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
@@ -69,14 +69,13 @@ def num_parts_of(cuts: list[Call]) -> list[int]:
     return [len(call.result) for call in cuts]
 
 
-def sample(
-    sampler: TreeSampler, count: int, prompts: list[str] = PROMPTS, num_parts: int = 2
-) -> RolloutTree:
+SIZE = {"tree_width": 2, "tree_depth": 2}
+
+
+def sample(sampler: TreeSampler, count: int, num_parts: int = 2) -> RolloutTree:
     sampler.num_parts = num_parts
     with using_processes(count):
-        return sampler.sample(
-            prompts, tree_width=2, tree_depth=2, key=(0, "parts"), first_episode=3
-        )
+        return sampler.sample(PROMPTS, **SIZE, key=(0, "parts"), first_episode=3)
 
 
 def assert_equal(tree: RolloutTree, other: RolloutTree) -> None:
@@ -123,7 +122,7 @@ def test_any_number_of_processes_plays_the_same_rollout(
             agent.language_model.context_window = window + agent.sampling.max_new_tokens
         # The same agent in two roles, as in a random search.
         sampler = instance.sampler.with_attacker(instance.agents["reference"])
-        per_tree = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+        per_tree = sampler.cache_bytes(PROMPTS, **SIZE) // len(PROMPTS)
         sampler.max_cache_bytes = num_held * per_tree
         trees.append(sample(sampler, count, num_parts=num_parts))
         counts.append(counted(instance))
@@ -197,7 +196,7 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     used: int,
 ) -> None:
     monkeypatch.setattr("nip_astra.utils.processor.num_cores", lambda: 3)
-    short = ("training.num_iterations=1", "training.num_episodes_per_experience=3")
+    short = (*FAST, "training.num_iterations=1", "training.num_episodes_per_experience=3")
     resolved = resolve_experiment(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
@@ -215,12 +214,11 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
 
 def played(sampler: TreeSampler, number: int = 0) -> RolloutTree:
     sampler.num_parts = 3
-    return sampler.sample(PROMPTS, tree_width=2, tree_depth=2, key=(0, "actors", number))
+    return sampler.sample(PROMPTS, **SIZE, key=(0, "actors", number))
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
-    """Actors belong to this process."""
     return actors_here.install(monkeypatch)
 
 
@@ -297,7 +295,7 @@ def test_actors_without_the_gpu_that_models_need_and_idle_actors_are_refused(
 @pytest.mark.usefixtures("here")
 def test_a_fault_in_an_actor_keeps_its_type(sampler: TreeSampler) -> None:
     with using_actors(ActorOptions(1)), pytest.raises(ContextLengthError):
-        sampler.sample(["good " * 500], tree_width=2, tree_depth=2, key=(0,))
+        sampler.sample(["good " * 500], **SIZE, key=(0,))
 
 
 @pytest.mark.slow

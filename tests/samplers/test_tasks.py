@@ -40,7 +40,6 @@ CPU = torch.device("cpu")
 
 
 def guessing(index: int = 0) -> Environment:
-    """The number 7."""
     return GuessNumberEnvironment(7, 1, 16, 3)
 
 
@@ -65,14 +64,21 @@ class Made(Task):
             episode.reward = given(self.reward)
 
 
-class NeverOver(Environment):
-    """Responds to everything."""
+OPENING = guessing().reset()
+MORE = Reaction(OPENING, is_over=False)
+
+
+class Answering(Environment):
+    """Returns its values, or raises them."""
+
+    def __init__(self, opening: Any = OPENING, reaction: Any = MORE) -> None:
+        self.opening, self.reaction = opening, reaction
 
     def reset(self) -> Any:
-        return guessing().reset()
+        return given(self.opening)
 
-    def step(self, message: str) -> Reaction:
-        return Reaction(self.reset(), is_over=False)
+    def step(self, message: str) -> Any:
+        return given(self.reaction)
 
 
 class Scripted:
@@ -92,21 +98,16 @@ class Scripted:
         self.contexts.append([list(context) for context in contexts])
         assert len(uniforms_BT) == len(contexts) * rows_per_context
         texts = [row.pop(0) for row in self.rows if row][: len(uniforms_BT)]
-        rows = [
-            TOKENIZER.encode(text.rstrip("!"), add_special_tokens=False)
-            + [END] * (not text.endswith("!"))
-            for text in texts
-        ]
+        words = [TOKENIZER.encode(text.rstrip("!"), add_special_tokens=False) for text in texts]
+        rows = [[*row, *[END] * (text[-1] != "!")] for row, text in zip(words, texts, strict=True)]
         ids, mask = pad_right(rows, CPU)
         return Generation(ids, mask, torch.where(mask, -0.5, 0.0))
 
 
 def agent_of_scripts(window: int = 64) -> ConversationAgent:
-    model: Any = SimpleNamespace(
-        tokenizer=TOKENIZER, context_window=window, end_ids=(END,), generate=None
-    )
-    options = SamplingOptions(max_new_tokens=3)
-    return ConversationAgent("policy", model, ChatFormat(TOKENIZER), options)
+    known = {"tokenizer": TOKENIZER, "context_window": window, "end_ids": (END,), "generate": None}
+    model: Any = SimpleNamespace(**known)
+    return ConversationAgent("policy", model, ChatFormat(TOKENIZER), SamplingOptions(3))
 
 
 def play(
@@ -154,7 +155,7 @@ def test_a_turn_without_room_to_end_is_marked_and_its_end_is_not_learnt() -> Non
 
 
 def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
-    rollout = play(Scripted(["1", "1", "1"]), lambda _: NeverOver())
+    rollout = play(Scripted(["1", "1", "1"]), lambda _: Answering())
     assert rollout.trajectories[0].reward == 0.0
 
 
@@ -170,7 +171,7 @@ def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
 ) -> None:
     folder = make_language_model(tmp_path, tokenizer=TOKENIZER)
     speaker = replace(agent_of_scripts(), language_model=load_backend(folder))
-    task = Made(lambda _: NeverOver())
+    task = Made(lambda _: Answering())
     plan = TaskPlan("train", num_runs=2, max_turns=3, key=(0,))
     before = play_task(speaker, task, [3, 4], plan).trajectories
 
@@ -209,22 +210,6 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
     assert [item.reward for item in rollout.trajectories] == [1.0] * 3 + [0.0] * 3
     assert len(script.contexts[0]) == 2
     assert len(made) == len(opened) == num_made
-
-
-OPENING = [Message("user", "guess")]
-
-
-class Answering(Environment):
-    """Returns its value, or raises it; its task does so when it rates."""
-
-    def __init__(self, opening: Any = OPENING, reaction: Any = None) -> None:
-        self.opening, self.reaction = opening, reaction
-
-    def reset(self) -> Any:
-        return given(self.opening)
-
-    def step(self, message: str) -> Any:
-        return given(self.reaction)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +262,6 @@ needs_forks = pytest.mark.skipif(not can_fork(), reason="needs Linux without a G
 
 
 class Unrated(GuessNumberEnvironment):
-    """Leaves its verdict to the task."""
-
     def step(self, message: str) -> Reaction:
         return super().step(message)._replace(reward=None)
 
@@ -291,6 +274,8 @@ class RatedGuessing(GeneratedTask):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, seed=0, device=CPU, scenario_dir=None)
         self.num_rated: list[int] = []
+        # Cannot be pickled: the task stays in this process.
+        self.connection = (number for number in range(3))
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
         drawn = GuessNumberEnvironment.draw(self.parameters, generator)
@@ -361,21 +346,10 @@ def test_any_number_of_forked_processes_or_actors_plays_the_same(
         result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert result == expected
     assert spent == alone
+    if isinstance(task, RatedGuessing):
+        assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs] * 2, "once a rollout"
     assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
-
-
-def test_the_task_rates_once_and_stays_in_this_process(
-    trainer: Any, agent: ConversationAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rating state may be a connection, which cannot be pickled."""
-    actors_here.install(monkeypatch)
-    task: Any = RatedGuessing(trainer.task.parameters)
-    task.connection = (number for number in range(3))
-    with using_actors(ActorOptions(2)):
-        rollout = play_task(agent, task, PROBLEMS, PLAN, num_parts=4)
-    assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs]
-    assert all(item.reward is not None and item.reward > 1 for item in rollout.trajectories)
 
 
 def test_a_single_part_equals_an_undivided_rollout(

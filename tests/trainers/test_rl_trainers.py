@@ -25,12 +25,14 @@ LEARNING = {
     "num_test_iterations": 2,
 }
 ONE_STEP = {
-    "num_iterations": 40,
+    "num_iterations": 28,
     "frames_per_batch": 384,
     "minibatch_size": 384,
     "num_epochs": 1,
     "lr": 0.03,
 }
+OF_REINFORCE = {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.01}}
+WITH_CRITIC = merged(OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": True}})
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,8 @@ ONE_STEP = {
         ),
         ("vanilla_ppo", {"toy_protocol": {"include_linear_message_space": True}}),
         ("mappo", {}),
-        ("reinforce", {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.01}}),
-        (
-            "reinforce",
-            {
-                "rl": ONE_STEP,
-                "reinforce": {"entropy_weight": 0.01, "use_advantage_and_critic": True},
-            },
-        ),
+        ("reinforce", OF_REINFORCE),
+        ("reinforce", WITH_CRITIC),
     ],
 )
 def test_the_prover_learns_to_inform_the_verifier(trainer: str, more: dict[str, Any]) -> None:
@@ -90,11 +86,8 @@ def test_every_protocol_is_trained_in_zero_knowledge(protocol: str) -> None:
 @pytest.mark.parametrize(
     ("trainer", "more"),
     [
-        ("vanilla_ppo", {"rl": {**LEARNING, "num_iterations": 20}}),
-        (
-            "spg",
-            {"rl": {"num_iterations": 40, "lr": 0.02, "num_epochs": 1}, "spg": {"variant": "pola"}},
-        ),
+        ("vanilla_ppo", {"rl": {**LEARNING, "num_iterations": 8}}),
+        ("spg", {"rl": {"num_iterations": 12, "num_epochs": 1}, "spg": {"variant": "pola"}}),
     ],
 )
 def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does(
@@ -129,24 +122,6 @@ def test_values_see_the_label_and_every_channel_and_policies_do_not() -> None:
             assert not torch.equal(agents.values(name, frames), agents.values(name, other))
             logprobs = [agents.evaluate(name, some).logprobs_B for some in (frames, other)]
             assert torch.equal(*logprobs)
-
-
-def test_the_label_gives_a_critic_information_that_the_verifier_lacks() -> None:
-    residual_variance = {}
-    for name in ("vanilla_ppo", "mappo"):
-        trainer = toy_trainer(
-            name,
-            rl={"num_iterations": 12, "num_epochs": 4, "lr": 0.02},
-            # Policies are fixed, and the verifier accepts whatever the label.
-            toy_protocol={"agents": {"default": {"agent_lr_factor": {"actor": 0.0}}}},
-        )
-        with torch.no_grad():
-            trainer.agents["verifier"].policy_head.decision.bias += torch.tensor([0.0, 6.0, 0.0])
-        trainer.train()
-        after = trainer.results["after"]
-        residual_variance[name] = after["verifier/residual_critic_variance"]
-    assert residual_variance["mappo"] < 0.3
-    assert residual_variance["vanilla_ppo"] > 0.8
 
 
 def test_a_shared_body_is_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -63,25 +62,22 @@ def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here
     assert seen == [1]
 
 
-@pytest.mark.parametrize("error", [ConfigurationError("no such name"), KeyError("name")])
-def test_an_error_keeps_its_type(error: Exception) -> None:
-    with pytest.raises(type(error), match="name") as raised:
-        call_at_once([lambda: 1, partial(failing, error)])
-    assert "in failing" in raised.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
-    ("call", "fact"),
+    ("call", "kind", "fact"),
     [
-        (partial(failing, TwoArguments("not", "readable")), "TwoArguments: not readable"),
-        (lambda: lambda: 1, "pickle"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL.*--num-threads 1"),
+        (partial(failing, ConfigurationError("no such name")), ConfigurationError, "no such name"),
+        (partial(failing, KeyError("name")), KeyError, "name"),
+        (partial(failing, TwoArguments("a", "b")), WorkerProcessError, "TwoArguments: a b"),
+        (lambda: lambda: 1, WorkerProcessError, "pickle"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerProcessError, "SIGKILL.*threads 1"),
     ],
-    ids=["error", "result", "killed"],
 )
-def test_unpicklable_values_are_reported(call: Callable[[], Any], fact: str) -> None:
-    with pytest.raises(WorkerProcessError, match=f"(?s){fact}"):
+def test_an_error_keeps_its_type_and_unpicklable_values_are_reported(
+    call: Callable[[], Any], kind: type[Exception], fact: str
+) -> None:
+    with pytest.raises(kind, match=f"(?s){fact}") as raised:
         call_at_once([lambda: 1, call])
+    assert kind is WorkerProcessError or "in failing" in raised.value.__notes__[0]
 
 
 def test_a_killed_process_is_noticed_even_if_a_child_holds_its_connections() -> None:
@@ -147,73 +143,45 @@ def test_tokenizers_use_no_threads_in_a_process(
     monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     name = "TOKENIZERS_PARALLELISM"
+    monkeypatch.setenv(name, value or "")
     if value is None:
-        monkeypatch.delenv(name, raising=False)
-    else:
-        monkeypatch.setenv(name, value)
+        monkeypatch.delenv(name)
     result = call_at_once([partial(os.environ.get, name), partial(os.environ.get, name)])
     assert result == [value, "false"]
     assert os.environ.get(name) == value
 
 
-def test_each_process_has_one_thread_and_the_others_come_back() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert call_at_once([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_processes_have_one_thread_each_and_do_not_wait_for_those_of_torch() -> None:
+    torch.set_num_threads(2)  # the next test begins with one again, see tests/conftest.py
+    assert call_at_once([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
+    assert torch.get_num_threads() == 2
+    values = torch.linspace(0, 1, 400_000)
+    expected = values.exp().sum()
+    with blocked_signals():
+        worker = fork("a process that adds up")
+        if worker is None:
+            signal.alarm(60)
+            try:
+                assert torch.isclose(values.exp().sum(), expected)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert worker.wait(60)
+    assert worker.code == 0
 
 
-def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        values = torch.linspace(0, 1, 400_000)
-        expected = values.exp().sum()
-        with blocked_signals():
-            worker = fork("a process that adds up")
-            if worker is None:
-                signal.alarm(60)
-                try:
-                    assert torch.isclose(values.exp().sum(), expected)
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-        assert worker.wait(60)
-        assert worker.code == 0
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_a_stream_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr(sys, "stdout", closed)
-    assert call_at_once([lambda: 1, lambda: 2]) == [1, 2]
-
-
-def test_streams_that_were_closed_are_left_closed() -> None:
-    script = (
-        "import sys; from nip_astra.utils.forked import call_at_once;"
-        "found = call_at_once([lambda: 1, lambda: sys.stdout]);"
-        "sys.stderr.write(str(found))"
-    )
-    done = subprocess.run(
-        f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} >&-",
-        shell=True,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr.endswith("[1, None]")
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_closed_streams_end_nothing_and_are_left_closed(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
+) -> None:
+    if stream is not None:
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert call_at_once([lambda: 1, lambda: sys.stdout is None]) == [1, stream is None]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_ends_with_the_first_however_that_ends(
-    sent: signal.Signals,
-) -> None:
+def test_a_process_ends_with_the_first_however_that_ends(sent: signal.Signals) -> None:
     script = (
         "import os, sys, signal, time; from nip_astra.utils.forked import call_at_once;"
         "tell = lambda: (print('begun', flush=True), time.sleep(600));"
@@ -228,22 +196,20 @@ def test_a_process_ends_with_the_first_however_that_ends(
         assert first.communicate(timeout=60)[0] == ""
 
 
-def test_the_number_of_processes_holds_within_its_block() -> None:
-    assert get_num_processes() == 1
-    with using_processes(3):
-        assert get_num_processes() == 3
-        with using_processes(1):
-            assert get_num_processes() == 1
-        assert get_num_processes() == 3
-    assert get_num_processes() == 1
-
-
-@pytest.mark.parametrize(("platform", "has_gpu"), [("darwin", False), ("linux", True)])
-def test_where_none_can_be_forked_there_is_one_process(
-    monkeypatch: pytest.MonkeyPatch, platform: str, has_gpu: bool
+@pytest.mark.parametrize(
+    ("platform", "has_gpu", "num_processes"),
+    [("linux", False, 3), ("darwin", False, 1), ("linux", True, 1)],
+)
+def test_the_number_of_processes_holds_within_its_block_where_they_can_be_forked(
+    monkeypatch: pytest.MonkeyPatch, platform: str, has_gpu: bool, num_processes: int
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    assert not can_fork()
+    assert can_fork() is (num_processes > 1)
+    assert get_num_processes() == 1
     with using_processes(3):
-        assert get_num_processes() == 1
+        assert get_num_processes() == num_processes
+        with using_processes(1):
+            assert get_num_processes() == 1
+        assert get_num_processes() == num_processes
+    assert get_num_processes() == 1

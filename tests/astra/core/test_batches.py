@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import (
-    DPO,
-    PPO,
-    ASTSampler,
-    HFASTProblem,
-    System,
-    Trainer,
-    TrainingConfiguration,
-)
+from nip_astra.astra import DPO, PPO, ASTSampler, HFASTProblem, System
 from nip_astra.astra.core.batches import in_parts
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of, train
 from tests.kit.tiny import make_tokenizer
 
 GIB = 2**30
@@ -37,19 +29,15 @@ def test_two_thousand_texts_are_cut_and_a_few_are_not() -> None:
 
 
 def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> None:
-    class Letters(WordProblem):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokenizer = range(100)
-
-    problem = WordProblem()
+    letters, problem = WordProblem(), WordProblem()
+    letters.tokenizer = range(100)
     problem.max_batch_bytes = 50_257 * 8 * 100
     texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
     assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     # A small vocabulary makes larger parts, and no bound makes a single part.
     problem.max_batch_bytes = None
     many = ["hello " * 50] * 5000
-    assert len(list(in_parts(Letters(), many))) == 1 < len(list(in_parts(WordProblem(), many)))
+    assert len(list(in_parts(letters, many))) == 1 < len(list(in_parts(WordProblem(), many)))
     assert list(in_parts(problem, many)) == [slice(0, 5000)]
 
 
@@ -73,9 +61,9 @@ class Counts(ValuedWordProblem):
 def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
     problem = Counts()
     problem.max_batch_bytes = 50_257 * 8 * 800  # room for about nine of their texts
-    config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
     sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
-    Trainer(config, sampler, algorithm(problem)).train()
+    sizes = {"training_steps": 1, "num_episodes_per_experience": 4, "batch_size": 5}
+    train(algorithm(problem), sampler, **sizes)
     spoken = [count for who, count in problem.requests if who == "attacker"]
     assert sum(spoken) == 4 * (3 + 9)
     assert max(spoken) < 12 < len(spoken) * 12
