@@ -9,11 +9,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from itertools import zip_longest
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +21,51 @@ import typer
 from nip_astra.cli import app as cli
 from nip_astra.errors import ConfigurationError
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
-from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
+from tests.kit.documents import (
+    ROOT,
+    Block,
+    Command,
+    anchors,
+    blocks,
+    documents,
+    find,
+    links,
+    prose,
+)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "doc" / "notebooks").glob("*.md"))
-SMALL = (
-    "training.num_episodes_per_experience=1",
-    "training.minibatch_size=4",
-    "ast_chat.tree_depth=2",
-    "ast_chat.evaluation.num_episodes=2",
-    "ast_chat.evaluation.use_random_search=false",
-)
-"""Overrides that shorten stress tests, in addition to --test-run."""
-SMALL_PROOF = ("rl.frames_per_batch=240",)
-"""The same for interactive proofs; a multiple of most numbers of rounds."""
-SMALL_TASK = (
-    "training.num_episodes_per_experience=2",
-    "training.minibatch_size=8",
-    "task.evaluation.num_problems=4",
-)
-"""The same for tasks."""
-TASK_WORDS = ("self_hosted", "remote_api", "task", "arithmetic")
-"""Parts of the arguments of such commands."""
-PROOF_WORDS = (
-    "graph_isomorphism",
-    "image_classification",
-    "mappo",
-    "reinforce",
-    "solo_agent",
-    "spg",
-    "vanilla_ppo",
-)
-"""Scenarios and trainers of interactive proofs."""
-SMALL_TEXT = ("text_rl.rollouts_per_iteration=16",)
-"""The same for text protocols."""
-TEXT_WORDS = ("pure_text_ei", "pure_text_malt", "secret_word")
+SHORTER = {
+    r"^base_run\.|^solo_agent$": (),  # no rollouts, or the parameters of the base run
+    "^(pure_text_ei|pure_text_malt|secret_word)$": ("text_rl.rollouts_per_iteration=16",),
+    "self_hosted|remote_api|task|arithmetic": (
+        "training.num_episodes_per_experience=2",
+        "training.minibatch_size=8",
+        "task.evaluation.num_problems=4",
+    ),
+    "^(graph_isomorphism|image_classification|mappo|reinforce|spg|vanilla_ppo)$": (
+        "rl.frames_per_batch=240",  # a multiple of most numbers of rounds
+        "rl.num_epochs=1",
+    ),
+    "": (
+        "training.num_episodes_per_experience=1",
+        "training.minibatch_size=4",
+        "ast_chat.tree_depth=2",
+        "ast_chat.evaluation.num_episodes=2",
+        "ast_chat.evaluation.use_random_search=false",
+    ),
+}
+"""Words of commands that train, and overrides in addition to --test-run; the first match counts."""
 NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the first two of README."""
 OPTIONAL_PACKAGES = ("datasets", "openai", "pandas", "tinker")
 """A Python block that imports one of them is skipped if the package is missing."""
-FIRST_PAGES = ("README",)
-"""Pages of the default tests; the others are marked slow."""
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[] if page.stem in FIRST_PAGES else pytest.mark.slow)
+        pytest.param(page, id=page.stem, marks=[] if page.stem == "README" else pytest.mark.slow)
         for page in PAGES
     ],
 )
@@ -222,16 +218,11 @@ def _shortened(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    small = SMALL
-    if any(word in PROOF_WORDS for word in arguments):
-        has_num_epochs = any(word.startswith("rl.num_epochs=") for word in arguments)
-        small = SMALL_PROOF if has_num_epochs else (*SMALL_PROOF, "rl.num_epochs=1")
-    if any(part in word for word in arguments for part in TASK_WORDS):
-        small = SMALL_TASK
-    if any(word in TEXT_WORDS for word in arguments):
-        small = SMALL_TEXT
-    if "solo_agent" in arguments or any(word.startswith("base_run.") for word in arguments):
-        small = ()  # no rollouts, or the parameters of the base run
+    small = next(
+        small for words, small in SHORTER.items() if any(re.search(words, one) for one in arguments)
+    )
+    if any(word.startswith("rl.num_epochs=") for word in arguments):
+        small = small[:1]
     return [*arguments, "--test-run", *(word for pair in small for word in ("--set", pair))]
 
 
@@ -250,7 +241,7 @@ def test_a_line_with_an_unknown_option_does_not_parse() -> None:
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_have_targets(page: Path) -> None:
+def test_targets_of_links_and_named_files_exist(page: Path) -> None:
     for link in links(page):
         if link.startswith(("https://", "http://")):
             continue
@@ -258,14 +249,11 @@ def test_links_have_targets(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), f"{page.name}: {link}"
         assert not fragment or fragment in anchors(target), f"{page.name}: {link}"
-
-
-@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_named_in_a_page_exist(page: Path) -> None:
-    roots = ("nip_astra", "parameters", "scenarios", "tests", "benchmarks", "doc")
-    named = re.findall(rf"`((?:{'|'.join(roots)})/[\w./-]+)`", prose(page))
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not missing, f"{page.name} names missing files: {missing}"
+    roots = "nip_astra|parameters|scenarios|tests|benchmarks|doc"
+    named = re.findall(rf"`((?:{roots})/[\w./-]+)`", prose(page))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    assert all((page.parent / name).stat().st_size < 200_000 for name in pictures)
 
 
 def test_every_page_of_doc_can_be_reached_from_the_readme() -> None:
@@ -279,21 +267,14 @@ def test_every_page_of_doc_can_be_reached_from_the_readme() -> None:
     assert set(documents()) <= seen
 
 
-def test_readme_guide_and_package_show_the_same_trainer() -> None:
-    packaged = (ROOT / "tests" / "plugin_package" / "my_trainer.py").read_text()
-    for page in (ROOT / "README.md", ROOT / "doc" / "guides" / "creating-a-trainer.md"):
+def test_readme_guide_and_package_show_the_same_trainer_and_entry_point() -> None:
+    package, guide = ROOT / "tests" / "plugin_package", ROOT / "doc/guides/creating-a-trainer.md"
+    packaged = (package / "my_trainer.py").read_text()
+    for page in (ROOT / "README.md", guide):
         shown = [block.text for block in blocks(page) if block.file == "my_trainer.py"]
         assert shown == [packaged], page.name
-
-
-def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
-    (shown,) = (
-        tomllib.loads(block.text)
-        for block in blocks(ROOT / "doc" / "guides" / "creating-a-trainer.md")
-        if block.language == "toml"
-    )
-    packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
-    assert shown == packaged
+    (shown,) = (block.text for block in blocks(guide) if block.language == "toml")
+    assert tomllib.loads(shown) == tomllib.loads((package / "pyproject.toml").read_text())
 
 
 @pytest.mark.parametrize(
@@ -311,8 +292,10 @@ def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
 
 
 def names_of_tables(page: Path) -> set[str]:
-    """Dotted names of the package in the tables of a page."""
+    """Dotted names of the package in the tables of a page; of nip's guide, also in its text."""
     names = set()
+    if page.stem == "coming-from-nip":
+        names |= set(re.findall(r"\bnip_astra(?:\.\w+)+", page.read_text(encoding="utf-8")))
     rows = [line for line in prose(page).splitlines() if line.startswith("|")]
     for cells in (re.split(r"(?<!\\)\|", row)[1:-1] for row in rows):
         for span in re.findall(r"`([^`]+)`", " ".join(cells)):
@@ -328,38 +311,18 @@ def names_of_tables(page: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [("coming-from-nexrl", 13), ("coming-from-nip", 20), ("creating-a-trainer", 6)],
-)
-def test_the_names_of_tables_are_found(page: str, number: int) -> None:
-    assert len(names_of_tables(ROOT / "doc" / "guides" / f"{page}.md")) >= number
+def test_every_name_of_every_table_can_be_imported() -> None:
+    names = {page.stem: names_of_tables(page) for page in documents()}
+    assert len(names["coming-from-nip"]) > 20
+    assert len(names["coming-from-nexrl"]) > 12
+    for name in sorted(set().union(*names.values())):
+        assert find(name) is not None
 
 
-@pytest.mark.parametrize("page", documents(), ids=lambda page: page.stem)
-def test_every_name_of_every_table_can_be_imported(page: Path) -> None:
-    for name in sorted(names_of_tables(page)):
-        parts = name.split(".")
-        for number in range(len(parts), 0, -1):
-            with suppress(ModuleNotFoundError):
-                module = import_module(".".join(parts[:number]))
-                break
-        assert attrgetter(".".join(parts[number:]) or "__name__")(module) is not None, name
-
-
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
-
-
-def test_pictures_exist_and_are_small() -> None:
-    for page in documents():
-        text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", text):
-            assert (page.parent / name).stat().st_size < 200_000, f"{page.name}: {name}"
-
-
-def test_readme_starts_with_a_line_that_runs_and_a_line_that_tests() -> None:
-    lines = [c.line for b in blocks(ROOT / "README.md") for c in b.commands if "venv" in c.line]
-    run, test = lines[:2]
+def test_readme_is_short_and_starts_with_a_line_that_runs_and_a_line_that_tests() -> None:
+    page = ROOT / "README.md"
+    assert len(page.read_text(encoding="utf-8").split()) <= 900
+    lines = [command.line for block in blocks(page) for command in block.commands]
+    run, test = [line for line in lines if "venv" in line][:2]
     assert run.endswith("run.py --trainer ast_dpo")
     assert test.endswith("-m pytest")

@@ -85,9 +85,7 @@ def test_messages_have_every_place_fault_and_command() -> None:
         ("trainr", ["trainer", "train", "training"]),
     ],
 )
-def test_near_names_ignore_case_and_dashes_and_come_nearest_first(
-    name: str, expected: list[str]
-) -> None:
+def test_near_names_come_nearest_first(name: str, expected: list[str]) -> None:
     known = ["ast_dpo", "self_hosted_grpo", "training", "train", "trainer", "seed"]
     assert nearest_names(name, known) == expected
     assert nearest_names(name, known, n=2) == expected[:2]

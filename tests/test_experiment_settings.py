@@ -15,29 +15,14 @@ from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
 
 
-def test_the_defaults_run_on_the_cpu_without_wandb() -> None:
-    settings = ExperimentSettings()
-    assert (settings.device, settings.wandb, settings.runs_dir) == ("cpu", "disabled", "runs")
-    assert settings.test_run is False
-    assert settings.num_threads is None
-
-
-def test_settings_come_back_from_their_file_without_their_runtime_fields(
-    tmp_path: Path,
-) -> None:
-    settings = ExperimentSettings(
-        wandb="offline",
-        num_threads=2,
-        run_directory=RunDirectory(tmp_path),
-        tqdm_func=print,
-        global_tqdm_step_fn=lambda: None,
-    )
-    written = settings.to_dict()
-    assert not {"run_directory", "tqdm_func", "global_tqdm_step_fn"} & set(written)
+def test_settings_come_back_from_their_file_without_their_runtime_fields(tmp_path: Path) -> None:
+    runtime = {"run_directory": RunDirectory(tmp_path), "tqdm_func": print}
+    runtime["global_tqdm_step_fn"] = lambda: None
+    written = ExperimentSettings(wandb="offline", num_threads=2, **runtime).to_dict()
+    assert not runtime.keys() & written
     again = ExperimentSettings.from_dict(written)
     assert again.to_dict() == written
-    assert again.run_directory is None
-    assert (again.wandb, again.num_threads) == ("offline", 2)
+    assert (again.run_directory, again.wandb, again.num_threads) == (None, "offline", 2)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +32,6 @@ def test_settings_come_back_from_their_file_without_their_runtime_fields(
         ({"wandb": "ofline"}, ["disabled, offline, online", '"ofline"', "'offline'"]),
         ({"num_threads": 0}, ["at least 1", "0"]),
         ({"checkpoint_period": -1}, ["at least 0", "-1"]),
-        ({"num_checkpoints_kept": 0}, ["at least 1", "0"]),
         ({"test_run": "yes"}, ["true or false", '"yes"']),
         ({"runs": "x"}, ["unknown", '"x"', "'runs_dir'"]),
         ({"run_directory": "runs"}, ['"runs"']),
@@ -64,24 +48,20 @@ def test_a_wrong_setting_is_reported(values: dict[str, Any], facts: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    "given",
     [
-        ({"run_directory": RunDirectory(Path("x"))}, "run_directory"),
-        ({"sharding": "fsdp"}, "sharding=fsdp"),
-        ({"process_store": "meet"}, "process_store=meet"),
-        ({"ray_address": "auto"}, "ray_address=auto"),
-        ({"actor_cpus": 2.0}, r"actor_cpus=2\.0"),
-        ({"actor_gpus": 1.0}, r"actor_gpus=1\.0"),
+        {"run_directory": RunDirectory(Path("x"))},
+        *({"sharding": "fsdp"}, {"process_store": "meet"}, {"ray_address": "auto"}),
+        *({"actor_cpus": 2.0}, {"actor_gpus": 1.0}),
     ],
 )
 def test_settings_that_a_run_does_not_read_are_refused_by_name(
-    toy: Path, tmp_path: Path, given: dict[str, Any], named: str
+    toy: Path, tmp_path: Path, given: dict[str, Any]
 ) -> None:
     resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy))
-    runs_dir = tmp_path / "runs"
-    with pytest.raises(ConfigurationError, match=named):
-        run_experiment(resolved, runs_dir=str(runs_dir), progress=False, **given)
-    assert not runs_dir.exists()
+    with pytest.raises(ConfigurationError, match=next(iter(given))):
+        run_experiment(resolved, runs_dir=str(tmp_path / "runs"), progress=False, **given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import to_yaml
 from tests.kit.command_line import CommandLine
 
-ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCHEMA = content_root() / "parameters" / "schema.json"
 VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
@@ -26,8 +25,7 @@ def faults(text: str) -> list[str]:
     """Errors that an editor marks in a file."""
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     # JSON has no numeric keys.
-    values = json.loads(json.dumps(values))
-    return [error.json_path for error in VALIDATOR.iter_errors(values)]
+    return [one.json_path for one in VALIDATOR.iter_errors(json.loads(json.dumps(values)))]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -49,7 +47,6 @@ def test_the_parameter_file_of_a_run_is_valid(trainer: str) -> None:
     "text",
     [
         "extends: other.yaml",
-        "training: {lr: 1e-4}",
         "training: {lr: '${ast_sft.lr}', minibatch_size: '${oc.env:BATCH}', max_grad_norm: null}",
         "training: ${mine}\nmine: {anything: 1}",
         "seed: ???",
@@ -70,7 +67,6 @@ def test_parts_references_and_sections_of_plugins_pass(text: str) -> None:
         ("training: {lrr: 1e-4}", "$.training"),
         ("training: {lr: -1}", "$.training.lr"),
         ("training: {batch_order: by_episod}", "$.training.batch_order"),
-        ("training: {lr: fast}", "$.training.lr"),
         ("sede: 3", "$.sede"),
         ("extends: [a.yaml]", "$.extends"),
         ("ast_dpo: {beta: [1]}", "$.ast_dpo.beta"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
 from tests.kit.documents import ROOT
+from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 
 CODE = """
@@ -21,30 +21,22 @@ import json, sys
 from nip_astra.overview import schema
 # First, because the rest registers names.
 shipped = schema()
-from tests.test_in_a_new_process import attacker_metrics, numbers_of_a_game
-from tests.kit.toy_protocol_scenario import toy_kind
-with toy_kind():
-    numbers = numbers_of_a_game(3)
-metrics = attacker_metrics(*sys.argv[1:])
-print(json.dumps({"schema": shipped, "numbers": numbers, "metrics": metrics}))
+from tests.test_in_a_new_process import numbers_of
+print(json.dumps({"schema": shipped, "numbers": numbers_of(3, *sys.argv[1:])}))
 """
 
 
-def numbers_of_a_game(seed: int) -> list[object]:
-    """Final weights of provers and verifiers."""
-    trainer = toy_trainer(seed=seed)
-    trainer.train()
-    result: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
-    return result
-
-
-def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
-    """The metrics of a run of two iterations, from its file."""
-    short = ("use_random_search=false", "num_episodes=2")
-    overrides = ["training.num_iterations=2", *(f"ast_chat.evaluation.{part}" for part in short)]
-    resolved = resolve_experiment(trainer="ast_dpo", scenario=scenario, overrides=overrides)
-    run_experiment(resolved, runs_dir=runs_dir, run_id=run_id, progress=False)
-    return (Path(runs_dir) / run_id / "metrics.jsonl").read_text(encoding="utf-8")
+def numbers_of(seed: int, scenario: str, folder: str) -> Any:
+    """The last figures of provers and verifiers, and the metrics of an attacker."""
+    with toy_kind():
+        trainer = toy_trainer(seed=seed)
+        trainer.train()
+    overrides = ["training.num_iterations=2", *FAST]
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=scenario, overrides=overrides, seed=seed
+    )
+    metrics = metrics_of(run_in(Path(folder), resolved, str(seed)))
+    return json.loads(json.dumps([trainer.results["after"], trainer.state.last, metrics]))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +44,7 @@ def reported(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     """Output of a new process; its hash seed differs from this process's."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tiny_scenario), str(tmp_path_factory.mktemp("a")), "one"],
+        [sys.executable, "-c", CODE, str(tiny_scenario), str(tmp_path_factory.mktemp("a"))],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": hash_seed},
         capture_output=True,
@@ -70,11 +62,10 @@ def test_the_schema_that_ships_is_that_of_the_classes(reported: dict[str, Any]) 
     assert reported["schema"] == json.loads(ships), f"write it anew: {command}"
 
 
-def test_equal_parameters_give_equal_numbers(
+def test_equal_parameters_give_equal_numbers_and_another_seed_others(
     reported: dict[str, Any], tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    """In every family."""
-    with toy_kind():
-        assert reported["numbers"] == numbers_of_a_game(3) != numbers_of_a_game(4)
-    assert reported["metrics"] == attacker_metrics(str(tiny_scenario), str(tmp_path), "here")
-    assert len(reported["metrics"].splitlines()) == 2
+    mine, other = (numbers_of(seed, str(tiny_scenario), str(tmp_path)) for seed in (3, 4))
+    assert reported["numbers"] == mine
+    assert len(mine[-1]) == 2
+    assert all(one != another for one, another in zip(mine, other, strict=True))

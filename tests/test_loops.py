@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from nip_astra import resolve_experiment, run_experiment
 from tests.kit.documents import ROOT
+from tests.kit.experiments import metrics_of
 
 SHORT = {
     "stress_testing": (
@@ -38,32 +38,22 @@ RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_loop_gives_the_metrics_of_its_trainer(name: str, tmp_path: Path) -> None:
+def test_a_loop_gives_the_metrics_of_its_trainer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, constants, smaller = SHORT[name]
-    loop = _load(name)
+    folder = ROOT / "doc" / "loops"
+    assert len((folder / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 220
+    monkeypatch.syspath_prepend(folder)
+    loop: Any = importlib.import_module(name)
     vars(loop).update(constants)
     overrides = [*loop.overrides(NUM_ITERATIONS), *smaller]
     loop.overrides = lambda num_iterations: overrides
     experiment = resolve_experiment(trainer=trainer, overrides=overrides)
     run = run_experiment(experiment, runs_dir=str(tmp_path), progress=False, num_threads=1)
-    lines = (run.run_directory.path / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
+    logged = metrics_of(run.run_directory.path)
     torch.set_num_threads(1)
     for number, metrics in enumerate(loop.train(NUM_ITERATIONS)):
         expected = {key: logged[number][key] for key in metrics}
         tolerance = RELATIVE_TOLERANCE.get(name, 1e-4)
         assert metrics == pytest.approx(expected, rel=tolerance, abs=1e-6)
-
-
-def test_loops_are_short() -> None:
-    for path in (ROOT / "doc" / "loops").glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 220, path.name
-
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "doc" / "loops" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +25,15 @@ from nip_astra.nip.hyper_params import DEFAULTS, ours
 from nip_astra.nip.modules import MODULES
 from nip_astra.nip.tensors import KEYS, Reward2GoTransform
 from nip_astra.nip.texts import PureTextRlTrainer, as_nip, as_ours
+from nip_astra.parameters.hyper_parameters import HyperParameters as PlainParameters
 from nip_astra.run import prepare_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.text.rollouts import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.documents import ROOT, find
 from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
 from tests.nip_scripts.uses import uses
-from tests.test_names_of_nip import find
 
 SCRIPTS = Path(__file__).parent / "nip_scripts"
 NAMES: dict[str, list[str]] = json.loads((SCRIPTS / "names.json").read_text(encoding="utf-8"))
@@ -60,6 +62,42 @@ FURTHER = [
 ]
 
 
+KEPT = {
+    "experiment_settings": "ExperimentSettings",
+    "factory": "build_scenario_instance",
+    "": (
+        "AgentsParameters AlternatingPeriodicUpdateSchedule BaseRunParameters CommonPpoParameters "
+        "CommonProtocolParameters ConstantUpdateSchedule ContiguousPeriodicUpdateSchedule "
+        "DebateProtocolParameters GraphIsomorphismAgentParameters HyperParameters "
+        "ImageClassificationAgentParameters ImageClassificationParameters InteractionProtocolType "
+        "LrFactors MessageRegressionParameters NipProtocolParameters RandomAgentParameters "
+        "ReinforceParameters RlTrainerParameters ScenarioType SoloAgentParameters SpgParameters "
+        "TrainerType"
+    ),
+    "parameters": "HyperParameters",
+    "parameters.agents": "AgentsParameters LrFactors",
+    "parameters.trainers": "RlTrainerParameters TextRlParameters",
+    "parameters.update_schedule": "AlternatingPeriodicUpdateSchedule",
+    "parameters.parameters_base": "SubParameters",
+    "parameters.types": "InteractionProtocolType ScenarioType TrainerType",
+    "protocols.main_protocols": "DebateProtocol MnipProtocol NipProtocol",
+    "protocols.registry": "build_protocol_handler register_protocol_handler",
+    "protocols.protocol_base": "DeterministicSingleVerifierProtocolHandler ProtocolHandler",
+    "protocols.zero_knowledge": "ZeroKnowledgeProtocol",
+    "rl_objectives": "Objective",
+    "run": "prepare_experiment run_experiment",
+    "scenario_instance": "ScenarioInstance",
+    "trainers.registry": "register_trainer",
+    "trainers.reinforce": "ReinforceTrainer",
+    "trainers.rl_tensordict_base": "TensorDictRlTrainer",
+    "trainers.solo_agent": "SoloAgentTrainer",
+    "trainers.spg": "SpgTrainer",
+    "trainers.trainer_base": "IterationContext TensorDictTrainer Trainer attach_progress_bar",
+    "trainers.vanilla_ppo": "VanillaPpoTrainer",
+}
+"""Public names of nip that are at the same place here, by module; its own name is left out."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_stays_registered() -> Iterator[None]:
     with plugins_forgotten_after():
@@ -69,26 +107,23 @@ def _nothing_stays_registered() -> Iterator[None]:
 
 @functools.cache
 def program(name: str) -> ModuleType:
-    """A program with its import root renamed; it registers its trainers once."""
-    text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
+    """A program, which registers its trainers once."""
     module = sys.modules[f"nip_{name}"] = ModuleType(f"nip_{name}")
-    exec(compile(_renamed(text), name, "exec"), vars(module))
+    exec(compile(source_of(name), name, "exec"), vars(module))
     return module
 
 
-def _renamed(text: str) -> str:
-    for start in ("from", "import"):
-        for end in (" ", "."):
-            text = text.replace(f"{start} nip{end}", f"{start} nip_astra.nip{end}")
-    return text
+def source_of(name: str) -> str:
+    """A program's text with its import root renamed."""
+    text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
+    return re.sub(r"\b(from|import) nip\b", r"\1 nip_astra.nip", text)
 
 
 def run_script(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
     """Run a program without a grid as a script."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [name, *options])
-    text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
-    exec(compile(_renamed(text), name, "exec"), {"__name__": "__main__"})
+    exec(compile(source_of(name), name, "exec"), {"__name__": "__main__"})
 
 
 def run_grid(
@@ -123,11 +158,21 @@ def test_every_name_is_at_its_place_in_nip() -> None:
     }
     for path in sorted({name.removeprefix("nip.") for name in imported} | set(FURTHER)):
         assert find(f"nip_astra.nip.{path}") is not None
+    for module, names in KEPT.items():
+        for name in names.split():
+            assert find(f"nip_astra.{module}.{name}".replace("..", ".")) is not None
     for module, names in MODULES.items():
         result = importlib.import_module(f"nip_astra.nip.{module}".rstrip("."))
         assert [name for name in names if getattr(result, name) is None] == []
     with pytest.raises(ImportError):
         importlib.import_module("nip_astra.nip.utils.nothing")
+
+
+def test_the_guide_places_every_group_of_parameters() -> None:
+    text = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
+    groups = [one for one in PlainParameters.model_fields if one not in ("plugins", "training")]
+    left_out = [name for name in groups if f"`{name}" not in text and "custom" not in name]
+    assert left_out == ["package_version"]
 
 
 # ---- scripts

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters import HyperParameters
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenario_base.text.models import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.documents import ROOT
@@ -19,13 +18,22 @@ from tests.nip_scripts import ei_cv, ppo_gi
 
 GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
 SCRIPTS = Path(__file__).parent / "nip_scripts"
-TINY = {
+TINY_PPO: dict[str, Any] = {
     "num_iterations": [2],
     "num_test_iterations": [1],
     "frames_per_batch": [64],
     "minibatch_size": [32],
     "max_train_size": [60],
     "seed": [8144],
+    "update_spec": [(1, 1)],
+}
+TINY_EI: dict[str, Any] = {
+    "interaction_protocol": ["debate"],
+    "num_iterations": [2],
+    "max_message_rounds": [3],
+    "rollouts_per_iteration": [4],
+    "levels": [[1]],
+    "num_invalid_generation_retries": [2],
 }
 OF_THE_SWEEP = re.compile(
     r"arguments|cmd_args|experiment|param_grid=|_fn=|nip.utils", re.IGNORECASE
@@ -44,15 +52,14 @@ def rows(text: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-def lines_of(name: str) -> list[str]:
-    """A script's lines without indentation: a call may be nested deeper here."""
-    text = (SCRIPTS / name).read_text(encoding="utf-8")
-    return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
-
-
 @pytest.mark.parametrize("name", ["ppo_gi", "ei_cv"])
 def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
-    theirs, ours = lines_of(f"{name}.nip.txt"), lines_of(f"{name}.py")
+    texts = ((SCRIPTS / f"{name}{end}").read_text() for end in (".nip.txt", ".py"))
+    # Without indentation: a call may be nested deeper here.
+    theirs, ours = (
+        [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
+        for text in texts
+    )
     gone = [line for line in theirs if line not in ours]
     heads = [
         re.match(r"\W*(?:from \S+ import )?([\w.]+)", line)
@@ -65,58 +72,27 @@ def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
     assert len(gone) < len(theirs) / 2
 
 
-def test_the_ppo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more: dict[str, Any] = {"update_spec": [(1, 1)]}
-    monkeypatch.setattr(ppo_gi, "param_grid", ppo_gi.param_grid | TINY | more)
-    ppo_gi.run_all(runs_dir=str(tmp_path), progress=False)
-    run = RunDirectory.open(tmp_path / "ppo_gi_a_0")
-    assert {path.stem for path in (run.path / "model").iterdir()} == {"prover", "verifier"}
-    results = run.read_json("results.json")
-    assert 0 <= results["after"]["mean_accuracy"] <= 1
-    recorded = run.read_yaml("hyper_parameters.yaml")
-    combo = {name: values[0] for name, values in ppo_gi.param_grid.items()}
-    assert HyperParameters.from_dict(recorded) == ppo_gi.construct_params(combo)
-    assert recorded["rl"]["num_iterations"] == 2
-
-
-def test_the_ppo_script_prepares_a_run_as_it_stands() -> None:
-    combo = {name: values[0] for name, values in ppo_gi.param_grid.items()} | {"max_train_size": 60}
-    prepared = ppo_gi.run_preparer_fn(combo)
-    assert prepared.total_num_iterations == 5000 + 2 * 10
-    given = ppo_gi.construct_params(combo)
-    assert given == resolve_experiment(hyper_params=given).hyper_params
-
-
-def test_the_script_of_expert_iteration_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("script", [ppo_gi, ei_cv], ids=["ppo", "expert iteration"])
+def test_a_script_runs_over_its_grid(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    protocol, provers = "debate", ["prover0", "prover1"]
-    tiny = {"interaction_protocol": [protocol], "num_iterations": [2], "max_message_rounds": [3]}
-    tiny |= {"rollouts_per_iteration": [4], "levels": [[1]], "num_invalid_generation_retries": [2]}
-    monkeypatch.setattr(ei_cv, "param_grid", ei_cv.param_grid | tiny)
-    ei_cv.run_all(runs_dir=str(tmp_path), progress=False)
-    run = RunDirectory.open(tmp_path / "ei_cv_a_0")
-    results = run.read_json("results.json")
-    assert results["protocol"] == protocol
-    assert sorted(results["agents"]) == [*provers, "verifier"]
-    assert sorted(results["groups"]) == ["provers", "verifiers"]
-    assert {"accuracy_where_level_1", "mean_accuracy"} <= set(results["after"])
-    combo = {name: values[0] for name, values in ei_cv.param_grid.items()}
+    grid = script.param_grid | (TINY_PPO if script is ppo_gi else TINY_EI)
+    monkeypatch.setattr(script, "param_grid", grid)
+    script.run_all(runs_dir=str(tmp_path), progress=False)
+    (path,) = tmp_path.iterdir()
+    run = RunDirectory.open(path)
     recorded = HyperParameters.from_dict(run.read_yaml("hyper_parameters.yaml"))
-    assert recorded == ei_cv.construct_params(combo)
-
-
-def test_the_script_of_expert_iteration_names_hosted_models_without_the_dummy() -> None:
-    combo = {name: values[0] for name, values in ei_cv.param_grid.items()}
-    given = ei_cv.construct_params(combo | {"use_dummy_api": False})
-    agents = given.to_dict()["code_validation"]["agents"]
-    assert agents["prover"]["model"]["_type"] == "openai"
-    assert agents["prover"]["model"]["model"] == "gpt-4o-2024-08-06"
-    assert agents["verifier"]["fine_tune_from_scratch"] is True
-    assert agents["verifier"]["freeze_agent"] is False
-    assert given.text_rl.verifier_guess_replacement_annealing == "linear"
-    assert given.text_rl.num_iterations == 8
-    assert ei_cv.run_preparer_fn(combo).total_num_iterations == 8
+    assert recorded == script.construct_params({name: values[0] for name, values in grid.items()})
+    results = run.read_json("results.json")
+    if script is ppo_gi:
+        assert path.name == "ppo_gi_a_0"
+        assert {path.stem for path in (path / "model").iterdir()} == {"prover", "verifier"}
+        assert 0 <= results["after"]["mean_accuracy"] <= 1
+        assert recorded.rl.num_iterations == 2
+    else:
+        assert results["protocol"] == "debate"
+        assert sorted(results["groups"]) == ["provers", "verifiers"]
+        assert {"accuracy_where_level_1", "mean_accuracy"} <= set(results["after"])
 
 
 def default_of(path: str) -> Any:
@@ -126,8 +102,7 @@ def default_of(path: str) -> Any:
     scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"
     if path.startswith(("text_rl.", "pure_text_ei.", "code_validation.")):
         trainer, scenario = "pure_text_ei", "code_validation"
-    model = type(HyperParameters(trainer=trainer, scenario=scenario))
-    value: Any = model
+    value: Any = type(HyperParameters(trainer=trainer, scenario=scenario))
     for name in path.split("."):
         if value == {}:
             value = TextAgentParameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from nip_astra import (
     RlTrainerParameters,
     SoloAgentParameters,
     TrainerType,
-    prepare_experiment,
 )
-from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
+from nip_astra.errors import ParameterError, UnknownNameError
 from nip_astra.resolving.resolution import resolve_experiment
 
 PROOF: dict[str, Any] = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism"}
@@ -43,15 +43,7 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        PROOF,
-        PROOF | OBJECTS,
-        {"trainer": TrainerType.AST_DPO},
-        {"trainer": "ast_ppo", "scenario": "pocket_chat", "seed": 3},
-    ],
-)
+@pytest.mark.parametrize("values", [PROOF | OBJECTS, {"trainer": TrainerType.AST_DPO}])
 def test_an_object_has_the_values_of_its_run(values: dict[str, Any]) -> None:
     shown = HyperParameters(**values)
     assert shown == resolve_experiment(hyper_params=shown).hyper_params
@@ -75,9 +67,7 @@ def test_groups_and_sections_may_be_objects_or_mappings() -> None:
     rl = shown.rl.model_copy(update={"num_epochs": 3})
     changed = shown.model_copy(update={"rl": rl})
     assert resolve_experiment(hyper_params=changed).hyper_params == changed
-
-
-def test_given_values_are_distinguished_from_values_of_files() -> None:
+    # Given values are distinguished from values of files.
     shown = HyperParameters(**PROOF, rl=RlTrainerParameters(num_iterations=7))
     assert shown.given() == PROOF | {"rl": {"num_iterations": 7}}
     sources = resolve_experiment(hyper_params=shown).sources
@@ -86,12 +76,7 @@ def test_given_values_are_distinguished_from_values_of_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"trainer": "nope"},
-        PROOF | {"trainer": "nope"},
-        PROOF | {"interaction_protocol": "nope"},
-    ],
+    "wrong", [PROOF | {"trainer": "nope"}, PROOF | {"interaction_protocol": "nope"}]
 )
 def test_a_name_that_nothing_has_is_refused_at_once(wrong: dict[str, Any]) -> None:
     for make in (lambda: HyperParameters(**wrong), lambda: HyperParameters.from_dict(wrong)):
@@ -116,9 +101,8 @@ def test_a_name_that_nothing_has_is_refused_at_once(wrong: dict[str, Any]) -> No
 def test_the_new_place_of_a_parameter_of_another_layout_is_reported(
     wrong: dict[str, Any], hint: str
 ) -> None:
-    with pytest.raises(ParameterError) as caught:
+    with pytest.raises(ParameterError, match=re.escape(hint)):
         HyperParameters(**PROOF, **wrong)
-    assert hint in str(caught.value)
 
 
 def test_a_trainer_type_that_no_kind_knows_is_refused(tmp_path: Path) -> None:
@@ -129,15 +113,6 @@ def test_a_trainer_type_that_no_kind_knows_is_refused(tmp_path: Path) -> None:
         "class OddTrainer(VanillaPpoTrainer):\n"
         "    trainer_type = 'supervised'\n"
     )
-    with pytest.raises(UnknownNameError) as caught:
-        prepare_experiment(
-            HyperParameters(
-                trainer="odd",
-                scenario="graph_isomorphism",
-                custom_trainer_module_path=str(file),
-                custom_trainer_class_name="OddTrainer",
-            )
-        )
-    assert isinstance(caught.value, ConfigurationError)
-    assert "trainer type 'supervised'" in str(caught.value)
-    assert "rl_central_critic" in str(caught.value)
+    custom = {"custom_trainer_module_path": str(file), "custom_trainer_class_name": "OddTrainer"}
+    with pytest.raises(UnknownNameError, match=r"trainer type 'supervised'.*rl_central_critic"):
+        HyperParameters(trainer="odd", scenario="graph_isomorphism", **custom)

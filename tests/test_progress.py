@@ -89,13 +89,6 @@ def with_shared_bar(loops: Loops, bars: Bars | None) -> ProgressBar:
     return bar
 
 
-def test_a_loop_is_called_without_its_context_and_keeps_its_result_and_arguments() -> None:
-    loops = Loops(Settings())
-    assert loops.train(scale=2) == "trained"
-    assert loops.seen == [0, 2, 4, 6]
-    assert Loops.train.__doc__ == "Train."
-
-
 @pytest.mark.parametrize(
     ("num_train", "test_run", "cut", "num_run", "total"),
     [(7, False, None, 7, 10), (7, True, None, 1, 2), (0, True, None, 0, 1), (7, False, 2, 2, 4)],
@@ -104,11 +97,13 @@ def test_the_count_is_known_before_the_loop_and_capped_in_a_test_run(
     num_train: int, test_run: bool, cut: int | None, num_run: int, total: int
 ) -> None:
     loops = Loops(Settings(test_run=test_run), num_train=num_train)
+    assert Loops.train.__doc__ == "Train."
     assert Loops.train.num_iterations_func(loops) == num_train
     with loops_cut_to(cut):
         assert total_num_iterations(loops) == total
-        assert loops.train() == "trained", "a loop that keeps to its number runs to its end"
-    assert loops.seen == list(range(num_run))
+        # Without its context, and to its end if it keeps to its number.
+        assert loops.train(scale=2) == "trained"
+    assert loops.seen == [2 * index for index in range(num_run)]
 
 
 @pytest.mark.parametrize(("reads", "num_run"), [(False, 1), (True, 2)])
@@ -129,16 +124,10 @@ def test_a_test_run_cuts_a_loop_that_counts_by_step(reads: bool, num_run: int) -
         assert loops.seen == list(range(expected))
 
 
-def test_a_loop_overridden_without_the_decorator_is_not_counted() -> None:
-    class Quiet(Loops):
-        def test(self) -> None:
-            """Do nothing."""
-
-    assert total_num_iterations(Quiet(Settings())) == 4
-
-
 @pytest.mark.parametrize("test_run", [False, True])
-def test_a_bar_grows_by_a_loop_that_is_called_from_an_undecorated_override(test_run: bool) -> None:
+def test_an_undecorated_override_is_not_counted_and_the_bar_grows_by_loops_that_it_calls(
+    test_run: bool,
+) -> None:
     class Twice(Loops):
         def train(self) -> None:  # type: ignore[override]  # as a subclass may write it
             super().train()
@@ -148,6 +137,7 @@ def test_a_bar_grows_by_a_loop_that_is_called_from_an_undecorated_override(test_
     loops = Twice(Settings(progress=True, tqdm_func=bars, test_run=test_run))
     shared = with_shared_bar(loops, bars)
     (bar,) = bars.opened
+    assert bar.total == (1 if test_run else 3)
     states = []
     update = bar.update
     bar.update = lambda n: (update(n), states.append((bar.n, bar.total)))  # type: ignore[method-assign, assignment, func-returns-value]  # recorded
@@ -206,25 +196,19 @@ def test_a_loop_without_a_shared_bar_opens_and_closes_its_own_advanced_to_its_st
     assert len(steps) == 4
 
 
-def test_an_iteration_whose_body_is_left_is_not_counted() -> None:
-    bar = open_progress(5, enabled=False)
-    for index in IterationContext(5, bar).iterate():
-        if index == 2:
-            break
-    assert bar.num_done == 2
-
-
-def test_the_bar_is_closed_when_a_loop_fails() -> None:
-    bars = Bars()
-
+def test_an_iteration_whose_body_is_left_is_not_counted_and_the_bar_is_closed() -> None:
     class Failing(Loops):
-        @attach_progress_bar(lambda self: 2)
+        @attach_progress_bar(lambda self: 5)
         def train(self, iteration_context: IterationContext) -> None:
-            raise ArithmeticError("lost")
+            for index in iteration_context.iterate():
+                if index == 2:
+                    raise ArithmeticError("lost")
 
+    bars = Bars()
     with pytest.raises(ArithmeticError, match="lost"):
         Failing(Settings(progress=True, tqdm_func=bars)).train()
-    assert bars.opened[0].is_closed
+    (bar,) = bars.opened
+    assert (bar.n, bar.is_closed) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -324,10 +308,10 @@ def test_bars_of_other_libraries_are_off_while_and_between_ours() -> None:
 
 
 class Notebook:
-    """A stand-in for a notebook: its messages, and the outputs that it shows."""
+    """A stand-in for a notebook, with the newest content of each of its outputs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shown: list[tuple[dict[str, str], str, bool]] = []
+        self.shown: dict[str, dict[str, str]] = {}
         self.cell = SimpleNamespace(execution_count=1)
         package, module = ModuleType("IPython"), ModuleType("IPython.display")
         package.get_ipython = lambda: self.cell  # type: ignore[attr-defined]  # its content
@@ -340,41 +324,25 @@ class Notebook:
     def _display(self, bundle: dict[str, str], *, raw: bool, display_id: str, update: bool) -> None:
         assert raw
         assert "\x1b" not in "".join(bundle.values())
-        assert update == (display_id in {one for _, one, _ in self.shown})
-        self.shown.append((bundle, display_id, update))
+        assert update == (display_id in self.shown)
+        self.shown[display_id] = bundle
 
     @property
     def outputs(self) -> list[dict[str, str]]:
-        """The newest content of each output."""
-        return list({one: bundle for bundle, one, _ in self.shown}.values())
+        return list(self.shown.values())
 
 
-def test_a_notebook_has_one_output_whose_last_state_is_that_of_the_bar(
+def test_a_notebook_has_one_output_per_bar_and_one_without_content_is_taken_over_in_its_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown = Notebook(monkeypatch).shown
-    stderr = sys.stderr
-    bar = open_progress(2)
-    bar.set_description("Training")
-    bar.step(2)
-    assert sys.stderr is stderr
-    bar.close()
-    assert [update for _, _, update in shown] == [False] + [True] * (len(shown) - 1)
-    assert len({display_id for _, display_id, _ in shown}) == 1
-    assert re.search("^Training ━+ 2/2", shown[-1][0]["text/plain"])
-
-
-def test_a_display_without_content_is_taken_over_within_its_cell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    notebook = Notebook(monkeypatch)
+    notebook, stderr = Notebook(monkeypatch), sys.stderr
     with showing("Loading"):
-        pass
+        assert sys.stderr is stderr
     assert notebook.outputs == [{}]
-    with showing("Training", 2):
-        pass
+    with showing("Training", 2) as bar:
+        bar.step(2)
     (output,) = notebook.outputs
-    assert "Training" in output["text/plain"]
+    assert re.search("^Training ━+ 2/2", output["text/plain"])
     with showing("Loading"):
         pass
     notebook.cell.execution_count += 1
@@ -466,9 +434,7 @@ def test_a_file_holds_the_progress_of_a_run(
     assert stderr.getvalue() == "", "it is switched off"
     file.write_text("")
     assert read_progress(file) is None
-
-
-def test_a_run_goes_on_where_its_progress_cannot_be_written(tmp_path: Path) -> None:
+    # A run goes on where its progress cannot be written.
     bar = open_progress(2, enabled=False, path=str(tmp_path / "missing" / "run.progress"))
     bar.step()
     bar.close()

@@ -22,15 +22,9 @@ from nip_astra.evaluation.run_results import read_results
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
-from nip_astra.recipes import (
-    mapped_options,
-    named_rewards,
-    stress_parameters,
-    task_parameters,
-)
+from nip_astra.recipes import mapped_options, named_rewards, stress_parameters, task_parameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
-from nip_astra.scenario_base.tasks.rewards import REWARDS
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.experiments import FAST, metrics_of
 from tests.serve.running import pocket_service
@@ -83,6 +77,7 @@ def test_one_command_trains_and_its_parameter_file_is_the_run(
     assert differing == {"training.num_episodes_per_experience"}
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_five_lines_of_python_train(folder: Path) -> None:
     def short(completions: Any, **_: Any) -> list[float]:
         return [1.0 / (1 + len(completion)) for completion in completions]
@@ -92,25 +87,17 @@ def test_five_lines_of_python_train(folder: Path) -> None:
         pairs = zip(completions, answer, strict=True)
         return [float(completion[0]["content"].strip() == right) for completion, right in pairs]
 
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} for n in range(9)
-    ]
-
-    try:
-        result = train_task(
-            model=MODEL,
-            data=rows,
-            rewards=[first, short, "exact"],
-            weights=[1, 0.1, 0.5],
-            num_generations=2,
-            max_completion_length=4,
-            max_steps=2,
-            run_id="p",
-            progress=False,
-        )
-    finally:
-        for name in ("first", "short"):
-            REWARDS.forget(name)
+    prompts = [[{"role": "user", "content": f"{n}+1="}] for n in range(9)]
+    sizes = {"num_generations": 2, "max_completion_length": 4, "max_steps": 2}
+    result = train_task(
+        model=MODEL,
+        data=[{"prompt": prompt, "answer": str(n + 1)} for n, prompt in enumerate(prompts)],
+        rewards=[first, short, "exact"],
+        weights=[1, 0.1, 0.5],
+        run_id="p",
+        progress=False,
+        **sizes,
+    )
     # Nine prompts are too few to hold any out.
     assert result.results["before"] == result.results["after"] == {}
     assert "held out" in result.results["warnings"][0]
@@ -134,26 +121,12 @@ def test_every_algorithm_gives_its_published_loss(folder: Path, algorithm: str) 
 
 
 def test_options_of_trl_become_ours(folder: Path) -> None:
-    given: dict[str, Any] = {
-        "num_generations": 6,
-        "max_completion_length": 7,
-        "temperature": 0.9,
-        "top_p": 0.8,
-        "top_k": 5,
-        "beta": 0.01,
-        "epsilon": 0.1,
-        "epsilon_high": 0.3,
-        "loss_type": "dr_grpo",
-        "scale_rewards": False,
-        "mask_truncated_completions": True,
-        "learning_rate": 1e-4,
-        "warmup_steps": 3,
-        "max_steps": 11,
-        "max_grad_norm": 0.5,
-        "weight_decay": 0.01,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-    }
+    given: dict[str, Any] = {"num_generations": 6, "max_completion_length": 7, "temperature": 0.9}
+    given |= {"top_p": 0.8, "top_k": 5, "beta": 0.01, "epsilon": 0.1, "epsilon_high": 0.3}
+    given |= {"loss_type": "dr_grpo", "scale_rewards": False, "mask_truncated_completions": True}
+    given |= {"learning_rate": 1e-4, "warmup_steps": 3, "max_steps": 11, "max_grad_norm": 0.5}
+    given |= {"weight_decay": 0.01, "per_device_train_batch_size": 4}
+    given |= {"gradient_accumulation_steps": 2}
     assert given.keys() == TRL_OPTIONS.keys()
     hyper_params = task_values(options=given)
     for name, path in TRL_OPTIONS.items():
@@ -166,11 +139,10 @@ def test_options_of_trl_become_ours(folder: Path) -> None:
     assert (loss.clip_low, loss.clip_high) == (0.1, 0.1)
 
 
-@pytest.mark.parametrize("name", ["max_steps", "num_generations", "epsilon", "beta"])
-def test_elsewhere_a_name_of_trl_is_answered_with_ours(name: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        resolve_experiment(trainer="self_hosted_grpo", overrides=[f"training.{name}=1"])
-    assert TRL_OPTIONS[name] in str(caught.value)
+def test_elsewhere_a_name_of_trl_is_answered_with_ours() -> None:
+    for name in ("max_steps", "num_generations", "epsilon", "beta"):
+        with pytest.raises(ParameterError, match=TRL_OPTIONS[name]):
+            resolve_experiment(trainer="self_hosted_grpo", overrides=[f"training.{name}=1"])
 
 
 def test_rewards_are_named_by_function_scorer_or_file(folder: Path) -> None:
@@ -188,51 +160,43 @@ def test_rewards_are_named_by_function_scorer_or_file(folder: Path) -> None:
     }
 
 
-OF_TASK = {"model": MODEL, "data": "rows.jsonl", "rewards": "exact"}
-OF_STRESS_TEST = {"scorer": "profanity", "target": POCKET / "target"}
+OF_RECIPE: dict[Callable[..., Any], dict[str, Any]] = {
+    train_task: {"model": MODEL, "data": "rows.jsonl", "rewards": "exact"},
+    stress_test: {"scorer": "profanity", "target": POCKET / "target"},
+}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "arguments", "error"),
+    ("recipe", "mistake", "error"),
     [
-        *(
-            (train_task, OF_TASK | mistake, error)
-            for mistake, error in (
-                ({"rewards": []}, ConfigurationError),
-                ({"rewards": "rigth"}, UnknownNameError),
-                ({"rewards": ["exact"], "weights": [1, 2]}, ConfigurationError),
-                ({"algorithm": "gropo"}, UnknownNameError),
-                ({"loss_type": "luspo"}, UnknownNameError),
-                ({"scale_rewards": "some"}, UnknownNameError),
-                ({"num_generation": 3}, ConfigurationError),
-                ({"max_steps": "many"}, ConfigurationError),
-                ({"data": 3}, DataError),
-                ({"data": [{"prompt": {1, 2}}]}, DataError),
-                ({"data": "none.jsonl"}, ConfigurationError),
-            )
-        ),
-        *(
-            (stress_test, OF_STRESS_TEST | mistake, error)
-            for mistake, error in (
-                ({"target": "http://127.0.0.1:1/v1"}, ConfigurationError),
-                ({"target_model": "m"}, ConfigurationError),
-                ({"scorer": "rudeness"}, UnknownNameError),
-                ({"scorer": "exact"}, ConfigurationError),
-                ({"target": "./nowhere"}, ModelLoadError),
-                ({"trainer": "vanilla_ppo"}, ConfigurationError),
-            )
-        ),
+        (train_task, {"rewards": []}, ConfigurationError),
+        (train_task, {"rewards": "rigth"}, UnknownNameError),
+        (train_task, {"weights": [1, 2]}, ConfigurationError),
+        (train_task, {"algorithm": "gropo"}, UnknownNameError),
+        (train_task, {"loss_type": "luspo"}, UnknownNameError),
+        (train_task, {"scale_rewards": "some"}, UnknownNameError),
+        (train_task, {"num_generation": 3}, ConfigurationError),
+        (train_task, {"max_steps": "many"}, ConfigurationError),
+        (train_task, {"data": 3}, DataError),
+        (train_task, {"data": [{"prompt": {1, 2}}]}, DataError),
+        (train_task, {"data": "none.jsonl"}, ConfigurationError),
+        (stress_test, {"target": "http://127.0.0.1:1/v1"}, ConfigurationError),
+        (stress_test, {"target_model": "m"}, ConfigurationError),
+        (stress_test, {"scorer": "rudeness"}, UnknownNameError),
+        (stress_test, {"scorer": "exact"}, ConfigurationError),
+        (stress_test, {"target": "./nowhere"}, ModelLoadError),
+        (stress_test, {"trainer": "vanilla_ppo"}, ConfigurationError),
     ],
 )
 def test_mistakes_are_typed_errors_and_leave_no_run(
-    folder: Path, recipe: Callable[..., Any], arguments: dict[str, Any], error: type[Exception]
+    folder: Path, recipe: Callable[..., Any], mistake: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        recipe(**arguments, progress=False)
+        recipe(**OF_RECIPE[recipe] | mistake, progress=False)
     assert not [path for path in folder.glob("runs/*") if path.name != "data"]
 
 
-def test_mistakes_of_the_command_are_refused(cli: CommandLine, folder: Path) -> None:
+def test_a_mistake_of_the_command_is_refused(cli: CommandLine, folder: Path) -> None:
     line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
     refused(cli(*line.split()))
     with pytest.raises(UnknownNameError):

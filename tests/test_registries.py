@@ -11,43 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import nip_astra as na
 from nip_astra.errors import DuplicateNameError, UnknownNameError
-from nip_astra.language_models.base import LANGUAGE_MODELS, LanguageModel, register_language_model
-from nip_astra.language_models.services.chat import CHAT_MODELS, ChatModel, register_chat_model
-from nip_astra.language_models.services.training import (
-    TRAINING_SERVICES,
-    TrainingService,
-    register_training_service,
-)
-from nip_astra.message_regressors.base import MessageRegressor, register_message_regressor
+from nip_astra.overview import registry_homes
 from nip_astra.parameters import types
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
-from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
-from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES
-from nip_astra.protocols.protocol_base import ProtocolHandler
-from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.registry import ALL_REGISTRIES, Registry
-from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm, register_reward_term
-from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
-from nip_astra.scenario_base.tasks.base import TASKS, Environment, Task, register_task
-from nip_astra.scenario_base.tasks.rewards import REWARDS
-from nip_astra.scenario_base.tasks.tools import TOOLS
-from nip_astra.scenario_base.text.analysers import (
-    ROLLOUT_ANALYSERS,
-    RolloutAnalyser,
-    register_rollout_analyser,
-)
-from nip_astra.scenarios.images.pretrained import (
-    PRETRAINED_MODELS,
-    PretrainedModel,
-    register_pretrained_model,
-)
-from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
-from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
-from nip_astra.sweep.runner import LAUNCHERS
-from nip_astra.sweep.search import PRUNERS, SWEEP_SAMPLERS
-from nip_astra.trainers.registry import TRAINERS, register_trainer
-from nip_astra.trainers.trainer_base import Trainer
+
+for _home in registry_homes().values():
+    importlib.import_module(_home)
 
 
 class Kind(NamedTuple):
@@ -60,48 +32,34 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    one.registry.kind: one
-    for one in (
-        Kind(TRAINERS, types.TrainerType, Trainer, register_trainer),
-        Kind(SCENARIOS, types.ScenarioType, Scenario, register_scenario),
-        Kind(SCORERS, types.ScorerType, Scorer, register_scorer),
-        Kind(LANGUAGE_MODELS, types.LanguageModelType, LanguageModel, register_language_model),
-        Kind(CHAT_MODELS, types.ChatModelType, ChatModel, register_chat_model),
-        Kind(REWARD_TERMS, types.RewardTermType, RewardTerm, register_reward_term),
-        Kind(
-            PROTOCOL_HANDLERS,
-            types.InteractionProtocolType,
-            ProtocolHandler,
-            register_protocol_handler,
-        ),
-        Kind(
-            MESSAGE_REGRESSORS,
-            types.MessageRegressorType,
-            MessageRegressor,
-            register_message_regressor,
-        ),
-        Kind(
-            PRETRAINED_MODELS, types.PretrainedModelType, PretrainedModel, register_pretrained_model
-        ),
-        Kind(TASKS, types.TaskType, Task, register_task),
-        Kind(
-            ROLLOUT_ANALYSERS, types.RolloutAnalyserType, RolloutAnalyser, register_rollout_analyser
-        ),
-        Kind(
-            TRAINING_SERVICES, types.TrainingServiceType, TrainingService, register_training_service
-        ),
+    kind: Kind(ALL_REGISTRIES[kind], names, base, getattr(na, f"register_{kind}"))
+    for kind, names, base in (
+        ("trainer", types.TrainerType, na.Trainer),
+        ("scenario", types.ScenarioType, na.Scenario),
+        ("scorer", types.ScorerType, na.Scorer),
+        ("language_model", types.LanguageModelType, na.LanguageModel),
+        ("chat_model", types.ChatModelType, na.ChatModel),
+        ("reward_term", types.RewardTermType, na.RewardTerm),
+        ("protocol_handler", types.InteractionProtocolType, na.ProtocolHandler),
+        ("message_regressor", types.MessageRegressorType, na.MessageRegressor),
+        ("pretrained_model", types.PretrainedModelType, na.PretrainedModel),
+        ("task", types.TaskType, na.Task),
+        ("rollout_analyser", types.RolloutAnalyserType, na.RolloutAnalyser),
+        ("training_service", types.TrainingServiceType, na.TrainingService),
     )
 }
-OF_EVALUATIONS = {"evaluation_family", "export_format", "metric"}
-"""Have neither parameters nor an enum; see tests/evaluation/test_families.py."""
-OF_FUNCTIONS = {
-    one.kind: one
-    for one in (
-        *(POLICY_LOSSES, ADVANTAGES, OPTIMIZERS, SCHEDULES, REWARDS, TOOLS),
-        *(SWEEP_SAMPLERS, PRUNERS, LAUNCHERS),
-    )
-}
+OF_FUNCTIONS = (
+    *("policy_loss", "advantage", "optimizer", "schedule", "reward", "tool"),
+    *("sweep_sampler", "pruner", "launcher"),
+)
 """Registries whose built-ins stand in one module and have no enum."""
+OTHERS = {"evaluation_family", "export_format", "metric", "tracker"}
+"""Have neither parameters nor an enum; see tests of evaluation and tracking."""
+OF_TYPES = (
+    *("scorer", "language_model", "chat_model", "reward_term", "message_regressor"),
+    *("pretrained_model", "rollout_analyser"),
+)
+"""Kinds whose parameters have a `_type`."""
 MEMBERS = [(kind, str(member)) for kind, one in KINDS.items() for member in one.names]
 
 
@@ -110,13 +68,12 @@ def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
     of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
     assert of_names == {item.names for item in KINDS.values()}
     shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
-    # A tracker has no parameters and no enum; tests/tracking/test_tracker.py checks its registry.
-    assert shipped - OF_EVALUATIONS == {*KINDS, *OF_FUNCTIONS, "tracker"}
+    assert shipped == {*KINDS, *OF_FUNCTIONS, *OTHERS}
 
 
 @pytest.mark.parametrize("kind", OF_FUNCTIONS)
 def test_every_built_in_function_resolves_and_has_a_docstring(kind: str) -> None:
-    registry = OF_FUNCTIONS[kind]
+    registry = ALL_REGISTRIES[kind]
     for name in registry.names():
         assert registry.is_built_in(name)
         assert (inspect.getdoc(registry.get(name)) or "").partition("\n")[0].endswith(".")
@@ -130,7 +87,7 @@ def test_every_member_resolves_to_a_documented_class_with_its_parameters(
 ) -> None:
     registry, _, base, _ = KINDS[kind]
     component = registry.get(name)
-    assert issubclass(component, (base, Environment))
+    assert issubclass(component, (base, na.Environment))
     assert not inspect.isabstract(component)
     assert component.__module__ == registry.module_of(name)
     first = (inspect.getdoc(component) or "").partition("\n")[0]
@@ -209,13 +166,7 @@ def test_a_shipped_name_cannot_be_taken_and_another_needs_no_member(kind: Kind) 
 
 
 @pytest.mark.usefixtures("no_plugins_left")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("scorer", "language_model", "chat_model"),
-        *("reward_term", "message_regressor", "pretrained_model", "rollout_analyser"),
-    ],
-)
+@pytest.mark.parametrize("kind", OF_TYPES)
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
     registry, names, _, decorator = KINDS[kind]
     name = str(next(iter(names)))

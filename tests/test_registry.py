@@ -29,6 +29,10 @@ class ToolType(StrEnum):
     SAW = "saw"
 
 
+class Second:
+    """Is registered under the name of another."""
+
+
 @pytest.fixture
 def tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,11 +60,11 @@ def tools(
     ALL_REGISTRIES.update(before_registries)
 
 
-def register_line(name: str, body: str = "pass") -> str:
+def register_line(name: str) -> str:
     return (
         "from nip_astra.registry import ALL_REGISTRIES\n"
         f"@ALL_REGISTRIES['tool'].register('{name}')\n"
-        f"class Tool:\n    {body}\n"
+        "class Tool:\n    pass\n"
     )
 
 
@@ -74,31 +78,10 @@ def install(site: Path, package: str, **entry_points: str) -> None:
     importlib.invalidate_caches()
 
 
-def test_a_registered_object_is_returned_unchanged_with_its_place(tools: Any) -> None:
+def test_a_built_in_is_listed_and_taken_before_it_is_imported_on_first_use(tools: Any) -> None:
     registry, _ = tools
     assert ALL_REGISTRIES["tool"] is registry
     assert registry.entry_point_group == "nip_astra.tools"
-
-    class Drill:
-        pass
-
-    assert registry.register("drill")(Drill) is Drill
-    assert registry.get("drill") is Drill
-    assert registry.origin("drill").startswith(f"{__file__}:")
-    with pytest.raises(DuplicateNameError) as caught:
-
-        @registry.register("drill")
-        class Second:
-            pass
-
-    first, second = caught.value.first, caught.value.second
-    assert first != second
-    assert all(place.startswith(f"{__file__}:") for place in (first, second))
-    assert registry.get("drill") is Drill
-
-
-def test_a_built_in_is_listed_and_taken_before_it_is_imported_on_first_use(tools: Any) -> None:
-    registry, _ = tools
     assert registry.names() == ["hammer", "saw"]
     assert "toolbox.hammer" not in sys.modules
     assert registry.get(ToolType.HAMMER).__module__ == "toolbox.hammer"
@@ -112,6 +95,23 @@ def test_a_built_in_is_listed_and_taken_before_it_is_imported_on_first_use(tools
     for action in (registry.get, registry.origin, registry.forget):
         with pytest.raises(UnknownNameError):
             action("hamer")
+
+
+def test_a_registration_has_its_place_until_it_is_forgotten_or_restored(tools: Any) -> None:
+    registry, _ = tools
+    snapshot = registry.snapshot()
+    for remove in (lambda: registry.forget("drill"), lambda: registry.restore(snapshot)):
+        assert registry.register("drill")(ToolType) is ToolType
+        assert registry.origin("drill").startswith(f"{__file__}:")
+        with pytest.raises(DuplicateNameError) as caught:
+            registry.register("drill")(Second)
+        places = caught.value.first, caught.value.second
+        assert all(place.startswith(f"{__file__}:") for place in places)
+        assert places[0] != places[1]
+        remove()
+        assert registry.names() == ["hammer", "saw"]
+    registry.register("drill")(int)
+    assert registry.get("drill") is int
 
 
 def test_a_cell_that_is_run_again_replaces_its_definition(tools: Any) -> None:
@@ -128,28 +128,15 @@ def test_a_cell_that_is_run_again_replaces_its_definition(tools: Any) -> None:
         registry.register("plane")(defined("Other"))
 
 
-def test_a_name_can_be_registered_again_once_forgotten_or_restored(tools: Any) -> None:
-    registry, _ = tools
-    snapshot = registry.snapshot()
-    for remove in (lambda: registry.forget("drill"), lambda: registry.restore(snapshot)):
-        registry.register("drill")(object)
-        remove()
-        assert registry.names() == ["hammer", "saw"]
-    registry.register("drill")(int)
-    assert registry.get("drill") is int
-
-
-def test_a_built_in_may_be_a_folder_of_modules(tools: Any) -> None:
+def test_built_ins_may_be_in_a_folder_or_in_one_module_whose_import_can_be_tried_again(
+    tools: Any,
+) -> None:
     registry, make_module = tools
     make_module("toolbox.hammer", "").unlink()
     make_module("toolbox.hammer.__init__", "from toolbox.hammer import head")
     make_module("toolbox.hammer.head", register_line("hammer"))
     assert registry.get("hammer").__module__ == "toolbox.hammer.head"
-
-
-def test_built_ins_of_one_module_whose_import_fails_can_be_tried_again(tools: Any) -> None:
-    _, make_module = tools
-    registry: Registry[Any] = Registry(
+    registry = Registry(
         "tool", package="toolbox", members=ToolType, modules=dict.fromkeys(ToolType, "chest")
     )
     text = register_line("hammer") + register_line("saw")
@@ -164,13 +151,12 @@ def test_built_ins_of_one_module_whose_import_fails_can_be_tried_again(tools: An
 
 def test_a_member_without_a_module_or_whose_module_does_not_register_it(tools: Any) -> None:
     registry, make_module = tools
-    for make in (
-        lambda: make_module("toolbox.saw", "").unlink(),
-        lambda: make_module("toolbox.saw", ""),
-    ):
-        make()
-        with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
-            registry.get("saw")
+    path = make_module("toolbox.saw", "")
+    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
+        registry.get("saw")
+    path.unlink()
+    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
+        registry.get("saw")
     make_module("toolbox.saw", "import no_such_module\n# of another length\n")
     sys.modules.pop("toolbox.saw")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -25,8 +25,8 @@ from tests.kit.messages import says
 
 @pytest.fixture
 def start(toy: Path, tmp_path: Path) -> Callable[..., Path]:
-    def start_toy(run_id: str = "one", *overrides: str) -> Path:
-        resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy), overrides=overrides)
+    def start_toy(run_id: str = "one") -> Path:
+        resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy))
         return run_in(tmp_path, resolved, run_id)
 
     return start_toy
@@ -118,12 +118,6 @@ def test_a_run_that_lost_its_checkpoints_neither_starts_over_nor_forgets(
     assert says(refusal_of(stopped), folder, "start a new run")
 
 
-def test_a_garbled_pointer_to_the_latest_checkpoint_is_reported(stopped: Path) -> None:
-    for text in (b"../../elsewhere\n", b"\xff\xfe\x00", b""):
-        (stopped / "checkpoints" / "latest").write_bytes(text)
-        assert "step_00000002" in refusal_of(stopped)
-
-
 def test_lost_timings_and_environment_and_remains_of_a_killed_process_do_not_stop_a_resumption(
     stopped: Path, start: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,7 +140,15 @@ def test_lost_timings_and_environment_and_remains_of_a_killed_process_do_not_sto
     assert says(caplog.text, "timings.jsonl had 100", "train.jsonl had 70", "environment.json")
 
 
-def test_lost_metrics_stop_a_resumption(stopped: Path) -> None:
+def test_lost_metrics_and_a_garbled_pointer_to_the_latest_checkpoint_stop_a_resumption(
+    stopped: Path,
+) -> None:
+    latest = stopped / "checkpoints" / "latest"
+    right = latest.read_bytes()
+    for text in (b"../../elsewhere\n", b"\xff\xfe\x00", b""):
+        latest.write_bytes(text)
+        assert "step_00000002" in refusal_of(stopped)
+    latest.write_bytes(right)
     (stopped / "metrics.jsonl").write_text("")
     assert says(refusal_of(stopped, RuntimeError), "metrics.jsonl", "0 bytes")
 
@@ -187,15 +189,14 @@ def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     # Files left by a killed process.
     (tmp_path / ".new-one" / "rollouts").mkdir(parents=True)
-    made = RunDirectory.create(tmp_path, "one", lambda new: new.write_json("a.json", {}))
-    assert [path.name for path in tmp_path.iterdir()] == ["one"]
-    assert (made.path / "a.json").is_file()
-    assert (made.path / "checkpoints").is_dir()
 
-
-def test_an_unfinished_directory_is_left_to_the_process_that_writes_it(tmp_path: Path) -> None:
-    def another(new: RunDirectory) -> None:
+    def write(new: RunDirectory) -> None:
+        new.write_json("a.json", {})
+        # Another process leaves the unfinished directory to this.
         with pytest.raises(RunDirectoryError, match="in use by"):
             RunDirectory.create(tmp_path, "one")
 
-    assert RunDirectory.create(tmp_path, "one", another).path.is_dir()
+    made = RunDirectory.create(tmp_path, "one", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert (made.path / "a.json").is_file()
+    assert (made.path / "checkpoints").is_dir()

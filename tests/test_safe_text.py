@@ -25,6 +25,7 @@ from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory, log_file, to_yaml
 from nip_astra.tracking.wandb_runs import _cells
+from tests.kit.bars import Bars
 from tests.kit.command_line import CommandLine
 from tests.report.runs import evaluation, failing, results, write_run
 
@@ -42,22 +43,14 @@ def test_every_character_that_acts_is_seen_instead_and_others_stay() -> None:
     assert safe_line("a\r\nb\tc") == "a\u23ceb c"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [HOSTILE, {"a": [HOSTILE]}, "a\\\u202e", "", None, 1.5],
-    ids=["text", "nested", "backslash", "empty", "null", "number"],
-)
-def test_json_is_safe_and_gives_back_the_same(value: Any) -> None:
-    assert not has_unsafe(to_json(value).replace("\n", ""))
-    assert json.loads(to_json(value)) == value
-
-
-def test_yaml_is_safe_and_gives_back_the_same(tmp_path: Path) -> None:
+def test_json_and_yaml_are_safe_and_give_back_the_same(tmp_path: Path) -> None:
+    for value in (HOSTILE, {"a": [HOSTILE]}, "a\\\u202e", "", None, 1.5):
+        assert not has_unsafe(to_json(value).replace("\n", ""))
+        assert json.loads(to_json(value)) == value
     values = {"a": HOSTILE.replace("\ud800", ""), "\u202ekey": "\\\u2066 ${x} \x85", "b": "1e-5"}
     assert not has_unsafe(to_yaml(values))
-    directory = RunDirectory(tmp_path)
-    directory.write_yaml("x.yaml", values)
-    assert directory.read_yaml("x.yaml") == values
+    RunDirectory(tmp_path).write_yaml("x.yaml", values)
+    assert RunDirectory(tmp_path).read_yaml("x.yaml") == values
 
 
 def printed(*parts: Any) -> str:
@@ -89,15 +82,11 @@ def test_a_console_shows_text_as_it_is_wherever_it_stands(monkeypatch: pytest.Mo
     assert "\x1b[1;31m\u241b[2J" in printed(Text(CLEAR, style="bold red"))
 
 
-def test_an_error_that_quotes_a_reply_is_safe_wherever_it_is_shown() -> None:
-    assert not has_unsafe(str(ScorerError(f"the judge said {HOSTILE}")))
-    assert not has_unsafe(str(UnknownNameError("scorer", "\x1b[2J", ["a"])))
-    assert str(NipAstraError("as it is")) == "as it is"
-
-
-def test_errors_on_the_command_line_are_safe(
+def test_errors_are_safe_also_on_the_command_line(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not has_unsafe(str(UnknownNameError("scorer", "\x1b[2J", ["a"])))
+    assert str(NipAstraError("as it is")) == "as it is"
     run = write_run(cli.folder / f"one{CLEAR}")
     shown = cli.ok("report", str(run)).out
     assert "one\u241b[2J" in shown
@@ -129,27 +118,18 @@ def test_errors_on_the_command_line_are_safe(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_progress_bar_is_safe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-) -> None:
-    seen: list[Any] = []
-
-    class Bar:
-        def __init__(self, **_: Any) -> None: ...
-        def update(self, _: int) -> None: ...
-        def close(self) -> None: ...
-
-        def set_description(self, text: str) -> None:
-            seen.append(text)
-
-        def set_postfix(self, values: Any, refresh: bool) -> None:
-            seen.extend([*values, *values.values()])
-
-    progress = open_progress(1, tqdm_func=Bar if is_terminal else None)
+def test_the_progress_bar_is_safe(capsys: pytest.CaptureFixture[str], is_terminal: bool) -> None:
+    bars = Bars()
+    progress = open_progress(1, tqdm_func=bars if is_terminal else None)
     progress.set_description(f"{HOSTILE}\n")
     progress.set_postfix({f"said{CLEAR}": f"{HOSTILE}\nforged", "loss": 0.5})
     progress.step()
-    shown = "".join(seen) if is_terminal else capsys.readouterr().err.rstrip("\n")
+    shown = capsys.readouterr().err.rstrip("\n")
+    if is_terminal:
+        (bar,) = bars.opened
+        shown = bar.description + "".join(
+            part for item in bar.postfixes[-1].items() for part in item
+        )
     assert "forged" in shown
     assert not has_unsafe(shown)
     assert "\n" not in shown
@@ -170,10 +150,10 @@ def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path
 
 
 def test_rows_and_tables_of_a_run_are_safe_and_whole(tmp_path: Path) -> None:
-    row = {"probe": HOSTILE, "response": HOSTILE}
-    assert not has_unsafe(encode_rows([row]).decode())
-    (tmp_path / "rows.jsonl").write_bytes(encode_rows([row]))
-    assert read_rows(tmp_path / "rows.jsonl") == [row]
+    rows = [{"probe": HOSTILE, "response": HOSTILE}]
+    assert not has_unsafe(encode_rows(rows).decode())
+    (tmp_path / "rows.jsonl").write_bytes(encode_rows(rows))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
     (tmp_path / "rollouts").mkdir()
     tracker = LocalTracker(RunDirectory(tmp_path))
     tracker.log_table("train", ["probe"], [[HOSTILE]], step=1)

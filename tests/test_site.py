@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import shutil
@@ -27,14 +26,9 @@ def parameter_pages() -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    path = ROOT / "doc" / "site" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"site_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "doc" / "site")
+        return importlib.import_module(name)
 
 
 def test_every_parameter_of_a_file_stands_on_one_page(parameter_pages: ModuleType) -> None:

@@ -19,7 +19,6 @@ pytest.importorskip("openai")
 from nip_astra import resume_check
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
-from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import check_resume
 from nip_astra.samplers.text_rollouts import AnswerJournal
 from nip_astra.serve.completions import CompletionStore
@@ -27,18 +26,12 @@ from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from tests.kit.resuming import short_experiment
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked"),
 ]
-SMALL = (
-    "text_rl.num_iterations=2",
-    "text_rl.rollouts_per_iteration=6",
-    "text_rl.min_fine_tune_examples=1",
-    "text_rl.num_fine_tune_epochs=1",
-    "secret_word.num_test=6",
-)
 
 
 @contextmanager
@@ -142,9 +135,8 @@ def test_a_killed_run_resumes_without_repeating_requests(
 
         model = f"{{_type: openai, model: player, base_url: '{service.base_url}', "
         model += "limits: {concurrency: 3}}"
-        resolved = resolve_experiment(
-            trainer=trainer, overrides=[*SMALL, f"secret_word.agents.default.model={model}"]
-        )
+        played = f"secret_word.agents.default.model={model}"
+        resolved = short_experiment(trainer, folder, played, num_iterations=2)
         places = places_in(folder, points)
         result = check_resume(resolved, folder, places=places, max_iterations=None, on_kill=count)
         assert result.is_equal, f"{result}\n{service.log()}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from nip_astra import plugins
@@ -13,13 +12,10 @@ from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.messages import says
 
 SCORER = """
-    from nip_astra.scorers.base import Scorer
-    from nip_astra.scorers.base import register_scorer
+    from nip_astra.scorers.base import Scorer, register_scorer
 
     @register_scorer("mine")
     class Mine(Scorer):
-        '''Mine.'''
-
         def _score(self, texts):
             {body}
     """
@@ -29,7 +25,6 @@ TRAINER = """
 
     @register_trainer("my_trainer")
     class MyTrainer(AstDpoTrainer):
-        '''Mine.'''
     """
 
 
@@ -56,23 +51,18 @@ def forget_scorer() -> None:
         ("import sys; sys.exit(0)", ["sys.exit(0)"]),
     ],
 )
-def test_a_scorer_that_fails_ends_the_run_with_an_error(
+def test_a_scorer_that_fails_ends_a_run_which_resumes_once_it_is_corrected(
     cli: CommandLine, body: str, facts: list[str]
 ) -> None:
-    assert says(refused(scorer_of(cli, body)), *facts)
-    log = (cli.folder / "runs" / "one" / "log.txt").read_text()
-    assert says(log, "ERROR", *facts)
-    assert cli("resume", "runs/one").code == 2
-    forget_scorer()
+    run = cli.folder / "runs" / "one"
     refused(scorer_of(cli, body, options=("--dry-run",)))
-
-
-def test_a_corrected_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
-    refused(scorer_of(cli, "return [float('nan') for text in texts]"))
+    forget_scorer()
+    assert says(refused(scorer_of(cli, body)), *facts)
+    assert says((run / "log.txt").read_text(), "ERROR", *facts)
     forget_scorer()
     cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
     cli.ok("resume", "runs/one")
-    assert (cli.folder / "runs" / "one" / "results.json").is_file()
+    assert (run / "results.json").is_file()
 
 
 def test_a_collapse_of_the_attacker_is_reported(cli: CommandLine) -> None:
@@ -93,22 +83,21 @@ def test_a_run_without_anything_to_learn_from_reports_this(cli: CommandLine, ove
     result = cli.run(overrides=(override,))
     assert result.code == 0, result.err
     assert says(" ".join(result.out.split()), "warning: nothing was learned", "tree_width")
+    assert "nan" not in result.err
+    assert "loss=nothing to learn from" in result.err
 
 
-@pytest.mark.parametrize(
-    ("trainer", "scenario", "shipped"),
-    [
+def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on(
+    cli: CommandLine,
+) -> None:
+    for trainer, scenario, shipped in (
         ("pure_text_ei", "pocket_chat", "secret_word"),
         ("self_hosted_grpo", "secret_word", "countdown"),
         ("vanilla_ppo", "secret_word", "graph_isomorphism"),
-    ],
-)
-def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on(
-    cli: CommandLine, trainer: str, scenario: str, shipped: str
-) -> None:
-    message = refused(cli.run("--trainer", trainer, "--scenario", scenario))
-    assert says(message, repr(trainer), repr(scenario), shipped)
-    assert "pocket_chat_api" not in message
+    ):
+        message = refused(cli.run("--trainer", trainer, "--scenario", scenario))
+        assert says(message, repr(trainer), repr(scenario), shipped)
+        assert "pocket_chat_api" not in message
     path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
     message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
     assert says(message, "'my_trainer'", cli.scenario, "'ast_chat'", "other, third")
@@ -139,8 +128,6 @@ def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
     latest = checkpoints / (checkpoints / "latest").read_text().strip()
     weights = load_file(latest / "attacker" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
-    settings = yaml.safe_load((cli.folder / "runs" / "one" / "settings.yaml").read_text())
-    assert settings["run_id"] == "one"
 
 
 TASK = """
@@ -169,7 +156,7 @@ TASK = """
         ("return na.Reaction(reward=float('nan'))", "step of Mine returned 'nan'"),
     ],
 )
-def test_an_environment_that_ends_the_program_or_rewards_with_nan_ends_the_run_with_an_error(
+def test_an_environment_that_exits_or_rewards_with_nan_ends_the_run_with_an_error(
     cli: CommandLine, body: str, fact: str
 ) -> None:
     def run() -> None:

@@ -103,8 +103,9 @@ class MessageSampler(Sampler[Messages, str]):
         ]
 
 
-@pytest.mark.parametrize("kind", [np.array, torch.tensor], ids=["array", "tensor"])
-@pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"), [(np.array, DPO), (torch.tensor, IPO), (torch.tensor, PPO)]
+)
 def test_states_may_be_lists_of_messages_and_scores_arrays(kind: Any, algorithm: Any) -> None:
     problem = OverMessages(Counts(kind))
     config = TrainingConfiguration(training_steps=12, lr=0.1, batch_size=16)

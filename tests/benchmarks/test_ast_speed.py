@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable
@@ -39,9 +38,6 @@ class Implementations(NamedTuple):
     ours: Any
 
 
-LORA = "ast_chat.attacker.language_model.lora={rank: 4}"
-
-
 def build(modules: Modules, *overrides: str, **changes: Any) -> Implementations:
     setting = modules.ours.Setting("pocket_chat", context=12, turn_tokens=6, episodes=2, depth=2)
     setting = replace(setting, **changes)
@@ -54,16 +50,6 @@ def build(modules: Modules, *overrides: str, **changes: Any) -> Implementations:
     for model in (plain.attacker, plain.target):
         model.suppressed_ids = markers
     return Implementations(setting, prompts, plain, ours)
-
-
-@pytest.fixture(scope="module")
-def sampled(modules: Modules) -> Implementations:
-    return build(modules)
-
-
-@pytest.fixture(scope="module", params=[[LORA], []], ids=["lora", "full"])
-def trained(modules: Modules, request: pytest.FixtureRequest) -> Implementations:
-    return build(modules, *request.param, width=3)
 
 
 def by_level(trees: list[list[Any]]) -> list[Any]:
@@ -93,79 +79,51 @@ def test_greedy_conversations_are_the_same(modules: Modules, width: int, depth: 
     torch.testing.assert_close(rewards, tree.nodes["reward"], rtol=0, atol=1e-4)
 
 
-def test_sampled_tokens_have_the_same_log_probabilities(sampled: Implementations) -> None:
-    tree = sampled.ours.play(0).tree
-    contexts = [tree.context_of(number) for number in range(tree.num_nodes)]
-    probes = tree.nodes["probe"].tolist()
-    for role, name in (("attacker", "probe_logprobs"), ("reference", "reference_logprobs")):
-        with torch.no_grad():
-            logprobs = getattr(sampled.plain, role).logprobs(contexts, probes)
-        total = tree.nodes[name].sum(dim=1)
-        torch.testing.assert_close(logprobs.sum(dim=1), total, rtol=0, atol=1e-4)
-
-
-def test_loss_and_gradients_are_the_same(modules: Modules, trained: Implementations) -> None:
-    samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
-    before = [parameter.clone() for parameter in trained.ours.trainer.policy.parameters()]
-    deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
-    assert deviation.loss < 1e-5
-    assert deviation.gradient_of_worst_parameter < 1e-4
-    for parameter, value in zip(trained.ours.trainer.policy.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
-
-
-def test_gradients_are_the_same_where_the_end_of_a_turn_is_the_padding(
-    modules: Modules, tmp_path: Path
+@pytest.mark.parametrize("is_lora", [True, False])
+def test_pairs_loss_and_gradients_are_the_same_and_another_loss_would_be_noticed(
+    modules: Modules, is_lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in SmolLM2, where every context contains end-of-turn tokens."""
+    # As in SmolLM2, every context contains end-of-turn tokens, which are the padding.
     folder = tmp_path / "attacker"
     shutil.copytree(ROOT / "scenarios" / "pocket_chat" / "models" / "attacker", folder)
     config = json.loads((folder / "config.json").read_text())
     config["pad_token_id"] = config["eos_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
-    both = build(modules, f"ast_chat.attacker.language_model.model={folder}")
-    samples = modules.ours.pairs_of_few_trees(both.ours.play(0).samples, 3)
-    deviation = modules.ours.update_deviation(both.ours, both.plain, samples)
-    assert deviation.gradient_of_worst_parameter < 1e-4
-
-
-def test_another_loss_would_be_noticed(
-    modules: Modules, trained: Implementations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trained.plain, "beta", 0.2)
-    samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
-    deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
-    assert deviation.gradient > 0.1
-
-
-def test_both_pair_the_best_with_the_worst_sibling(
-    modules: Modules, trained: Implementations
-) -> None:
-    width, depth = trained.setting.width, trained.setting.depth
-    trees = trained.plain.play(trained.prompts, width=width, depth=depth)
-    pairs = trained.plain.pairs(trees)
+    model = "ast_chat.attacker.language_model"
+    overrides = [f"{model}.lora={{rank: 4}}"] if is_lora else [f"{model}.model={folder}"]
+    setting, prompts, plain, ours = build(modules, *overrides, width=3)
+    trees = plain.play(prompts, width=3, depth=setting.depth)
+    pairs = plain.pairs(trees)
+    samples = ours.play(0).samples
     # One per group: the roots, and the children of each.
-    assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
+    assert len(pairs) == 2 * (1 + 3) == len(samples)
     ranked = sorted(trees[0], key=lambda node: node.reward)
     assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
+    samples = modules.ours.pairs_of_few_trees(samples, 3)
+    before = [parameter.clone() for parameter in ours.trainer.policy.parameters()]
+    deviation = modules.ours.update_deviation(ours, plain, samples)
+    assert deviation.loss < 1e-5
+    assert deviation.gradient_of_worst_parameter < 1e-4
+    for parameter, value in zip(ours.trainer.policy.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    monkeypatch.setattr(plain, "beta", 0.2)
+    assert modules.ours.update_deviation(ours, plain, samples).gradient > 0.1
 
 
-def test_forwarded_tokens_are_counted(modules: Modules, sampled: Implementations) -> None:
-    plain, turn = sampled.plain, sampled.setting.turn_tokens
-    models = (plain.attacker, plain.target, plain.reference)
-    before = [model.num_forwarded for model in models]
-    nodes = plain.play(sampled.prompts[:1], width=2, depth=1)[0]
-    attacker, target, reference = (
-        model.num_forwarded - count for model, count in zip(models, before, strict=True)
-    )
+def test_forwarded_tokens_are_counted(modules: Modules) -> None:
+    setting, prompts, plain, ours = build(modules)
+    turn, models = setting.turn_tokens, (plain.attacker, plain.target, plain.reference)
+    nodes = plain.play(prompts[:1], width=2, depth=1)[0]
+    attacker, target, reference = (model.num_forwarded for model in models)
     # No model reads the last generated token.
     context = len(nodes[0].context)
     assert attacker == 2 * (context + turn - 1)
     # It answers, and then reads each probe again for its log-probabilities.
     assert target > 2 * (context + turn)
     assert reference == 0
-    ours = sampled.ours.iterate(1, learns=False)["rollout"]
-    assert 0 < ours.unique <= ours.forwarded < 1.2 * ours.unique
+    rollout = ours.iterate(1, learns=False)["rollout"]
+    assert 0 < rollout.unique <= rollout.forwarded < 1.2 * rollout.unique
+    assert modules.speed.Cost(1.5, 100, 10).scaled(2) == (3.0, 200, 20)
 
 
 SMALL = ("--scenario", "pocket_chat", "--depth", "2", "--episodes", "1", "--rounds", "1")
@@ -192,23 +150,6 @@ def test_the_script_reports_ratios_and_scales_the_baseline_to_all_episodes(
     plain = report["runs"][1]["plain"][0]
     assert plain["iteration"][0] > plain["rollout"][0]
     assert "| iteration | fp32 |" in capsys.readouterr().out
-
-
-def test_a_cost_is_scaled_by_a_factor(modules: Modules) -> None:
-    assert modules.speed.Cost(1.5, 100, 10).scaled(2) == (3.0, 200, 20)
-
-
-def test_trl_that_is_missing_is_named(
-    modules: Modules, load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metadata = importlib.metadata
-
-    def version(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(SystemExit, match="pip install trl"):
-        load("trl_online_dpo").measure(modules.ours.Setting(), "fp32", 1)
 
 
 @pytest.mark.slow

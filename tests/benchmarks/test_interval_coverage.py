@@ -14,18 +14,14 @@ from nip_astra.utils.intervals import rate_estimate
 
 
 @pytest.mark.parametrize("kind", ["Beta", "two kinds"])
-@pytest.mark.parametrize(("rate", "correlation"), [(0.1, 0.3), (0.5, 0.6), (0.02, 0.0)])
-def test_outcomes_have_the_rate_and_the_correlation_of_the_grid(
-    benchmark: ModuleType, kind: str, rate: float, correlation: float
+def test_outcomes_and_differences_have_the_distribution_of_the_grid(
+    benchmark: ModuleType, kind: str
 ) -> None:
     rng = np.random.default_rng(0)
-    drawn = benchmark.outcomes(rng, (1, 40_000, 2), rate, correlation, kind)[0]
-    assert drawn.mean() == pytest.approx(rate, rel=0.06)
-    assert np.corrcoef(drawn.T)[0, 1] == pytest.approx(correlation, abs=0.02)
-
-
-def test_differences_have_the_mean_of_the_grid_and_share_prompts(benchmark: ModuleType) -> None:
-    rng = np.random.default_rng(1)
+    for rate, correlation in ((0.1, 0.3), (0.5, 0.6), (0.02, 0.0)):
+        drawn = benchmark.outcomes(rng, (1, 40_000, 2), rate, correlation, kind)[0]
+        assert drawn.mean() == pytest.approx(rate, rel=0.06)
+        assert np.corrcoef(drawn.T)[0, 1] == pytest.approx(correlation, abs=0.02)
     drawn = benchmark.differences(rng, (1, 40_000, 1), (0.1, 0.5), 0.6)[0]
     assert drawn.mean() == pytest.approx(0.4, abs=0.01)
     # Independent outcomes would differ with the variance 0.09 + 0.25.
@@ -80,7 +76,4 @@ def test_it_prints_a_line_for_each_design_and_keeps_every_point(
     num_pairs = 2 * len(benchmark.PAIRS) * 2 * 4
     num_missing = 3 * len(benchmark.MISSING) * len(benchmark.MISSING_RATES) * (1 + 2)
     assert len(points) == 2 * (num_rates + num_pairs) + num_missing
-    assert {point["method"] for point in points} == {
-        *benchmark.METHODS, "survival", "bounds", "uncensored",
-    }  # fmt: skip
     assert all(0.0 <= point["coverage"] <= 1.0 for point in points)

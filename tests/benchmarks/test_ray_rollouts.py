@@ -7,19 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 
 @pytest.mark.slow
 def test_all_variants_are_measured_and_written(benchmark: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
-    try:
-        arguments = ["--episodes", "16", "--rounds", "1", "--out", str(out)]
-        benchmark.main(arguments)
-    finally:
-        torch.set_num_threads(threads)
+    benchmark.main(["--episodes", "16", "--rounds", "1", "--out", str(out)])
     figures = json.loads(out.read_text())
     assert set(figures["seconds"]) == {
         *("one process", "two forked workers", "two halves side by side"),

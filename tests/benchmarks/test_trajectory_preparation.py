@@ -7,19 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 
 def test_both_preparations_are_compared_and_written(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
-    try:
-        sizes = ["--trajectories", "32", "--mean-length", "300", "--rounds", "2"]
-        benchmark.main([*sizes, "--out", str(out)])
-    finally:
-        torch.set_num_threads(threads)
+    sizes = ["--trajectories", "32", "--mean-length", "300", "--rounds", "2"]
+    benchmark.main([*sizes, "--out", str(out)])
     figures = json.loads(out.read_text())
     assert "loop over ours" in capsys.readouterr().out
     assert figures["num_trajectories"] == 32

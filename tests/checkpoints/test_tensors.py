@@ -68,24 +68,6 @@ def test_ragged_lists_scalars_views_and_empty_tensors_come_back(tmp_path: Path) 
             assert torch.equal(new[name], tensor)
 
 
-def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    def after(num_steps: int, stop_at: int | None) -> torch.Tensor:
-        weight = torch.nn.Parameter(torch.ones(4))
-        optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.99))
-        for step in range(num_steps):
-            if step == stop_at:
-                state = there_and_back(tmp_path, {"w": weight, "optimizer": optimizer.state_dict()})
-                weight = torch.nn.Parameter(state["w"])
-                optimizer = torch.optim.AdamW([weight], lr=0.5)
-                optimizer.load_state_dict(state["optimizer"])
-            optimizer.zero_grad()
-            (weight.square() * torch.arange(4.0)).sum().backward()
-            optimizer.step()
-        return weight.detach()
-
-    assert torch.equal(after(6, stop_at=3), after(6, stop_at=None))
-
-
 def test_a_value_that_cannot_be_saved_is_named_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\.run\.1\.model .*object"):
         save_state(tmp_path / "state", {"run": [1, {"model": object()}]})

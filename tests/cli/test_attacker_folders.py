@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nip_astra.evaluation.storage import read_rows
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.sources import load_causal_lm
 from tests.cli.trained_run import figures_of
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.tiny import make_language_model
@@ -37,10 +39,8 @@ def test_the_folders_within_a_run_mean_the_run_and_its_checkpoints(
     cli: CommandLine, run: Path
 ) -> None:
     checkpoint = max((run / "checkpoints").glob("step_*"))
-    for path, name in (
-        (run / "model", "test"),
-        (checkpoint / "attacker", f"test-{checkpoint.name}"),
-    ):
+    folders = {run / "model": "test", checkpoint / "attacker": f"test-{checkpoint.name}"}
+    for path, name in folders.items():
         cli.ok("evaluate", str(path), *SMALL)
         assert (run / "evaluations" / name / "rows.jsonl").is_file()
 
@@ -48,22 +48,16 @@ def test_the_folders_within_a_run_mean_the_run_and_its_checkpoints(
 def test_an_adapter_is_added_to_the_model_it_was_trained_on(
     cli: CommandLine, tiny_model_dir: Path
 ) -> None:
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(str(tiny_model_dir))
-    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base, config)
+    pytest.importorskip("peft")
+    model = add_adapter(load_causal_lm(str(tiny_model_dir), None), LoraParameters(rank=2))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.fill_(0.5)
-    model.save_pretrained(str(cli.folder / "adapter"))
-    model.merge_and_unload().save_pretrained(str(cli.folder / "merged"))
-    for file in tiny_model_dir.iterdir():
-        if not (cli.folder / "merged" / file.name).exists():
-            shutil.copy(file, cli.folder / "merged")
-    shutil.copytree(tiny_model_dir, cli.folder / "plain")
+    model.save_pretrained(cli.folder / "adapter")
+    for name in ("plain", "merged"):
+        shutil.copytree(tiny_model_dir, cli.folder / name)
+    model.merge_and_unload().save_pretrained(cli.folder / "merged")
     adapted, merged, plain = (
         [row["probe"] for row in evaluate(cli, cli.folder / name)]
         for name in ("adapter", "merged", "plain")
@@ -78,11 +72,8 @@ def test_missing_and_incompatible_parts_are_reported(
         (cli.folder / name).mkdir()
     cli.write("nameless/adapter_config.json", "{}")
     other = make_language_model(cli.folder / "other")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    longest = max(vocabulary, key=len)
-    vocabulary[f"{longest}x"] = vocabulary.pop(longest)
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokenizer = (other / "tokenizer.json").read_text().replace('"hello"', '"hallo"')
+    (other / "tokenizer.json").write_text(tokenizer)
     scenario = ("--scenario", str(cli.scenario))
     for arguments, fact in (
         ((str(tiny_model_dir),), "--scenario NAME"),

@@ -70,9 +70,8 @@ def parameter_groups() -> Iterator[type[SubParameters]]:
 
 
 def holds_group(annotation: Any) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, SubParameters):
-        return True
-    return any(holds_group(one) for one in get_args(annotation))
+    is_group = isinstance(annotation, type) and issubclass(annotation, SubParameters)
+    return is_group or any(holds_group(one) for one in get_args(annotation))
 
 
 def test_each_parameter_that_may_reach_outside_of_a_run_needs_approval() -> None:
@@ -97,8 +96,8 @@ OUTSIDE_SETTINGS: dict[str, Any] = {
     "actor_cpus": 2,
     "actor_gpus": 1,
     "num_actors": 1,
-    "progress_path": CANARY,
     "ray_address": "auto",
+    "progress_path": CANARY,
     "service_cache": CANARY,
     "trackers": [CANARY],
     "wandb": "offline",
@@ -110,24 +109,18 @@ OUTSIDE_SETTINGS: dict[str, Any] = {
 """Settings that reach outside of a run, each with another value than its default."""
 
 
-@pytest.fixture
-def unfinished(run: Path) -> Path:
-    """An unfinished run of this user."""
-    (run / "results.json").unlink()
-    return run
-
-
-@pytest.mark.parametrize("name", OUTSIDE_SETTINGS)
 def test_a_setting_of_others_that_reaches_outside_of_the_run_needs_approval(
-    unfinished: Path, tmp_path: Path, name: str
+    run: Path, tmp_path: Path
 ) -> None:
-    directory = RunDirectory(unfinished)
-    value = OUTSIDE_SETTINGS[name]
-    value = str(tmp_path / CANARY) if value == CANARY else value
-    directory.write_yaml("settings.yaml", directory.read_yaml("settings.yaml") | {name: value})
-    with pytest.raises(UntrustedRunError, match=name):
-        resume_experiment(unfinished)
-    assert not (tmp_path / CANARY).exists()
+    (run / "results.json").unlink()
+    directory = RunDirectory(run)
+    own = directory.read_yaml("settings.yaml")
+    for name, value in OUTSIDE_SETTINGS.items():
+        value = str(tmp_path / CANARY) if value == CANARY else value
+        directory.write_yaml("settings.yaml", own | {name: value})
+        with pytest.raises(UntrustedRunError, match=name):
+            resume_experiment(run)
+        assert not (tmp_path / CANARY).exists()
 
 
 def test_settings_that_stay_inside_a_run_hold_no_path_or_address() -> None:
@@ -203,11 +196,7 @@ ATTACKS = {
     [*((name, False) for name in ATTACKS), *((name, True) for name in list(ATTACKS)[:-1])],
 )
 def test_building_a_run_of_others_reads_and_sends_nothing_outside_of_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    listener: str,
-    attack: str,
-    is_base: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listener: str, attack: str, is_base: bool
 ) -> None:
     canary = tmp_path / CANARY
     canary.write_text("a secret\n")
@@ -239,7 +228,7 @@ def test_a_value_that_the_user_gives_needs_no_further_approval(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "report.html", "rollouts/x.jsonl"])
-def test_links_out_of_a_run_of_others_are_refused(
+def test_links_out_of_a_run_of_others_are_refused_and_others_are_followed(
     cli: CommandLine, run: Path, tmp_path: Path, place: str
 ) -> None:
     mine = tmp_path / "mine"
@@ -256,10 +245,7 @@ def test_links_out_of_a_run_of_others_are_refused(
     for command in (*((name, "runs/one") for name in ("report", "evaluate", "resume")), shown):
         assert place in refused(cli(*command))
     assert (mine / "notes.txt").read_text() == "precious"
-
-
-def test_a_link_inside_a_run_of_others_is_followed(cli: CommandLine, run: Path) -> None:
-    (run / "environment.json").write_text("{}")
+    link.unlink()
     (run / "latest").symlink_to("model")
     cli.ok("report", "runs/one")
 
@@ -277,6 +263,8 @@ def test_a_sweep_of_others_runs_nothing_without_approval(
     monkeypatch.setenv(CANARY, "a secret value")
     marker, folder = tmp_path / "it_ran", tmp_path / "sweep"
     code = cli.write("theirs.py", f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    sweep_in(tmp_path / "own")
+    cli.ok("sweep", str(tmp_path / "own"), "--dry-run")
     sweep_in(folder, plugins=[code], overrides=[f"ast_dpo.beta=${{oc.env:{CANARY}}}"])
     (folder / "sweep.signature").write_text("another key")
     for command in (("sweep", str(folder)), ("sweep", str(folder), "--dry-run")):
@@ -286,11 +274,6 @@ def test_a_sweep_of_others_runs_nothing_without_approval(
     assert not marker.exists()
     cli("sweep", str(folder), "--dry-run", "--trust")
     assert marker.exists(), "with the user's approval it is loaded"
-
-
-def test_a_sweep_of_the_user_goes_on_without_a_question(cli: CommandLine, tmp_path: Path) -> None:
-    sweep_in(tmp_path / "sweep")
-    cli.ok("sweep", str(tmp_path / "sweep"), "--dry-run")
 
 
 def test_a_sweep_writes_through_no_link_of_others(tmp_path: Path) -> None:

@@ -21,9 +21,7 @@ def run(cli: CommandLine, name: str, *overrides: str) -> str:
     return f"runs/{name}"
 
 
-def test_runs_are_compared_stage_by_stage(
-    cli: CommandLine,
-) -> None:
+def test_runs_are_compared_stage_by_stage(cli: CommandLine) -> None:
     one, again = run(cli, "one"), run(cli, "again")
     result = cli("compare-dumps", one, again)
     assert (result.code, result.out) == (0, "the same in 7 stages\n")

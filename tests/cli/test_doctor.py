@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -22,14 +23,10 @@ from tests.kit.messages import says
 CALLER = """
 import socket
 
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.base import register_scorer
+import nip_astra as na
 
-
-@register_scorer("calls_home")
-class CallsHome(Scorer):
-    \"\"\"Opens a connection.\"\"\"
-
+@na.register_scorer("calls_home")
+class CallsHome(na.Scorer):
     def __init__(self, *arguments, **options):
         socket.create_connection(("127.0.0.1", 9))
 """
@@ -64,12 +61,10 @@ def test_a_missing_required_package_ends_with_exit_code_1(
     monkeypatch.setattr(installation, "version_of", lambda n: versions.get(n, real(n)))
     assert cli("doctor").code == 1
     diagnosis = doctor()
-    assert not diagnosis.is_sound
-    assert "broken" in diagnosis.tables()[-1]
+    assert (diagnosis.is_sound, "broken" in diagnosis.tables()[-1]) == (False, True)
     findings = by_name(diagnosis.findings)
-    assert findings["scipy"].status is Status.BROKEN
-    assert findings["numpy"].status is Status.WARNING
-    assert findings["lora"].status is Status.ABSENT
+    statuses = [findings[name].status for name in ("scipy", "numpy", "lora")]
+    assert statuses == [Status.BROKEN, Status.WARNING, Status.ABSENT]
     assert says(findings["numpy"].text, "0.1", ">=1")
     assert says(findings["lora"].text, "peft", "pip install 'nip_astra[lora]'")
 
@@ -81,9 +76,6 @@ def test_requirements_of_an_installed_package_are_read_from_its_metadata(
     monkeypatch.setattr(installation.metadata, "requires", lambda _: wanted)
     assert list(by_name(installation._packages())) == ["rich"]
     assert list(by_name(installation._extras())) == ["lora"]
-
-
-NOTHING = {"why_no_bubblewrap": "", "why_no_filter": "", "why_no_memory_group": ""}
 
 
 @pytest.mark.parametrize(
@@ -100,13 +92,13 @@ NOTHING = {"why_no_bubblewrap": "", "why_no_filter": "", "why_no_memory_group": 
 def test_the_sandbox_and_its_replacement_are_reported(
     monkeypatch: pytest.MonkeyPatch, reasons: dict[str, str], statuses: dict[str, str]
 ) -> None:
-    given = {**NOTHING, "why_no_interpreter": "", **reasons}
-    for name, reason in given.items():
-        module = interpreter if name == "why_no_interpreter" else sandbox
-        monkeypatch.setattr(module, name, lambda reason=reason: reason)
+    for part in ("bubblewrap", "filter", "memory_group", "interpreter"):
+        module = interpreter if part == "interpreter" else sandbox
+        reason = reasons.get(f"why_no_{part}", "")
+        monkeypatch.setattr(module, f"why_no_{part}", lambda reason=reason: reason)
     findings = by_name(installation._sandbox())
     assert {name: findings[name].status for name in statuses} == statuses
-    assert ("system calls" in findings) is not bool(given["why_no_bubblewrap"])
+    assert ("system calls" in findings) is ("why_no_bubblewrap" not in reasons)
     texts = " ".join(finding.text for finding in findings.values())
     assert says(texts, *reasons.values())
 
@@ -162,26 +154,19 @@ def test_no_connection_can_be_opened_within(
 def test_hosts_are_contacted_only_on_request(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts: list[str] = []
-
-    def connect(address: tuple[str, int], timeout: float) -> None:
-        hosts.append(address[0])
-        raise OSError("no route")
-
+    connect = Mock(side_effect=OSError("no route"))
     monkeypatch.setattr(socket, "create_connection", connect)
     assert "--online" in cli("doctor").out
-    assert hosts == []
-    result = cli("doctor", "--online")
-    assert (result.code, hosts) == (0, ["huggingface.co", "api.wandb.ai"])
-    assert says(result.out, "huggingface.co", "no route")
+    assert not connect.called
+    out = cli.ok("doctor", "--online").out
+    hosts = [call.args[0][0] for call in connect.call_args_list]
+    assert hosts == ["huggingface.co", "api.wandb.ai"]
+    assert says(out, "huggingface.co", "no route")
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail() -> Any:
-        raise ZeroDivisionError("oh")
-
     for name in ("_scorers", "_devices", "_models"):
-        monkeypatch.setattr(installation, name, fail)
+        monkeypatch.setattr(installation, name, Mock(side_effect=ZeroDivisionError("oh")))
     finding = by_name(examine(tmp_path))["devices"]
     assert finding.status is Status.BROKEN
     assert says(finding.text, "ZeroDivisionError", "oh")
@@ -199,10 +184,8 @@ def test_it_is_reported_whether_models_can_be_served(
 ) -> None:
     monkeypatch.setattr(installation, "SERVICE_PACKAGES", packages)
     (finding,) = installation._service()
-    assert finding.status is status
-    assert fact in finding.text
+    assert (finding.status, fact in finding.text) == (status, True)
 
 
-def test_wrong_options_are_refused(cli: CommandLine) -> None:
-    assert cli("doctor", "--nothing").code == 2
+def test_a_missing_plugin_is_refused(cli: CommandLine) -> None:
     assert "'no.py'" in refused(cli("doctor", "--plugin", "no.py"))

@@ -28,14 +28,10 @@ from tests.kit.messages import says
 
 FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 SCORER = """
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.base import register_scorer
+import nip_astra as na
 
-
-@register_scorer("picky")
-class Picky(Scorer):
-    \"\"\"Cannot tell of some texts, and fails on others.\"\"\"
-
+@na.register_scorer("picky")
+class Picky(na.Scorer):
     def _score(self, texts):
         return [self._one(text) for text in texts]
 
@@ -50,7 +46,9 @@ def rows_of(run: Path, name: str = "test") -> list[Row]:
     return read_rows(run / "evaluations" / name / "rows.jsonl")
 
 
-def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run: Path) -> None:
+def test_an_evaluation_shows_the_figures_of_the_run_itself_and_is_not_repeated(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = cli.ok("evaluate", "runs/one")
     assert "one against target, judged by classifier: 6 episodes of 2 turns from 3" in result.out
     assert "evaluation runs/one/evaluations/test" in result.out
@@ -59,44 +57,42 @@ def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run
     assert figures["scores"]["response"]["mean"] == pytest.approx(after["mean_score"])
     assert figures["nll"]["reference"] == pytest.approx(after["probe_nll"], rel=1e-5)
     rows, own = rows_of(run), read_rows(run / "rollouts" / "evaluation.jsonl")
-    assert sorted(row["probe"] for row in rows) == sorted(row["probe"] for row in own)
-    assert sorted(row["reward"] for row in rows) == pytest.approx(
-        sorted(row["reward"] for row in own), abs=1e-5
-    )
+    probes, own_probes = (sorted(row["probe"] for row in of) for of in (rows, own))
+    rewards, own_rewards = (sorted(row["reward"] for row in of) for of in (rows, own))
+    assert probes == own_probes
+    assert rewards == pytest.approx(own_rewards, abs=1e-5)
     for row in rows:
         assert row["target_logprob"] <= 0.0
         # The reward's likelihood is the reference's.
         nll = -row["reference_logprob"] / max(row["probe_num_tokens"], 1)
         assert row["probe_nll"] == pytest.approx(nll, rel=1e-4)
     assert (run / "evaluations" / "test" / "table.txt").read_text().startswith("one against")
+    monkeypatch.setattr(playing, "play_episodes", None)
     again = json.loads(cli("evaluate", "runs/one", "--json").out)
-    assert again == figures_of(run)
+    assert again == figures == figures_of(run)
 
 
-@pytest.mark.parametrize(("more", "count"), [((), 3), (("--num-threads", "2"), 2)])
 def test_conversations_are_divided_among_the_cores(
-    cli: CommandLine,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    more: tuple[str, ...],
-    count: int,
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = []
 
-    def noted(_: Any, num_episodes: int, *how: Any, **_more: Any) -> list[range]:
+    def noted(_: Any, num_episodes: int, *how: Any, **more: Any) -> list[range]:
         allowed.append(get_num_processes())
         return [range(num_episodes)]
 
     monkeypatch.setattr(processor, "num_cores", lambda: 3)
     monkeypatch.setattr(trees, "cut_rollout", noted)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    cli.ok("evaluate", "runs/one", *more)
-    assert set(allowed) == {count if can_fork() else 1}
-    # Too large a model for several processes.
-    monkeypatch.setattr(processor, "SMALL_MODEL_PARAMETERS", 1)
-    allowed.clear()
-    cli.ok("evaluate", "runs/one", *more, "--overwrite")
-    assert set(allowed) == {1}
+    for options, largest, count in (
+        ((), processor.SMALL_MODEL_PARAMETERS, 3),
+        (("--num-threads", "2"), processor.SMALL_MODEL_PARAMETERS, 2),
+        ((), 1, 1),  # too large a model for several processes
+    ):
+        monkeypatch.setattr(processor, "SMALL_MODEL_PARAMETERS", largest)
+        cli.ok("evaluate", "runs/one", *FEW, *options, "--overwrite")
+        assert set(allowed) == {count if can_fork() else 1}
+        allowed.clear()
 
 
 def test_an_evaluation_by_actors_finds_the_same(
@@ -118,13 +114,10 @@ def test_an_evaluation_by_actors_finds_the_same(
 
 def test_the_figures_have_the_documented_contents(cli: CommandLine, evaluated: Path) -> None:
     figures = figures_of(evaluated)
-    documented = (
-        *("version", "name", "attacker", "target", "scorer", "seed", "num_episodes", "tree_depth"),
-        *("failure_threshold", "outcomes", "failure_rate", "turn_failure_rate", "scores", "nll"),
-        *("turns_to_failure", "hit_at", "diversity", "clusters", "plants", "warnings", "budget"),
-        "probability_of_failure",
-    )
-    assert set(documented) <= set(figures)
+    documented = """version name attacker target scorer seed num_episodes tree_depth hit_at
+        failure_threshold outcomes failure_rate turn_failure_rate scores nll turns_to_failure
+        diversity clusters plants warnings budget probability_of_failure"""
+    assert set(documented.split()) <= set(figures)
     assert sum(figures["outcomes"].values()) == 12
     assert set(figures["scores"]) == {"probe", "response", "combined"}
     assert len(figures["turns_to_failure"]["survival"]) == 2
@@ -160,29 +153,17 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
     cli.ok("evaluate", "runs/one", "--batch-size", "3")
     for name in ("rows.jsonl", "probability_rows.jsonl"):
         ours, theirs = (read_rows(r / "evaluations" / "test" / name) for r in (run, whole))
-        assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
-        assert [(r["episode"], r["node"], r["parent"]) for r in ours] == [
-            (r["episode"], r["node"], r["parent"]) for r in theirs
-        ]
-        assert [row["response_score"] for row in ours] == pytest.approx(
-            [row["response_score"] for row in theirs], abs=1e-6
-        )
-
-
-def test_a_finished_evaluation_plays_nothing_again(
-    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = figures_of(evaluated)
-    monkeypatch.setattr(playing, "play_episodes", None)
-    cli.ok("evaluate", "runs/one")
-    assert figures_of(evaluated) == before
+        for mine, other in zip(ours, theirs, strict=True):
+            for key in ("probe", "episode", "node", "parent"):
+                assert mine[key] == other[key]
+            assert mine["response_score"] == pytest.approx(other["response_score"], abs=1e-6)
 
 
 def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
     cli: CommandLine, evaluated: Path
 ) -> None:
     (checkpoint,) = (evaluated / "checkpoints").glob("step_*")
-    cli.ok("evaluate", f"runs/one/checkpoints/{checkpoint.name}")
+    cli.ok("evaluate", str(checkpoint))
     cli.ok("evaluate", "runs/one", "--untrained")
     of_checkpoint = figures_of(evaluated, f"test-{checkpoint.name}")
     assert of_checkpoint["scores"] == figures_of(evaluated)["scores"]
@@ -222,8 +203,8 @@ def test_attackers_against_targets_make_a_matrix(
     rows = [rows_of(run, f"test-{target}") for target in ("one", "attacker")]
     # The first probe precedes the target's first answer.
     first, second = ([row["probe"] for row in of if row["depth"] == 0] for of in rows)
-    assert first == second
-    assert [row["response"] for row in rows[0]] != [row["response"] for row in rows[1]]
+    answers, others = ([row["response"] for row in of] for of in rows)
+    assert (first == second, answers == others) == (True, False)
 
 
 def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
@@ -232,7 +213,7 @@ def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
     path = run / "hyper_parameters.yaml"
     plant = "planted_failures: [{name: own, probe: cat}]"
     path.write_text(path.read_text().replace("planted_failures: []", plant))
-    command = ("evaluate", "runs/one", "--probability-episodes", "0", "--trust")
+    command = ("evaluate", "runs/one", *FEW, "--trust")
     cli.ok(*command)
     cli.ok(*command, "--target", str(tiny_scenario / "attacker"))
     assert figures_of(run, "test")["plants"]["total"] == 1
@@ -276,34 +257,26 @@ def test_each_matrix_has_its_own_file_and_equal_matrices_share_it(
     assert cells != json.loads(first)["cells"]
 
 
-def outcome_of(response: str) -> str:
-    """The outcome of a response by the picky scorer."""
-    if "silly" in response:
-        return "error"
-    if "cat" in response:
-        return "undetermined"
-    return "failure" if "mat" in response or "day" in response else "none"
+OUTCOMES = {"silly": "error", "cat": "undetermined", "mat": "failure", "day": "failure", "": "none"}
+"""Outcomes of responses by the picky scorer, of which the first that holds counts."""
 
 
 def test_stored_conversations_are_rated_again_without_a_model(
-    cli: CommandLine,
-    evaluated: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    closed_bars: dict[str, tuple[int, int]],
+    cli: CommandLine, evaluated: Path, monkeypatch: Any, closed_bars: dict[str, tuple[int, int]]
 ) -> None:
     scorer = picky_scorer(cli)
     monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
     cli.ok("score", "runs/one", *scorer)
     figures, rows = figures_of(evaluated, "test-skip"), rows_of(evaluated, "test-skip")
-    expected = Counter(outcome_of(row["response"]) for row in rows)
+    words = [next(word for word in OUTCOMES if word in row["response"]) for row in rows]
+    expected = Counter(OUTCOMES[word] for word in words)
     assert {name: expected[name] for name in figures["outcomes"]} == figures["outcomes"]
     num_unknown = expected["undetermined"] + expected["error"]
     assert num_unknown > 0
     assert figures["failure_rate"]["num_known"] < figures["failure_rate"]["num_episodes"]
     assert f"({num_unknown} turns" in " ".join(figures["warnings"])
     assert figures["scorer"] == "skip"
-    before = [row["response"] for row in rows_of(evaluated)]
-    assert [row["response"] for row in rows] == before
+    assert [row["response"] for row in rows] == [row["response"] for row in rows_of(evaluated)]
     assert closed_bars["Rating"] == (figures["budget"]["scorer_calls"],) * 2 != (0, 0)
 
 
@@ -334,14 +307,11 @@ def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) 
 def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, evaluated: Path) -> None:
     cli.ok("evaluate", "runs/one", "--untrained")
     pair = ("runs/one/evaluations/test-untrained", "runs/one/evaluations/test")
-    result = cli.ok("compare", *pair, "--out", "comparison.json")
-    assert "one/test-untrained" in result.out
+    assert "one/test-untrained" in cli.ok("compare", *pair, "--out", "comparison.json").out
     comparison = json.loads((cli.folder / "comparison.json").read_text())
     metric = comparison["comparisons"]["one/test"]["mean_score"]
-    first, second = (
-        figures_of(evaluated, name)["scores"]["response"]["mean"]
-        for name in ("test-untrained", "test")
-    )
+    scores = [figures_of(evaluated, name)["scores"] for name in ("test-untrained", "test")]
+    first, second = (one["response"]["mean"] for one in scores)
     assert metric["difference"] == pytest.approx(second - first)
     assert json.loads(cli("compare", *pair, "--json").out) == comparison
 
@@ -377,9 +347,8 @@ def test_a_comparison_may_be_a_gate(
 def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenario: Path) -> None:
     pytest.importorskip("peft")
     lora = "ast_chat.attacker.language_model.lora={rank: 2, alpha: 4}"
-    resolved = resolve_experiment(
-        trainer="ast_dpo", scenario=str(tiny_scenario), overrides=(*SMALL, "training.lr=0.05", lora)
-    )
+    given: Any = {"trainer": "ast_dpo", "scenario": str(tiny_scenario)}
+    resolved = resolve_experiment(**given, overrides=(*SMALL, "training.lr=0.05", lora))
     run = run_in(Path("runs"), resolved, "low")
     cli.ok("evaluate", "runs/low")
     results = json.loads((run / "results.json").read_text())
@@ -408,12 +377,9 @@ def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
     assert "--untrained" in refused(cli("evaluate", "runs/one"))
 
 
-@pytest.mark.parametrize("command", ["evaluate", "score", "compare"])
-def test_a_run_of_networks_that_has_not_begun_is_refused(
-    cli: CommandLine, run: Path, command: str
-) -> None:
+def test_a_run_of_networks_that_has_not_begun_is_refused(cli: CommandLine, run: Path) -> None:
     proof = resolve_experiment(trainer="vanilla_ppo", scenario="graph_isomorphism")
     folder = RunDirectory.create(cli.folder / "runs", "proof")
     folder.write_yaml("hyper_parameters.yaml", proof.hyper_params.to_dict())
-    paths = ["runs/one", "runs/proof"] if command == "compare" else ["runs/proof"]
-    assert "runs/proof" in refused(cli(command, *paths))
+    for command in (("evaluate",), ("score",), ("compare", "runs/one")):
+        assert "runs/proof" in refused(cli(*command, "runs/proof"))

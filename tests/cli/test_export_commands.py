@@ -19,8 +19,6 @@ from tests.evaluation.rows_by_hand import episode, judged
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
 
-FEW = ("--num-episodes", "6", "--probability-episodes", "0")
-
 
 def stored(run: Path) -> list[Row]:
     return read_rows(run / "evaluations" / "test" / "rows.jsonl")
@@ -37,21 +35,14 @@ def path_of(request: pytest.FixtureRequest, runs: str) -> Path:
     return Path(given[0] if isinstance(given, tuple) else given)
 
 
-@pytest.fixture
-def evaluated(cli: CommandLine, run: Path) -> Path:
-    cli.ok("evaluate", "runs/one", *FEW)
-    return run
-
-
 def test_csv_holds_turns_figures_and_metrics(
     cli: CommandLine, evaluated: Path, closed_bars: dict[str, tuple[int, int]]
 ) -> None:
     result = cli.ok("export", "runs/one", "--format", "csv")
     assert "Exporting csv" in closed_bars
     folder = evaluated / "exports"
-    assert result.out.split()[1::2] == [
-        f"runs/one/exports/{name}.csv" for name in ("turns", "figures", "metrics")
-    ]
+    names = [f"runs/one/exports/{name}.csv" for name in ("turns", "figures", "metrics")]
+    assert result.out.split()[1::2] == names
     turns = table(folder / "turns.csv")
     assert [row["response"] for row in turns] == [row["response"] for row in stored(evaluated)]
     assert {row["outcome"] for row in turns} <= {"failure", "none"}
@@ -82,46 +73,32 @@ def test_the_hit_log_holds_only_failing_turns_with_their_context(
     cli: CommandLine, evaluated: Path
 ) -> None:
     cli.ok("export", "runs/one", "--format", "hitlog")
-    hits = [json.loads(line) for line in (evaluated / "exports" / "hitlog.jsonl").open()]
+    hits = read_rows(evaluated / "exports" / "hitlog.jsonl")
     failing = [row for row in stored(evaluated) if row["response_score"] >= 0.5]
-    assert [hit["output"] for hit in hits] == [row["response"] for row in failing]
-    assert hits
+    assert failing
     for hit, row in zip(hits, failing, strict=True):
         turns = hit["prompt"]["turns"]
+        assert hit["output"] == row["response"]
         assert turns[0] == {"role": "assistant", "content": row["prompt"]}
         assert turns[-1] == {"role": "user", "content": row["probe"]}
         assert len(turns) == 2 + 2 * row["depth"]
 
 
-def test_a_run_that_was_not_evaluated_is_exported_from_its_own_table(
-    cli: CommandLine, run: Path
-) -> None:
-    cli.ok("export", "runs/one", "--format", "csv")
-    assert not (run / "exports" / "figures.csv").exists()
-    assert len(table(run / "exports" / "turns.csv")) == 12
-
-
 @pytest.mark.parametrize(
-    ("runs", "form", "module", "facts"),
+    ("runs", "form", "module", "extra"),
     [
-        ("trained", "tensorboard", "torch.utils.tensorboard", ["tensorboard", "[tensorboard]"]),
-        ("trained", "inspect", "inspect_ai", ["inspect_ai", "[inspect]"]),
-        ("text_runs", "inspect", "inspect_ai", ["inspect_ai", "[inspect]"]),
-        ("text_runs", "parquet", "pyarrow", ["pyarrow", "[sweep]"]),
+        ("trained", "tensorboard", "torch.utils.tensorboard", "tensorboard"),
+        ("trained", "inspect", "inspect_ai", "inspect"),
+        ("text_runs", "inspect", "inspect_ai", "inspect"),
+        ("text_runs", "parquet", "pyarrow", "sweep"),
     ],
 )
 def test_without_its_package_an_export_names_the_package_to_install(
-    cli: CommandLine,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    runs: str,
-    form: str,
-    module: str,
-    facts: list[str],
+    cli: CommandLine, request: Any, monkeypatch: Any, runs: str, form: str, module: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     message = refused(cli("export", str(path_of(request, runs)), "--format", form))
-    assert says(message, "pip install 'nip_astra", *facts)
+    assert says(message, "pip install 'nip_astra", module.partition(".")[0], f"[{extra}]")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +148,10 @@ def test_what_cannot_be_exported_is_refused(cli: CommandLine, run: Path) -> None
     for form in ("csv", "inspect"):
         result = cli("export", "runs/one", "--format", form, "--output", f"{file}/out")
         assert says(refused(result), f"{file}/out", "--output")
+    # A run that was not evaluated is exported from its own table.
+    cli.ok("export", "runs/one", "--format", "csv")
+    assert not (run / "exports" / "figures.csv").exists()
+    assert len(table(run / "exports" / "turns.csv")) == 12
     (run / "rollouts" / "evaluation.jsonl").unlink()
     assert "nip-astra evaluate" in refused(cli("export", "runs/one", "--format", "csv"))
 

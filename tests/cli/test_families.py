@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,22 +13,11 @@ from tests.kit.messages import says
 
 
 class Family(NamedTuple):
-    """Options of a short evaluation, gates, and options that change the evaluation.
-
-    Attributes
-    ----------
-    open_gates : tuple of str
-        Conditions that do not hold.
-    invalid_gates : tuple of str
-        A condition without its second side, and conditions on unknown figures.
-    changes : tuple of str
-        Options of another evaluation.
-    differences : tuple of str
-        The parameters by which it differs.
-    """
+    """An evaluation, its gates, and options of another with the parameters that then differ."""
 
     short: tuple[str, ...]
     open_gates: tuple[str, ...]
+    """Conditions that do not hold."""
     closed_gate: str
     invalid_gates: tuple[str, ...]
     changes: tuple[str, ...]
@@ -104,11 +93,9 @@ def test_a_name_belongs_to_one_set_of_options(cli: CommandLine, name: str) -> No
     ("fixture", "options", "facts"),
     [
         ("task_runs", ["--target", "x", "--num-turns", "2"], ["--target, --num-turns"]),
-        ("task_runs", ["--monte-carlo-only"], ["--monte-carlo-only"]),
         ("task_runs", ["--split", "all"], ["dev, test, train"]),
         ("task_runs", ["--set", "training.lr=1"], ["task.*", "self_hosted_grpo.train_service.*"]),
         ("task_runs", ["nowhere"], ["'nowhere'"]),
-        ("text_runs", ["--target", "x", "--num-turns", "2"], ["--target, --num-turns"]),
         ("text_runs", ["--monte-carlo-only", "--column", "x"], ["--monte-carlo-only, --column"]),
         ("text_runs", ["--split", "dev"], ["test, train"]),
         ("text_runs", ["--num-episodes", "7"], ["--num-episodes", "7", "6"]),
@@ -116,11 +103,7 @@ def test_a_name_belongs_to_one_set_of_options(cli: CommandLine, name: str) -> No
     ],
 )
 def test_options_without_meaning_for_a_family_are_refused(
-    cli: CommandLine,
-    request: pytest.FixtureRequest,
-    fixture: str,
-    options: list[str],
-    facts: list[str],
+    cli: CommandLine, request: Any, fixture: str, options: list[str], facts: list[str]
 ) -> None:
     run, _ = request.getfixturevalue(fixture)
     assert says(refused(cli("evaluate", str(run), "--name", "new", *options)), *facts)

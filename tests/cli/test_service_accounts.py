@@ -19,10 +19,11 @@ TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices
 
 @pytest.fixture
 def run(cli: CommandLine, tmp_path: Path) -> str:
-    scenario = write_scenario(tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3})
-    few = ("--set", "training.num_iterations=1")
-    cli.ok("--trainer", "ast_dpo", "--scenario", str(scenario), "--run-id", "mine", *few)
-    return str(tmp_path / "runs" / "mine")
+    cli.scenario = write_scenario(
+        tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3}
+    )
+    assert cli.run(overrides=("training.num_iterations=1",)).code == 0
+    return str(tmp_path / "runs" / "one")
 
 
 def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: str) -> None:
@@ -43,13 +44,16 @@ def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: 
 
 @pytest.mark.parametrize("is_reused", [False, True])
 def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
-    cli: CommandLine, run: str, is_reused: bool
+    cli: CommandLine, run: str, is_reused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MY_KEY", "key-that-nobody-writes")
+
     def answer(body: dict[str, Any], number: int) -> Reply:
         return rating(len(body["messages"][1]["content"]) % 11)
 
     with chat_stub(answer) as stub:
         judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
+        judge["api_key_variable"] = "MY_KEY"
         cli.write("judge.yaml", json.dumps(judge))
         own = ("evaluate", run, "--probability-episodes", "0")
         by_judge = ("--scorer", "judge.yaml", "--json")
@@ -63,5 +67,9 @@ def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
         assert use["num_requests"] == num_requests > 0
         again = json.loads(cli.ok("score", run, *by_judge, "--name", "again").out)
         use = again["services"]["judge"]
+        sent = {headers["Authorization"] for headers in stub.headers}
+        assert sent == {"Bearer key-that-nobody-writes"}
         assert len(stub.requests) == num_requests, "the run remembers its judge's replies"
         assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)
+    written = [path.read_bytes() for path in Path(run).rglob("*") if path.is_file()]
+    assert not [content for content in written if b"key-that-nobody-writes" in content]

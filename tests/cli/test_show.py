@@ -12,6 +12,7 @@ from nip_astra.cli.app import described_commands
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.overview import every_parameter, find_described
 from tests.kit.command_line import CommandLine, refused
+from tests.kit.messages import says
 
 
 def shown(output: str) -> set[str]:
@@ -60,8 +61,7 @@ def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(
 
 def test_explain_describes_each_parameter_and_where_it_is_read(cli: CommandLine) -> None:
     output = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
-    assert "Discount per round." in output
-    assert "loss_type is kl_penalty" in output
+    assert says(output, "Discount per round.", "loss_type is kl_penalty")
 
 
 @pytest.mark.parametrize(
@@ -90,26 +90,21 @@ def test_explain_with_a_text_prints_the_best_matches_without_loading_torch(
     assert "'qqq'" in refused(cli("show", "--explain", "qqq"))
 
 
+PLUGIN = """
+import nip_astra as na
+
+@na.register_trainer("mine")
+class Mine(na.AstDpoTrainer):
+    class Parameters(na.AstDpoTrainer.Parameters):
+        qqq: float = 0.5
+        '''Margin in furlongs.'''
+"""
+
+
 def test_a_search_includes_the_parameters_of_a_plug_in(cli: CommandLine) -> None:
-    plugin = cli.write(
-        "mine.py",
-        """
-        import nip_astra as na
-
-        @na.register_trainer("mine")
-        class Mine(na.AstDpoTrainer):
-            \"\"\"DPO.\"\"\"
-
-            class Parameters(na.AstDpoTrainer.Parameters):
-                \"\"\"A margin.\"\"\"
-
-                qqq: float = 0.5
-                \"\"\"Margin in furlongs.\"\"\"
-        """,
-    )
-    said = cli("show", "--trainer", "mine", "--plugin", plugin, "--explain", "furlongs")
-    assert "mine.qqq" in said.out
-    assert "Margin in furlongs." in said.out
+    plugin = cli.write("mine.py", PLUGIN)
+    shown = cli("show", "--trainer", "mine", "--plugin", plugin, "--explain", "furlongs").out
+    assert says(shown, "mine.qqq", "Margin in furlongs.")
 
 
 def test_settings_are_listed_with_their_defaults(cli: CommandLine) -> None:
@@ -121,11 +116,10 @@ def test_settings_are_listed_with_their_defaults(cli: CommandLine) -> None:
 
 def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine) -> None:
     output = cli.ok("show", "--trainer", "pure_text_ei", "--prompts").out
-    assert "scenarios/secret_word/prompts/prover.jinja" in output
-    assert "it is {{ datapoint.word }}" in output, "the template"
+    template = "it is {{ datapoint.word }}"
+    assert says(output, "scenarios/secret_word/prompts/prover.jinja", template)
     verifier = output.partition("--- what verifier reads in its first turn, in round 0")[2]
-    assert "[user] You are the verifier. The claim is that the secret word is " in verifier
-    assert "Ask for the word, or decide" in verifier
+    assert says(verifier, "[user] You are the verifier. The claim is that the secret word is ")
     prover = output.partition("--- what prover reads in its first turn, in round 1")[2]
     assert "You are paid when the verifier decides to accept." in prover
 
@@ -133,8 +127,7 @@ def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine)
 def test_an_agent_that_the_seed_leaves_out_is_shown(cli: CommandLine) -> None:
     protocol = "interaction_protocol=merlin_arthur"
     output = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol).out
-    assert "--- what prover0 reads" in output
-    assert "--- prover1 " in output
+    assert says(output, "--- what prover0 reads", "--- prover1 ")
 
 
 def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
@@ -146,8 +139,7 @@ def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
     file.parent.mkdir()
     file.write_text(json.dumps(values | {"package_version": "0.1.0"}))
     message = refused(cli("show", "--prompts", "--parameters", str(file)))
-    assert "code_validation.problems" in message
-    assert "--trust" in message
+    assert says(message, "code_validation.problems", "--trust")
 
 
 def test_scenarios_without_words_have_no_prompts(cli: CommandLine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
-    CHAT_MODELS,
     CPU,
     ChatAnswer,
     ChatFailure,
@@ -23,7 +21,7 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     register_chat_model,
 )
-from nip_astra.scorers.base import SCORERS, Exchange, Scorer, Verdict, register_scorer
+from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
 
@@ -34,9 +32,6 @@ PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,ruden
 
 class EchoChatModel(ChatModel):
     """Returns the roles that it read; fails once."""
-
-    class Parameters(ChatModel.Parameters):
-        """None of its own."""
 
     name, place = "echo", "here"
 
@@ -58,24 +53,18 @@ class GoalScorer(Scorer):
 
     reads_history = True
 
-    class Parameters(Scorer.Parameters):
-        """None of its own."""
-
     def _score_exchanges(self, exchanges: Any) -> list[Verdict]:
         exchanges_rated.extend(exchanges)
         return [1.0 if dict(one.columns).get("goal") == "rudeness" else 0.0 for one in exchanges]
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    models, scorers = CHAT_MODELS.snapshot(), SCORERS.snapshot()
+def _registered(cli: CommandLine) -> None:
+    # The command line forgets them after the test.
     register_chat_model("echo")(EchoChatModel)
     register_scorer("goal")(GoalScorer)
     requests.clear()
     exchanges_rated.clear()
-    yield
-    CHAT_MODELS.restore(models)
-    SCORERS.restore(scorers)
 
 
 def evaluate(cli: CommandLine, *arguments: str) -> dict[str, Any]:
@@ -118,13 +107,10 @@ def test_a_list_of_probes_is_an_attacker_whose_goals_scorers_read(
     assert further["scorers"]["goal"]["failure_rate"]["value"] == pytest.approx(2 / 3)
 
 
-def test_probes_are_sent_verbatim_whatever_the_references_vocabulary(
-    cli: CommandLine,
-) -> None:
+def test_probes_are_sent_verbatim_whatever_the_references_vocabulary(cli: CommandLine) -> None:
     cli.write("attack.jsonl", '{"prompt": "Größe, unknown WORDS!"}\n')
     evaluate(cli, "attack.jsonl")
-    (row,) = rows_of(cli, "attack")
-    assert row["probe"] == "Größe, unknown WORDS!"
+    assert [row["probe"] for row in rows_of(cli, "attack")] == ["Größe, unknown WORDS!"]
 
 
 def test_a_chat_model_with_a_prompt_attacks_turn_by_turn(cli: CommandLine) -> None:
@@ -180,8 +166,7 @@ def test_invalid_attackers_are_reported(
 
 
 def test_a_list_of_probes_needs_a_scenario_and_a_split_that_exists(cli: CommandLine) -> None:
-    cli.write("a.txt", "one\n")
-    assert "--scenario NAME" in refused(cli("evaluate", "a.txt"))
+    assert "--scenario NAME" in refused(cli("evaluate", cli.write("a.txt", "one\n")))
     (cli.folder / "attacks").mkdir()
     cli.write("attacks/test.csv", PROBES)
     result = cli("evaluate", "attacks:dev", "--scenario", str(cli.scenario))

@@ -90,9 +90,15 @@ def test_trained_models_are_copied_in_the_layout_of_transformers(
     (model / "config.json").write_text("{}")
     results = moved.read_json("results.json")
     (group,) = results["groups"]
-    results["groups"][group]["model"] = "/where/it/was/jobs/job-1/model"
+    models = {group: "/where/it/was/jobs/job-1/model", "lost": "/where/jobs/job-9/model"}
+    models |= {"first": None}
+    jobs = {"pending": None, "jobs": ["job-1"]}
+    results["groups"] = {name: {**jobs, "model": one} for name, one in models.items()}
     moved.write_json("results.json", results)
-    assert models_of_run(moved.path)[group]["model"] == str(model.resolve())
+    found = {name: one["model"] for name, one in models_of_run(moved.path).items()}
+    assert found == models | {group: str(model.resolve())}
+    results["groups"] = {group: results["groups"][group]}
+    moved.write_json("results.json", results)
     cli.ok("export", str(moved.path), "--format", "huggingface", "--output", "out")
     assert (cli.folder / "out" / "models" / group / "config.json").read_text() == "{}"
     results["groups"][group]["model"] = "ft:gpt-4o-mini:1"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.cli.trained_run import SMALL_TEXT, player, run_text
@@ -91,34 +90,18 @@ def test_runs_on_other_data_cannot_be_paired(
 
 def test_a_base_run_is_tested_again_with_the_same_figures(text_runs: Runs, tmp_path: Path) -> None:
     moved = shutil.copytree(text_runs[1], tmp_path / "moved")
-    overrides = [f"base_run.run={moved}", "base_run.base_run_type=rerun_tests"]
-    again = run_in(tmp_path, resolve_experiment(overrides=overrides, is_trusted=True), "again")
+    base = f"base_run={{run: {moved}, base_run_type: rerun_tests}}"
+    again = run_in(tmp_path, resolve_experiment(overrides=[base], is_trusted=True), "again")
     after = [RunDirectory(run).read_json("results.json")["after"] for run in (text_runs[1], again)]
     assert after[0] == after[1]
-    page = (again / "report.html").read_text(encoding="utf-8")
-    assert "After training, test data" in page
+    assert "After training, test data" in (again / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_takes_the_parameters_of_a_base_run(text_runs: Runs, tmp_path: Path) -> None:
-    overrides = [f"base_run.run={text_runs[1]}", "base_run.base_run_type=parameters"]
-    resolved = resolve_experiment(overrides=[*overrides, "secret_word.num_test=4"])
+    base = f"base_run={{run: {text_runs[1]}, base_run_type: parameters}}"
+    resolved = resolve_experiment(overrides=[base, "secret_word.num_test=4"])
     after = RunDirectory(run_in(tmp_path, resolved)).read_json("results.json")["after"]
     assert (after["num_episodes"], after["mean_decision"]) == (4, 0.0)
-
-
-def test_a_model_is_found_where_its_run_was_moved(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "here")
-    (run.path / "jobs" / "job-1" / "model").mkdir(parents=True)
-    models = {
-        "moved": "/elsewhere/runs/there/jobs/job-1/model",
-        "hosted": "ft:gpt-4o-mini:1",
-        "lost": "/elsewhere/jobs/job-9/model",
-        "first": None,
-    }
-    groups = {n: {"pending": None, "jobs": ["job-1"], "model": m} for n, m in models.items()}
-    run.write_json("results.json", {"groups": groups})
-    expected = models | {"moved": str(run.path.resolve() / "jobs" / "job-1" / "model")}
-    assert {name: one["model"] for name, one in models_of_run(run.path).items()} == expected
 
 
 def test_a_dry_run_reports_the_price_with_the_judges_requests(cli: CommandLine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,11 @@ MARKER = "import pathlib\npathlib.Path({path!r}).touch()\n"
 SECRET = "a-value-of-the-environment"
 
 
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+
+
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
     """A file that the code of a foreign run creates."""
@@ -33,12 +37,10 @@ def marker(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def code(tmp_path: Path, marker: Path) -> Path:
+def code(cli: CommandLine, tmp_path: Path, marker: Path) -> Path:
     """Code of others."""
-    file = tmp_path / "theirs" / "evil.py"
-    file.parent.mkdir()
-    file.write_text(MARKER.format(path=str(marker)))
-    return file
+    (tmp_path / "theirs").mkdir()
+    return Path(cli.write("theirs/evil.py", MARKER.format(path=str(marker))))
 
 
 @pytest.fixture
@@ -49,15 +51,8 @@ def foreign(run: Path, code: Path) -> Path:
 
 
 def change(run: Path, **values: Any) -> None:
-    directory = RunDirectory(run)
-    directory.write_yaml(
-        "hyper_parameters.yaml", directory.read_yaml("hyper_parameters.yaml") | values
-    )
-
-
-def change_scorer(run: Path, **values: Any) -> None:
-    section = RunDirectory(run).read_yaml("hyper_parameters.yaml")["ast_chat"]
-    change(run, ast_chat=section | {"scorer": values})
+    directory, name = RunDirectory(run), "hyper_parameters.yaml"
+    directory.write_yaml(name, directory.read_yaml(name) | values)
 
 
 def test_a_run_is_own_until_its_parameters_or_its_signature_change(
@@ -81,7 +76,7 @@ def test_a_run_is_own_until_its_parameters_or_its_signature_change(
     assert not is_own(parameters)
 
 
-def test_the_key_is_private_and_a_key_readable_by_others_is_not_used(
+def test_the_key_is_private_and_without_a_private_key_nothing_is_signed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -95,15 +90,10 @@ def test_the_key_is_private_and_a_key_readable_by_others_is_not_used(
     key.unlink()
     key.symlink_to("/dev/zero")
     assert sign(b"x") is None
-
-
-def test_where_no_key_can_be_kept_runs_are_not_signed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "file").touch()
     for folder in (str(tmp_path / "file"), "relative"):
         monkeypatch.setenv("XDG_STATE_HOME", folder)
-        assert sign(b"x") is None
+        assert sign(b"x") is None, "no key can be kept there"
 
 
 OPENERS = {
@@ -145,14 +135,14 @@ def name_a_scenario_with_a_plugin(cli: CommandLine, run: Path, code: Path) -> No
 
 def extend_a_file_with_a_plugin(cli: CommandLine, run: Path, code: Path) -> None:
     cli.write("runs/one/more.yaml", f"plugins: [{code}]\nnote: ${{oc.env:A_SECRET}}\n")
-    text = (run / "hyper_parameters.yaml").read_text()
-    kept = [line for line in text.splitlines() if not line.startswith("plugins")]
-    (run / "hyper_parameters.yaml").write_text("\n".join(["extends: more.yaml", *kept]))
+    text = (run / "hyper_parameters.yaml").read_text().replace("plugins: []\n", "")
+    (run / "hyper_parameters.yaml").write_text(f"extends: more.yaml\n{text}")
 
 
 def name_a_scorers_function(cli: CommandLine, run: Path, code: Path) -> None:
     code.write_text(f"{code.read_text()}def f(completions): ...\n")
-    change_scorer(run, _type="python", function=f"{code}:f")
+    section = RunDirectory(run).read_yaml("hyper_parameters.yaml")["ast_chat"]
+    change(run, ast_chat=section | {"scorer": {"_type": "python", "function": f"{code}:f"}})
 
 
 @pytest.mark.parametrize(
@@ -167,21 +157,11 @@ def name_a_scorers_function(cli: CommandLine, run: Path, code: Path) -> None:
     ],
 )
 def test_no_code_that_a_foreign_run_names_is_run(
-    cli: CommandLine,
-    run: Path,
-    code: Path,
-    marker: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name_code: Callable[[CommandLine, Path, Path], None],
-    command: str,
-    fact: str,
+    cli: CommandLine, run: Path, code: Path, marker: Path, name_code: Any, command: str, fact: str
 ) -> None:
-    monkeypatch.setenv("A_SECRET", SECRET)
     name_code(cli, run, code)
     message = refused(cli(*OPENERS[command]))
-    assert fact in message
-    assert SECRET not in message
-    assert not marker.exists()
+    assert (fact in message, SECRET in message, marker.exists()) == (True, False, False)
 
 
 def test_foreign_runs_are_compared_reported_and_refused_as_targets_without_their_code(
@@ -196,18 +176,16 @@ def test_foreign_runs_are_compared_reported_and_refused_as_targets_without_their
 
 @pytest.mark.parametrize("command", ["show", "time", "export", "score"])
 def test_trust_loads_the_code_of_a_run(
-    cli: CommandLine, foreign: Path, marker: Path, command: str
+    cli: CommandLine, foreign: Path, code: Path, marker: Path, command: str
 ) -> None:
     cli.ok(*OPENERS[command], "--trust")
     assert marker.exists()
-
-
-def test_trust_loads_the_plugin_of_a_runs_scenario(
-    cli: CommandLine, run: Path, code: Path, marker: Path
-) -> None:
-    name_a_scenario_with_a_plugin(cli, run, code)
-    cli.ok(*OPENERS["show"], "--trust")
-    assert marker.exists()
+    if command == "show":
+        marker.unlink()
+        name_a_scenario_with_a_plugin(cli, foreign, code)
+        change(foreign, plugins=[])
+        cli.ok(*OPENERS[command], "--trust")
+        assert marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -259,24 +237,17 @@ def test_a_foreign_run_gets_no_key_from_the_environment(
         read_variable(name)
 
 
-def test_the_report_of_a_foreign_run_shows_no_variable_of_the_environment(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_SECRET", SECRET)
+def test_the_report_of_a_foreign_run_shows_no_variable_of_the_environment(run: Path) -> None:
     for name in ("hyper_parameters.yaml", "settings.yaml"):
         (run / name).write_text(f"note: ${{oc.env:A_SECRET}}\n{(run / name).read_text()}")
     page = report(run)
-    assert SECRET not in page.source
     assert "${oc.env:A_SECRET}" in page.text
     signature = json.loads((run / "environment.json").read_text())["signature"]
     assert len(signature) == 64
-    assert signature not in page.source
+    assert not {one for one in (SECRET, signature) if one in page.source}
 
 
-def test_a_stored_run_and_its_scenario_resolve_no_reference(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("A_SECRET", SECRET)
+def test_a_stored_run_and_its_scenario_resolve_no_reference(cli: CommandLine, run: Path) -> None:
     folder = shutil.copytree(cli.scenario, cli.folder / "theirs")
     with (folder / "scenario.yaml").open("a") as file:
         file.write("note: ${oc.env:A_SECRET}\n")
@@ -297,11 +268,8 @@ def test_a_file_of_the_users_own_may_refer_to_the_environment_and_name_plugins(
 ) -> None:
     monkeypatch.setenv("MY_SEED", "7")
     code = cli.write("mine.py", MARKER.format(path=str(marker)))
-    file = cli.write(
-        "mine.yaml",
-        f"trainer: ast_dpo\nscenario: pocket_chat\nseed: ${{oc.decode:${{oc.env:MY_SEED}}}}\n"
-        f"plugins: [{code}]\n",
-    )
+    text = f"trainer: ast_dpo\nplugins: [{code}]\nseed: ${{oc.decode:${{oc.env:MY_SEED}}}}\n"
+    file = cli.write("mine.yaml", text)
     assert resolve_experiment(parameter_file=file).hyper_params.seed == 7
     assert marker.exists()
 
@@ -310,9 +278,8 @@ def test_a_base_run_of_others_runs_no_code_but_plugins_named_by_the_user_do(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
     own = cli.write("own.py", "OWN = True\n")
-    mine = cli.write(
-        "mine.yaml", f"plugins: [{own}]\nbase_run: {{run: runs/one, base_run_type: parameters}}\n"
-    )
+    base = "base_run: {run: runs/one, base_run_type: parameters}"
+    mine = cli.write("mine.yaml", f"plugins: [{own}]\n{base}\n")
     with pytest.raises(UntrustedRunError, match=r"evil\.py .* base run one"):
         resolve_experiment(parameter_file=mine)
     assert not marker.exists()
@@ -324,13 +291,13 @@ def test_a_base_run_of_others_runs_no_code_but_plugins_named_by_the_user_do(
 def test_references_to_a_package_import_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: Path
 ) -> None:
-    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
     (tmp_path / "outer" / "__init__.py").write_text(MARKER.format(path=str(marker)))
-    (tmp_path / "outer" / "inner" / "__init__.py").touch()
-    (tmp_path / "outer" / "inner" / "a.txt").touch()
+    for name in ("__init__.py", "a.txt"):
+        (inner / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
-    path = resolve_reference("package://outer.inner/a.txt", None)
-    assert path == tmp_path / "outer" / "inner" / "a.txt"
+    assert resolve_reference("package://outer.inner/a.txt", None) == inner / "a.txt"
     assert not marker.exists()
 
 

@@ -17,9 +17,10 @@ from nip_astra.run import prepare_experiment
 from nip_astra.samplers import executor, tasks
 from nip_astra.samplers.trees import TreeSampler
 from tests.distributed.processes import together
+from tests.kit.recording import record_calls
 from tests.kit.resuming import short_experiment
+from tests.kit.tiny import CPU
 
-CPU = torch.device("cpu")
 MORE = (
     "training.num_episodes_per_experience=5",
     "ast_chat.num_rollout_parts=4",
@@ -40,15 +41,8 @@ def trainer_of(resolved: ResolvedExperiment, team: Team) -> Any:
 
 def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
     """A training rollout, a random search and an evaluation, and this process's share of them."""
-    own: list[int] = []
-    play = TreeSampler._play
-
-    def recorded(self: TreeSampler, prompts: Any, plan: Any, first: int) -> Any:
-        own.append(len(prompts))
-        return play(self, prompts, plan, first)
-
     with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreeSampler, "_play", recorded)
+        calls = record_calls(patch, TreeSampler, "_play")
         trainer = trainer_of(resolved, team)
         models = {role: getattr(trainer.sampler, role).language_model for role in trainer._models}
 
@@ -62,7 +56,8 @@ def played(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
             return trees, str(report), str(counts)
 
         with trainer._threads(), torch.no_grad():
-            return {"result": trainer.run_on_leader(work), "own": own}
+            result = trainer.run_on_leader(work)
+        return {"result": result, "own": [len(call.arguments[1]) for call in calls]}
 
 
 @pytest.mark.parametrize(("count", "num_least"), [(2, 4), (3, 0)])
@@ -78,41 +73,31 @@ def test_several_processes_share_the_rollout_of_one(
     assert min(map(len, shares)) >= num_least
 
 
-def task_run() -> ResolvedExperiment:
-    return resolve_experiment(
-        trainer="self_hosted_grpo",
-        scenario="guess_number",
-        overrides=[
-            *("training.num_iterations=2", "training.eval_period=2"),
-            *("training.num_episodes_per_experience=5", "task.num_rollout_parts=4"),
-            *("task.evaluation.num_problems=6", "task.evaluation.num_dev_problems=4"),
-        ],
-    )
-
-
 def trained(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
     """A run's log and measurements, and the problems that this process played each time."""
-    own: list[int] = []
-    play = tasks.play_episodes
-
-    def recorded(agent: Any, openings: Any, *how: Any) -> Any:
-        own.append(len({opening.problem for opening in openings}))
-        return play(agent, openings, *how)
-
     with open_team(CPU, store) as team, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "play_episodes", recorded)
+        calls = record_calls(patch, tasks, "play_episodes")
         trainer = trainer_of(resolved, team)
         logged: list[dict[str, float]] = []
         trainer.tracker.log_metrics = lambda metrics, step: logged.append(dict(metrics))
         trainer.train()
+        own = [len({opening.problem for opening in call.arguments[1]}) for call in calls]
         return {"logged": logged, "before": trainer.state.before, "own": own}
 
 
 def test_a_run_on_a_task_that_is_played_together_logs_the_same_first_metrics(
     tmp_path: Path,
 ) -> None:
-    alone = trained(task_run(), None)
-    leader, other = together(lambda store: trained(task_run(), store), tmp_path)
+    overrides = (
+        *("training.num_iterations=2", "training.eval_period=2"),
+        *("training.num_episodes_per_experience=5", "task.num_rollout_parts=4"),
+        *("task.evaluation.num_problems=6", "task.evaluation.num_dev_problems=4"),
+    )
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo", scenario="guess_number", overrides=overrides
+    )
+    alone = trained(resolved, None)
+    leader, other = together(lambda store: trained(resolved, store), tmp_path)
     assert leader["before"] == alone["before"]
     assert other["logged"] == []
     # The rollouts are equal to the last digit; the training is, up to rounding.
@@ -126,20 +111,10 @@ def test_a_run_on_a_task_that_is_played_together_logs_the_same_first_metrics(
     assert len(leader["own"]) == len(other["own"]) >= 2 * 5
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "is_task"),
-    [(TreeSampler, "_play", False), (tasks, "play_episodes", True)],
-    ids=["trees", "task"],
-)
 def test_a_part_that_cannot_be_played_ends_the_run_in_all(
-    owner: Any,
-    name: str,
-    is_task: bool,
-    resolved: ResolvedExperiment,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    resolved: ResolvedExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play, chosen = getattr(owner, name), task_run() if is_task else resolved
+    play = TreeSampler._play
 
     def failing(*given: Any) -> Any:
         if os.environ["RANK"] == "1":
@@ -151,10 +126,10 @@ def test_a_part_that_cannot_be_played_ends_the_run_in_all(
             open_team(CPU, store) as team,
             pytest.raises((WorkerProcessError, LostProcessError)) as caught,
         ):
-            trainer_of(chosen, team).train()
+            trainer_of(resolved, team).train()
         return str(caught.value)
 
-    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(TreeSampler, "_play", failing)
     leader, other = together(message_of, tmp_path)
     assert "process 1 of 2 failed in its part of a rollout: no voice" in leader
     assert "the leading process has failed" in other

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +13,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nip_astra.checkpoints.shards import load_whole
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import compare_dumps
-from nip_astra.distributed.team import Team, open_team
-from nip_astra.errors import CheckpointError, ConfigurationError, LostProcessError, StopRequested
+from nip_astra.distributed.team import Team
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.evaluation.api import export
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models import huggingface
+from nip_astra.language_models.sampling import SamplingOptions
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService
-from nip_astra.language_models.sources import load_causal_lm
+from nip_astra.language_models.vllm import VllmLanguageModel
+from nip_astra.language_models.vllm_backend.engine import Request
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.language_model_base import distribute
-from tests.distributed.learning import CPU, check_equal, gap_of, learn, run
 from tests.distributed.processes import together
+from tests.distributed.test_training_together import check_equal, gap_of, learn, run
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
+from tests.kit.tiny import CPU, make_language_model, sampled_by_vllm
+from tests.language_models import fake_vllm
 
 pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
@@ -63,36 +62,27 @@ def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str
         return learn(resolved, store, sharding, scores_by_module=True, inspect=inspect)
 
 
+def case(name: str, trainer: str, *overrides: str, is_slow: bool = True) -> Any:
+    return pytest.param(trainer, overrides, marks=[pytest.mark.slow] * is_slow, id=name)
+
+
 @pytest.mark.parametrize(
     ("trainer", "overrides"),
     [
-        ("ast_dpo", ("training.max_grad_norm=0.05",)),
+        case("ast_dpo", "ast_dpo", "training.max_grad_norm=0.05", is_slow=False),
         # Three batches a step, of a single row: two are distributed; for one, another process reads
-        # a row.
-        pytest.param(
-            "ast_dpo",
-            (
-                "ast_chat.attacker.language_model.lora={rank: 2}",
-                # The target is the base below the adapter, like the reference.
-                "ast_chat.target.language_model.model=SCENARIO/attacker",
-                "training.minibatch_size=1",
-                "training.gradient_accumulation_steps=3",
-            ),
-            marks=pytest.mark.slow,
+        # a row. The target is the base below the adapter, like the reference.
+        case(
+            *("ast_dpo_lora", "ast_dpo", "ast_chat.attacker.language_model.lora={rank: 2}"),
+            "ast_chat.target.language_model.model=SCENARIO/attacker",
+            *("training.minibatch_size=1", "training.gradient_accumulation_steps=3"),
         ),
         # With a value head, which every process holds whole.
-        pytest.param("ast_ppo", (), marks=pytest.mark.slow),
-        pytest.param(
-            *("self_hosted_grpo", ("task.policy.language_model.lora.rank=2",)),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("self_hosted_grpo", (), marks=pytest.mark.slow),
+        case("ast_ppo", "ast_ppo"),
+        case("self_hosted_grpo_lora", "self_hosted_grpo", "task.policy.language_model.lora.rank=2"),
+        case("self_hosted_grpo", "self_hosted_grpo"),
         # Played by a copy with older weights, which the leader holds.
-        pytest.param("ast_dpo", ("ast_dpo.max_staleness=1",), marks=pytest.mark.slow),
-    ],
-    ids=[
-        *("ast_dpo", "ast_dpo_lora", "ast_ppo", "self_hosted_grpo_lora", "self_hosted_grpo"),
-        "ast_dpo_ahead",
+        case("ast_dpo_ahead", "ast_dpo", "ast_dpo.max_staleness=1"),
     ],
 )
 def test_sharded_weights_learn_the_same_as_whole_weights(
@@ -114,22 +104,20 @@ def test_sharded_weights_learn_the_same_as_whole_weights(
         assert one["read"] < 0.65 * whole["read"]
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_a_weight_that_one_process_holds_whole_and_labelled_networks_are_refused(
+    tmp_path: Path,
+) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario")
     prepared: Any = prepare_experiment(resolved, progress=False, sharding="fsdp").trainer
-    # A weight that a single process must hold whole cannot be divided.
     team = Team()
     team.size = 2
     with pytest.raises(ConfigurationError) as caught:
         distribute(prepared.service, object(), [], team, prepared.settings)  # type: ignore[arg-type]
-    assert says(caught.value, "sharding=fsdp", "object", "Set sharding to none")
-
-
-def test_networks_that_receive_labels_are_held_whole(tmp_path: Path) -> None:
-    resolved = short_experiment("solo_agent", tmp_path / "scenario")
+    assert says(caught.value, "sharding=fsdp", "object")
+    resolved = short_experiment("solo_agent", tmp_path / "agents")
     with pytest.raises(ConfigurationError) as caught:
         prepare_experiment(resolved, progress=False, sharding="fsdp")
-    assert says(caught.value, "sharding=fsdp", "'solo_agent'", "Leave it out")
+    assert says(caught.value, "sharding=fsdp", "'solo_agent'")
 
 
 @pytest.mark.slow
@@ -161,197 +149,113 @@ def test_sharded_weights_learn_rounded_and_recomputed_like_whole_weights(
     model = "ast_chat.attacker.language_model"
     given = (f"{model}.dtype=bfloat16", f"{model}.lora={lora}")
     resolved = short_experiment("ast_dpo", tmp_path / "scenario", *given, num_iterations=2)
-
-    def learned(store: str | None, **how: Any) -> dict[str, Any]:
-        with open_team(CPU, store) as team:
-            settings = ExperimentSettings(progress=False, **how)
-            torch.manual_seed(3)
-            trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
-            for agent in trainer.scenario_instance.agents.values():
-                agent.language_model.scores_by_module = True
-            logged: list[float] = []
-            trainer.tracker.log_metrics = lambda metrics, step: logged.append(metrics["loss"])
-            trainer.train()
-            named = dict(trainer.policy.module.named_parameters()) if team.is_leader else {}
-            weights = {name: weight.detach().clone() for name, weight in named.items()}
-            return {"weights": weights, "logged": logged, "dtype": str(trainer.policy.dtype)}
-
-    if lora == "null":
-        whole = learned(None)
-    else:
-        # Other batch shapes round differently, so other tokens are drawn.
-        whole, _ = together(learned, tmp_path)
-    how = {"sharding": "fsdp", "gradient_checkpointing": True}
-    leader, _ = together(lambda store: learned(store, **how), tmp_path)
-    plain, _ = together(lambda store: learned(store, sharding="fsdp"), tmp_path)
-    assert leader["dtype"] == "torch.bfloat16"
+    rounded = partial(
+        *(learn, resolved),
+        in_float64=False,
+        scores_by_module=True,
+        inspect=lambda trainer: {"dtype": trainer.policy.dtype},
+    )
+    # Of an adapter by two processes: other batch shapes round differently and draw other tokens.
+    whole = rounded(None) if lora == "null" else together(rounded, tmp_path)[0]
+    plain, leader = (
+        together(partial(rounded, sharding="fsdp", gradient_checkpointing=recomputes), tmp_path)[0]
+        for recomputes in (False, True)
+    )
+    assert leader["dtype"] == torch.bfloat16
     # Recomputed values are equal to the bit.
     assert gap_of(leader["weights"], plain["weights"]) == 0
     # Norms are sent rounded, and Adam takes full steps even for tiny gradients.
-    assert leader["logged"][0] == pytest.approx(whole["logged"][0], abs=2e-3)
-    assert leader["logged"][1] == pytest.approx(whole["logged"][1], abs=3e-2)
-
-
-# ---- runs with sharded weights, saved in parts
-
-
-@pytest.fixture
-def resolved(tmp_path: Path) -> ResolvedExperiment:
-    return short_experiment("ast_dpo", tmp_path / "scenario", num_iterations=2)
-
-
-@pytest.fixture
-def adapted(tmp_path: Path) -> ResolvedExperiment:
-    lora = "ast_chat.attacker.language_model.lora={rank: 2}"
-    return short_experiment("ast_dpo", tmp_path / "adapted", lora, num_iterations=2)
-
-
-def signalled(
-    resolved: ResolvedExperiment,
-    path: Path,
-    method: str,
-    number: int,
-    by: dict[int, signal.Signals],
-) -> Callable[[str], str]:
-    """A run whose processes get signals by rank at a call of the service; returns its end."""
-
-    def play(store: str) -> str:
-        original, calls = getattr(ShardedService, method), iter(range(99))
-
-        def with_signal(self: ShardedService, *given: Any) -> Any:
-            if self.team.rank in by and next(calls) == number:
-                os.kill(os.getpid(), by[self.team.rank])
-            return original(self, *given)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShardedService, method, with_signal)
-            try:
-                run(resolved, path, store, sharding="fsdp")
-            except LostProcessError as error:
-                return str(error)
-            except StopRequested as error:
-                return error.signal_name
-        return ""
-
-    return play
-
-
-def run_by(
-    resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
-) -> None:
-    """Run with sharded weights, if there are several processes."""
-    run(resolved, path, store, stops=stops, sharding="fsdp" if store else "none")
-
-
-def resume(path: Path, store: str | None) -> None:
-    sharding = "fsdp" if store else "none"
-    resume_experiment(path, progress=False, process_store=store, sharding=sharding)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "what"),
-    [
-        (2, 1, "resolved"),
-        pytest.param(1, 2, "resolved", marks=pytest.mark.slow),
-        pytest.param(2, 2, "resolved", marks=pytest.mark.slow),
-        pytest.param(2, 1, "adapted", marks=pytest.mark.slow),
-        pytest.param(1, 2, "adapted", marks=pytest.mark.slow),
-        pytest.param(2, 2, "adapted", marks=pytest.mark.slow),
-    ],
-)
-def test_a_divided_run_goes_on_in_any_number_of_processes(
-    before: int, after: int, what: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    resolved = request.getfixturevalue(what)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    is_exact = before == after
-
-    def in_processes(count: int, work: Callable[[str | None], None]) -> None:
-        work(None) if count == 1 else together(work, tmp_path, count=count)
-
-    in_processes(after, lambda store: run_by(resolved, whole, store))
-    in_processes(before, lambda store: run_by(resolved, stopped, store, stops=True))
-    (checkpoint,) = (stopped / "checkpoints").glob("step_*")
-    parts = [*checkpoint.glob("attacker/shards/*"), *checkpoint.glob("optimizer_shards/*")]
-    assert len(parts) == (4 if before == 2 else 0)
-    in_processes(after, lambda store: resume(stopped, store))
-    assert (stopped / "results.json").is_file()
-    # float32, and a single process reads trees of tokens where sharded weights read rows.
-    assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
-    if what == "adapted" and after == 2:
-        check_parts_of_adapter(stopped, tmp_path / "joined")
-
-
-def check_parts_of_adapter(path: Path, joined: Path) -> None:
-    """A checkpoint has only the adapter, which is merged for others."""
-    latest = CheckpointStore(path / "checkpoints").latest()
-    assert latest is not None
-    parts = load_whole(latest / "attacker" / "shards")
-    assert {name.split(".")[-2] for name in parts} == {"lora_A", "lora_B"}
-    export(path, "huggingface", joined)
-    weights = load_causal_lm(str(joined), None).state_dict()
-    # The run has left the model with the adapter merged.
-    for name, weight in load_file(path / "model" / "model.safetensors").items():
-        torch.testing.assert_close(weights[name], weight)
+    for mine, theirs, gap in zip(leader["logged"], whole["logged"], (2e-3, 3e-2), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=gap)
 
 
 def test_parts_are_joined_for_others_and_a_lost_part_is_reported_with_an_intact_checkpoint(
-    resolved: ResolvedExperiment, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "run"
-    together(lambda store: run_by(resolved, path, store), tmp_path)
+    resolved = short_experiment("ast_dpo", tmp_path / "scenario", num_iterations=2)
+    together(lambda store: run(resolved, path, process_store=store, sharding="fsdp"), tmp_path)
     weights = load_file(path / "model" / "model.safetensors")
     export(path, "huggingface", tmp_path / "joined")
     joined = AutoModelForCausalLM.from_pretrained(tmp_path / "joined").state_dict()
     assert all(torch.equal(joined[name], weights[name]) for name in weights)
     assert AutoTokenizer.from_pretrained(tmp_path / "joined").encode("hello")
     (path / "results.json").unlink()
-    store = CheckpointStore(path / "checkpoints")
-    latest = store.latest()
+    latest = CheckpointStore(path / "checkpoints").latest()
     assert latest is not None
-    lost = sorted((latest / "attacker" / "shards").iterdir())[0]
-    lost.rename(tmp_path / lost.name)
+    lost, *_ = sorted((latest / "attacker" / "shards").iterdir())
+    content = lost.read_bytes()
 
     def failed() -> str:
         with pytest.raises(CheckpointError) as caught:
-            resume(path, None)
+            resume_experiment(path, progress=False)
         return str(caught.value)
 
+    lost.unlink()
     assert says(failed(), f"shards/{lost.name} is missing", "newest valid")
-    (tmp_path / lost.name).rename(lost)
-    lost.write_bytes(lost.read_bytes()[:-1] + b"x")
+    lost.write_bytes(content[:-1] + b"x")
     assert says(failed(), f"shards/{lost.name} is corrupt")
 
 
+# ---- turns that vLLM samples in the first process, with the stand-in
+
+
+@pytest.fixture
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
+
+
+def seen_in(trainer: Any) -> dict[str, Any]:
+    engines = fake_vllm.LLM.started
+    named = engines[0].module.named_parameters() if engines else ()
+    return {
+        "is_sharded": isinstance(trainer.service, ShardedService),
+        "engine": {name: weight.clone() for name, weight in named},
+        "calls": [engine.calls for engine in engines],
+    }
+
+
+@pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize(
-    ("method", "number"),
-    [("_part_of_step", 5), pytest.param("_save_parts", 1, marks=pytest.mark.slow)],
-    ids=["in a step", "while it saves"],
+    "lora", ["null", pytest.param("{rank: 2}", marks=pytest.mark.slow)], ids=["full", "lora"]
 )
-def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkpoint(
-    method: str, number: int, resolved: ResolvedExperiment, tmp_path: Path
+def test_the_engine_of_the_leader_gets_the_jointly_learned_weights(
+    lora: str, tmp_path: Path
 ) -> None:
-    whole, path = tmp_path / "whole", tmp_path / "killed"
-    run(resolved, whole, None)
-    killed = signalled(resolved, path, method, number, {1: signal.SIGKILL})
-    message, _ = together(killed, tmp_path, killed=[1])
-    (checkpoint,) = (path / "checkpoints").glob("step_*")
-    assert says(message, "2 processes", "has ended", f"saved in {checkpoint.name}", "resume")
-    CheckpointStore(checkpoint.parent).verify(checkpoint)
-    assert not (path / "results.json").exists()
-    resume(path, None)
-    assert gap_of(whole, path) < 1e-4
+    options = [
+        *sampled_by_vllm(tmp_path / "scenario", "attacker"),
+        f"ast_chat.attacker.language_model.lora={lora}",
+    ]
+    resolved = short_experiment("ast_dpo", tmp_path / "scenario", *options, num_iterations=2)
+    how: dict[str, Any] = {"in_float64": False, "scores_by_module": True, "inspect": seen_in}
+    leader, other = together(lambda store: learn(resolved, store, "fsdp", **how), tmp_path)
+    assert leader["is_sharded"]
+    # Only the leader's engine samples, from each iteration's weights.
+    assert other["calls"] == [[]]
+    (calls,) = leader["calls"]
+    loaded = "load_weights" if lora == "null" else "add_lora"
+    assert calls.count(loaded) >= 2
+    if lora == "null":
+        for name, weight in leader["engine"].items():
+            torch.testing.assert_close(weight, leader["weights"][name], atol=0, rtol=0)
+        return
+    whole, _ = together(lambda store: learn(resolved, store, **how), tmp_path)
+    assert not whole["is_sharded"]
+    assert leader["calls"] == whole["calls"]
+    for name, weight in leader["weights"].items():
+        # float32.
+        torch.testing.assert_close(weight, whole["weights"][name], atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
-def test_a_divided_run_that_is_stopped_saves_within_the_iteration(
-    resolved: ResolvedExperiment, tmp_path: Path
+@pytest.mark.usefixtures("_vllm")
+def test_engines_in_actors_are_started_by_the_first_process_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, path = tmp_path / "whole", tmp_path / "stopped"
-    run(resolved, whole, None)
-    stopped = signalled(resolved, path, "_part_of_step", 1, {0: signal.SIGTERM})
-    assert together(stopped, tmp_path) == ["SIGTERM", "SIGTERM"]
-    (checkpoint,) = (path / "checkpoints").glob("step_*")
-    assert len([*checkpoint.glob("attacker/shards/*")]) == 2
-    resume(path, None)
-    assert gap_of(whole, path) < 1e-4
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    folder = make_language_model(tmp_path / "model", seed=1)
+    parameters = VllmLanguageModel.Parameters(model=str(folder), num_engines=2)
+    model = VllmLanguageModel.load(parameters, device=CPU, scenario_dir=None, trainable=True)
+    with pytest.raises(ConfigurationError) as caught:
+        model.ask([Request((1,), 0)], SamplingOptions(max_new_tokens=1))
+    assert says(caught.value, "process 1", "the first process alone", "huggingface")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^```(\w*)\s*$")
@@ -121,3 +123,14 @@ def anchors(path: Path) -> set[str]:
     return {
         re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
     }
+
+
+def find(path: str) -> Any:
+    """Import a dotted path: a module, or an attribute of a module."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        if not module:
+            raise
+        return getattr(find(module), name)

@@ -1,11 +1,24 @@
-"""A scorer made of a function."""
+"""Scorers on the CPU, and a scorer made of a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from nip_astra.scorers.base import Exchange, Scorer, Verdict
+from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
 from tests.kit.tiny import CPU
+
+AnyScorer = TypeVar("AnyScorer", bound=Scorer)
+HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
+
+
+def scorer_on_cpu(
+    kind: type[AnyScorer], scenario_dir: Path | None = None, **parameters: Any
+) -> AnyScorer:
+    """A scorer with parameters as in a parameter file."""
+    given = kind.Parameters.from_dict(parameters)
+    return kind(given, device=CPU, scenario_dir=scenario_dir)
 
 
 class ScorerOf(Scorer):

@@ -2,14 +2,21 @@
 
 It refuses any argument that the real one lacks in one of the versions of `vllm_names.json`, it does
 not sample while asleep, and it reads prefixes with the weights of the time when it first saw them
-until its cache is reset.
+until its cache is reset. The names are read from wheels of vLLM:
+
+pip download --no-deps vllm==0.30.0 -d wheels
+python -m tests.language_models.fake_vllm wheels/*.whl > tests/language_models/vllm_names.json
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,11 +24,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.language_models.vllm_names import known_names
+NAMES = Path(__file__).with_name("vllm_names.json")
+CLASSES = {
+    "SamplingParams": "vllm/sampling_params.py",
+    "EngineArgs": "vllm/engine/arg_utils.py",
+    "LoRARequest": "vllm/lora/request.py",
+}
+METHODS = ("generate", "apply_model", "reset_prefix_cache", "sleep", "wake_up")
+"""Methods of `LLM` that the fake has."""
 
 
 def check_names(what: str, given: Iterable[str]) -> None:
-    for version, names in known_names().items():
+    for version, names in json.loads(NAMES.read_text()).items():
         unknown = set(given) - set(names[what])
         assert not unknown, f"vLLM {version}: {what} takes no {sorted(unknown)}"
 
@@ -31,22 +45,10 @@ class SamplingParams:
 
     def __init__(self, **given: Any) -> None:
         check_names("SamplingParams", given)
-        self.__dict__ |= {
-            "max_tokens": 16,
-            "min_tokens": 0,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "stop_token_ids": [],
-            "logit_bias": None,
-            "allowed_token_ids": None,
-            "logprobs": None,
-            "seed": None,
-            "prompt_logprobs": None,
-            "skip_reading_prefix_cache": None,
-            "ignore_eos": False,
-            **given,
-        }
+        unset = ("logit_bias", "allowed_token_ids", "logprobs", "seed", "prompt_logprobs")
+        numbers = {"max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        self.__dict__ |= numbers | {"stop_token_ids": [], "ignore_eos": False}
+        self.__dict__ |= dict.fromkeys([*unset, "skip_reading_prefix_cache"]) | given
         assert 0.0 <= self.temperature <= 2.0
         assert self.temperature == 0.0 or self.temperature >= 0.01
         assert self.ignore_eos, "the real one would add ends of its own"
@@ -69,13 +71,11 @@ class _Inner:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        own = dict(self.module.named_parameters())
-        names = set()
-        for name, weight in weights:
+        own, given = dict(self.module.named_parameters()), dict(weights)
+        assert given.keys() == own.keys(), "a weight is missing"
+        for name, weight in given.items():
             own[name].copy_(weight)
-            names.add(name)
-        assert names == set(own), "a weight is missing"
-        return names
+        return set(given)
 
 
 class LLM:
@@ -152,14 +152,12 @@ class LLM:
         assert not self.asleep, "an engine that sleeps cannot sample"
         assert given["use_tqdm"] is False
         request = given["lora_request"]
-        name, module = ("", self.module)
-        if request is not None:
-            name, module = self.adapters[request.lora_int_id]
+        adapter = ("", self.module) if request is None else self.adapters[request.lora_int_id]
         self.calls.append("generate")
         pairs = zip(prompts, sampling_params, strict=True)
-        return [self._one(module, name, p["prompt_token_ids"], params) for p, params in pairs]
+        return [self._one(*adapter, p["prompt_token_ids"], params) for p, params in pairs]
 
-    def _one(self, module: Any, name: str, context: list[int], params: SamplingParams) -> Any:
+    def _one(self, name: str, module: Any, context: list[int], params: SamplingParams) -> Any:
         assert len(context) + params.max_tokens <= self.given["max_model_len"]
         generator = torch.Generator().manual_seed(params.seed)
         ids: list[int] = []
@@ -228,3 +226,30 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (vllm, lora, request):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def _body_of(wheel: zipfile.ZipFile, file: str, name: str) -> list[ast.stmt]:
+    tree = ast.walk(ast.parse(wheel.read(file)))
+    return next(n.body for n in tree if isinstance(n, ast.ClassDef) and n.name == name)
+
+
+def read_wheel(path: str) -> dict[str, list[str]]:
+    """The fields of each class and the arguments of each method."""
+    names = {}
+    with zipfile.ZipFile(path) as wheel:
+        for name, file in CLASSES.items():
+            fields = [n for n in _body_of(wheel, file, name) if isinstance(n, ast.AnnAssign)]
+            names[name] = sorted(n.target.id for n in fields if isinstance(n.target, ast.Name))
+        for node in _body_of(wheel, "vllm/entrypoints/llm.py", "LLM"):
+            if isinstance(node, ast.FunctionDef) and node.name in METHODS:
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                names[f"LLM.{node.name}"] = [a.arg for a in arguments if a.arg != "self"]
+    return names
+
+
+if __name__ == "__main__":
+    versions = []
+    for path in sys.argv[1:]:
+        rows = (f"{json.dumps(name)}: {json.dumps(of)}" for name, of in read_wheel(path).items())
+        versions.append(f'"{Path(path).name.split("-")[1]}": {{\n' + ",\n".join(rows) + "\n}")
+    print("{\n" + ",\n".join(versions) + "\n}")

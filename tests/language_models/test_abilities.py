@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, ModelAbilityError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     Generation,
     SamplingOptions,
@@ -24,11 +23,14 @@ from nip_astra.language_models.base import (
     register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import prepare_experiment
 from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.documents import ROOT
+from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.tiny import load_backend
 
+POLICY = ROOT / "scenarios/arithmetic/models/policy"
 LIKELIHOOD = "ast_chat.reward.likelihood_model=target"
 
 
@@ -79,41 +81,27 @@ def _registered() -> Iterator[None]:
         yield
 
 
-def options(scenario: Path, role: str, backend: str, *more: str) -> dict[str, Any]:
+def experiment(scenario: Path, role: str, backend: str, *more: str) -> ResolvedExperiment:
     """An experiment in which a role's backend has few abilities."""
     model = json.dumps({"_type": backend, "model": str(scenario / role)})
-    return {
-        "trainer": "ast_dpo",
-        "scenario": str(scenario),
-        "overrides": [
-            "ast_chat.evaluation.num_episodes=2",
-            "ast_chat.evaluation.use_random_search=false",
-            "training.num_iterations=1",
-            f"ast_chat.{role}.language_model={model}",
-            *more,
-        ],
-    }
+    given = (*FAST, "training.num_iterations=1", f"ast_chat.{role}.language_model={model}")
+    return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=[*given, *more])
+
+
+def trainer_of(resolved: ResolvedExperiment) -> Any:
+    return prepare_experiment(resolved, progress=False).trainer
 
 
 def test_a_target_that_only_samples_is_attacked_as_any_other(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    result = []
-    for backend in ("samples", "huggingface"):
-        resolved = resolve_experiment(**options(tiny_scenario, "target", backend))
-        settings = ExperimentSettings(runs_dir=str(tmp_path), run_id=backend, progress=False)
-        run_experiment(resolved, settings)
-        text = (tmp_path / backend / "metrics.jsonl").read_text()
-        metrics = [json.loads(line) for line in text.splitlines()]
-        result.append(
-            [(item["step"], item.get("loss"), item.get("mean_reward")) for item in metrics]
-        )
-    assert result[0] == result[1]
-    assert any(loss is not None for _, loss, _ in result[0])
-
-
-def prepared(**experiment: Any) -> Any:
-    return prepare_experiment(resolve_experiment(**experiment), progress=False)
+    first, second = (
+        metrics_of(run_in(tmp_path, experiment(tiny_scenario, "target", backend), backend))
+        for backend in ("samples", "huggingface")
+    )
+    assert any("loss" in row for row in first)
+    for name in ("step", "loss", "mean_reward"):
+        assert [row.get(name) for row in first] == [row.get(name) for row in second]
 
 
 @pytest.mark.parametrize(
@@ -130,28 +118,26 @@ def test_a_model_without_the_ability_that_its_role_needs_is_refused(
     tiny_scenario: Path, role: str, backend: str, more: tuple[str, ...], lacks: str
 ) -> None:
     with pytest.raises(ModelAbilityError, match=lacks) as caught:
-        prepared(**options(tiny_scenario, role, backend, *more))
+        trainer_of(experiment(tiny_scenario, role, backend, *more))
     assert isinstance(caught.value, ConfigurationError)
 
 
 def test_a_likelihood_model_that_scores_need_not_learn(tiny_scenario: Path) -> None:
-    trainer = prepared(**options(tiny_scenario, "target", "both", LIKELIHOOD)).trainer
+    trainer = trainer_of(experiment(tiny_scenario, "target", "both", LIKELIHOOD))
     tree = trainer.rollouts.play(0)
     assert bool(tree.nodes["probe_nll"].isfinite().all())
 
 
 def test_a_teacher_scores_tokens_and_nothing_else() -> None:
-    base = {"trainer": "self_hosted_opd", "scenario": "arithmetic"}
-    policy = resolve_experiment(**base).hyper_params.get("task.policy.language_model.model")
-    folder = Path(policy.replace("scenario://", "scenarios/arithmetic/")).resolve()
-
     def with_teacher(backend: str) -> Any:
-        teacher = json.dumps({"_type": backend, "model": str(folder)})
-        return prepared(**base, overrides=[f"self_hosted_opd.distillation.teacher={teacher}"])
+        teacher = json.dumps({"_type": backend, "model": str(POLICY)})
+        given = [f"self_hosted_opd.distillation.teacher={teacher}"]
+        base = {"trainer": "self_hosted_opd", "scenario": "arithmetic", "overrides": given}
+        return trainer_of(resolve_experiment(**base))
 
     with pytest.raises(ModelAbilityError, match="the teacher needs a TokenScorer"):
         with_teacher("samples")
-    assert isinstance(with_teacher("scores").trainer.teacher, Scores)
+    assert isinstance(with_teacher("scores").teacher, Scores)
 
 
 def test_a_session_without_caches_needs_the_abilities_that_it_uses(

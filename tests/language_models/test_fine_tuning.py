@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -78,43 +77,19 @@ def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
 
 def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
     tuning = FineTuning(replace(plan, method="dpo"), PREFERRED)
-    reports = list(tuning.run())
-    assert reports[0].metrics["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert reports[0].metrics["preference_accuracy"] == 0.0
-    assert reports[-1].metrics["preference_accuracy"] == 1.0
-    assert reports[-1].metrics["loss"] < 0.6
-
-
-@pytest.mark.parametrize("rank", [8, None])
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_going_on_from_a_state_equals_not_stopping(
-    plan: FineTuningPlan, method: str, rank: int | None
-) -> None:
-    plan = replace(plan, method=method, lora_rank=rank, batch_size=1)  # type: ignore[arg-type]
-    texts = PREFERRED if method == "dpo" else SAID
-    whole = FineTuning(plan, texts)
-    expected = losses(whole)
-    first = FineTuning(plan, texts)
-    result = [report.metrics["loss"] for report in islice(first.run(), 5)]
-    second = FineTuning(plan, texts)
-    second.load_state({name: value.clone() for name, value in first.state().items()})
-    result += losses(second)
-    assert result == expected
-    pairs = zip(whole.weights, second.weights, strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    first, *_, last = [report.metrics for report in tuning.run()]
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert (first["preference_accuracy"], last["preference_accuracy"]) == (0.0, 1.0)
+    assert last["loss"] < 0.6
 
 
 def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:
     fine_tune(plan, SAID, tmp_path / "first")
     again = FineTuning(replace(plan, lora_rank=None, start_from=str(tmp_path / "first")), SAID)
-    trained = FineTuning(plan, SAID)
-    before = trained.evaluate(SAID)
+    before = FineTuning(plan, SAID).evaluate(SAID)
     assert again.evaluate(SAID) < before - 1.0
-    assert all(
-        "lora" in name
-        for name, weight in again.model.module.named_parameters()
-        if weight.requires_grad
-    )
+    named = again.model.module.named_parameters()
+    assert all("lora" in name for name, weight in named if weight.requires_grad)
 
 
 def test_a_loss_that_is_no_number_ends_training(plan: FineTuningPlan) -> None:

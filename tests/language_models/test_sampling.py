@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import scoring
-from nip_astra.language_models.base import LanguageModel, SamplingOptions, pad_left, pad_right
+from nip_astra.language_models.base import (
+    LanguageModel,
+    SamplingOptions,
+    TokenScores,
+    pad_left,
+    pad_right,
+)
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SamplingDistribution as Distribution
 from nip_astra.language_models.sampling import SupportMask, keep_likely, sample_tokens
@@ -48,6 +56,7 @@ def test_forbidden_tokens_are_never_drawn_and_temperature_zero_is_greedy() -> No
     assert sample_tokens(logits, largest).tolist() == [1]
     assert sample_tokens(logits, torch.tensor([0.0])).tolist() == [0]
     assert sample_tokens(logits, largest, temperature=0.0).tolist() == [0]
+    assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, True, False]]
 
 
 CONTEXTS = [[2, 7], [2, 9, 8], [2, 5, 7, 9]]
@@ -60,6 +69,16 @@ OPTIONS = {
     "few": SamplingOptions(max_new_tokens=3, top_k=4, min_new_tokens=1),
     "both": SamplingOptions(max_new_tokens=3, temperature=1.3, top_k=6, top_p=0.8),
 }
+
+
+def scored(
+    model: HuggingFaceLanguageModel, rows: tuple[Tensor, ...], options: SamplingOptions, **how: Any
+) -> tuple[TokenScores, SupportMask | None]:
+    """Scores under the distribution that options define, and the tokens that it keeps."""
+    kept = model.support_mask(*rows, options) if options.cuts else None
+    return model.token_scores(*rows, distribution=Distribution(options, kept), **how), kept
+
+
 each_way = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 each_path = pytest.mark.parametrize("is_plain", [False, True], ids=["decoder", "plain"])
 
@@ -79,11 +98,9 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
     shares = drawn.bincount(minlength=tiny_model.module.config.vocab_size) / count
     tokens = [[int(token)] for token in shares.nonzero()]
     rows = *pad_left([CONTEXTS[1]] * len(tokens), CPU), *pad_right(tokens, CPU)
-    kept = tiny_model.support_mask(*rows, options) if options.cuts else None
-    result = tiny_model.token_scores(
-        *rows, distribution=Distribution(options, kept)
-    ).logprobs_BT.exp()
-    torch.testing.assert_close(result, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
+    scores, kept = scored(tiny_model, rows, options)
+    likely = scores.logprobs_BT.exp()
+    torch.testing.assert_close(likely, shares[shares > 0].unsqueeze(1), atol=1.5 / count, rtol=0)
     if kept is not None:
         assert {int(i) for i in kept.at([0]).ids_K} == {token for (token,) in tokens}
 
@@ -92,35 +109,28 @@ def test_a_token_is_as_likely_as_it_is_often_drawn(
 def test_both_paths_give_the_same_scores_entropies_and_gradients(
     tiny_model_dir: Path, options: SamplingOptions
 ) -> None:
-    rows, result = ROWS, []
+    result = []
     for is_plain in (False, True):
         model = load_backend(tiny_model_dir)
         if is_plain:
             model._decoder = None
-        kept = model.support_mask(*rows, options) if options.cuts else None
-        scores = model.token_scores(
-            *rows, needs_entropy=True, distribution=Distribution(options, kept)
-        )
+        scores, _ = scored(model, ROWS, options, needs_entropy=True)
         (scores.logprobs_BT.sum() + 0.3 * scores.entropy_BT.sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         assert gradient.isfinite().all()
         result.append((scores.logprobs_BT.detach(), scores.entropy_BT.detach(), gradient))
-    for ours, theirs in zip(*result, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(*result, atol=2e-4, rtol=1e-3)
 
 
 def test_small_chunks_of_positions_change_nothing(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, options = ROWS, OPTIONS["both"]
-    kept = tiny_model.support_mask(*rows, options)
-    whole = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
+    whole, kept = scored(tiny_model, ROWS, OPTIONS["both"])
     monkeypatch.setattr(scoring, "MAX_LOGITS", 50)
-    again = tiny_model.support_mask(*rows, options)
+    parts, again = scored(tiny_model, ROWS, OPTIONS["both"])
     assert torch.equal(again.ids_K, kept.ids_K)
     assert torch.equal(again.counts_S, kept.counts_S)
-    parts = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
-    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(parts.logprobs_BT, whole.logprobs_BT, atol=1e-5, rtol=0)
 
 
 def test_a_drawn_token_is_kept_where_rounding_would_cut_it(
@@ -128,19 +138,8 @@ def test_a_drawn_token_is_kept_where_rounding_would_cut_it(
 ) -> None:
     options = SamplingOptions(max_new_tokens=1, top_k=1)
     rows = *pad_left([CONTEXTS[0]] * 3, CPU), *pad_right([[9], [10], [11]], CPU)
-    kept = tiny_model.support_mask(*rows, options)
-    result = tiny_model.token_scores(*rows, distribution=Distribution(options, kept)).logprobs_BT
-    assert result.isfinite().all()
-
-
-def test_the_nucleus_holds_the_token_that_crosses_its_mass() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert keep_likely(logits, top_k=None, top_p=0.6).tolist() == [[True, True, False, False]]
-    assert keep_likely(logits, top_k=1, top_p=1.0).tolist() == [[True, False, False, False]]
-    # Of the three tokens that top_k keeps, two have 0.84 of the mass.
-    assert keep_likely(logits, top_k=3, top_p=0.84).tolist() == [[True, True, False, False]]
-    logits[0, 1] = float("-inf")
-    assert keep_likely(logits, top_k=None, top_p=1.0).tolist() == [[True, False, True, True]]
+    scores, _ = scored(tiny_model, rows, options)
+    assert scores.logprobs_BT.isfinite().all()
 
 
 def test_kept_tokens_have_the_order_of_the_given_positions() -> None:

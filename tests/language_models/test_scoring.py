@@ -9,6 +9,8 @@ from nip_astra.language_models import scoring
 from nip_astra.language_models.scoring import token_logprobs, token_logprobs_and_entropy
 from nip_astra.language_models.tree_engine.weights import Weights
 
+MOST = 1 << 20
+
 
 def _weights(matrix_VX: torch.Tensor) -> Weights:
     return Weights(matrix_VX, [], torch.ones(4), lambda x: x @ matrix_VX.T, torch.float64)
@@ -16,33 +18,22 @@ def _weights(matrix_VX: torch.Tensor) -> Weights:
 
 @pytest.mark.parametrize("has_entropy", [False, True])
 @pytest.mark.parametrize(
-    ("joint", "kept", "at_once", "cached"),
+    "limits",
     [
-        (1 << 20, 1 << 20, 1 << 20, 1 << 20),
-        (1 << 20, 1 << 20, 1 << 20, 22),
-        (0, 1 << 20, 22, 1),
-        (0, 0, 1 << 20, 1 << 20),
-        (0, 0, 22, 11),
-        (0, 0, 1, 1),
+        *((MOST, MOST, MOST, MOST), (MOST, MOST, MOST, 22), (0, MOST, 22, 1)),
+        *((0, 0, MOST, MOST), (0, 0, 22, 11), (0, 0, 1, 1)),
     ],
 )
 def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-    joint: int,
-    kept: int,
-    at_once: int,
-    cached: int,
-    has_entropy: bool,
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], has_entropy: bool
 ) -> None:
-    monkeypatch.setattr(scoring, "MAX_JOINT_LOGITS", joint)
-    monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
-    monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
-    monkeypatch.setattr(scoring, "MAX_CACHED_LOGITS", cached)
+    for name, limit in zip(("JOINT_", "KEPT_", "", "CACHED_"), limits, strict=True):
+        monkeypatch.setattr(scoring, f"MAX_{name}LOGITS", limit)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 4, generator=generator)
-    matrix = torch.randn(11, 4, generator=generator)
+    hidden, matrix, rates = (
+        torch.randn(shape, generator=generator) for shape in ((7, 4), (11, 4), (2, 7))
+    )
     ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
-    rates = torch.randn(2, 7, generator=generator)
     result = []
     for is_ours in (True, False):
         x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
@@ -58,8 +49,7 @@ def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
             assert not token_logprobs(x.detach(), ids, _weights(w.detach())).requires_grad
         torch.stack([v * r for v, r in zip(values, rates, strict=False)]).sum().backward()
         result.append([*(value.detach() for value in values), x.grad, w.grad])
-    for ours, expected in zip(*result, strict=True):
-        assert torch.allclose(ours, expected, atol=1e-5)
+    torch.testing.assert_close(*result, atol=1e-5, rtol=1e-5)
 
 
 def test_a_token_of_probability_zero_adds_nothing_to_the_entropy() -> None:

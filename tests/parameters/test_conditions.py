@@ -55,8 +55,4 @@ def test_every_condition_names_an_existing_parameter() -> None:
         if not any(knows(group, item.path) for group in (cls, *around))
     ]
     assert lost == []
-
-
-def test_a_condition_that_no_group_knows_is_seen() -> None:
     assert not knows(HyperParameters, "ppo.loss_typ")
-    assert knows(HyperParameters, "training.eval_period")

@@ -10,7 +10,6 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters import conversion
 from nip_astra.parameters.conversion import convert, register_conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.version import __version__
 from tests.kit.messages import says
 
@@ -63,26 +62,9 @@ def test_a_version_has_one_conversion() -> None:
             register_conversion(version, append("again"))
 
 
-NEW_VALUES = {
-    "rl": {"lr": 0.5},
-    "ppo": {"loss_type": "kl_penalty"},
-    "protocol_common": {"force_guess": "y"},
-    "zk_protocol": {"simulator_reward_coefficient": 2.0},
-    "message_regression": {"regressor": {"_type": "linear", "ridge": 0.5}},
-    "base_run": {"base_run_type": "parameters", "run": "runs/one"},
-    "training": {"lr": 0.5},
-    "text_rl": {"num_iterations": 7},
-}
-
-
-def test_every_group_is_read_from_an_older_file_with_other_names() -> None:
-    fields = HyperParameters.model_fields.items()
-    groups = {name for name, field in fields if isinstance(field.default, SubParameters)}
-    assert set(NEW_VALUES) == groups
+def test_parameters_are_read_from_an_older_file_with_other_names() -> None:
     register_conversion("0.0", lambda v: {name.removeprefix("old_"): v[name] for name in v})
-    old = {f"old_{group}": values for group, values in NEW_VALUES.items()}
-    result = PLAIN.from_dict(NAMES | {"package_version": "0.0.9"} | old)
-    assert result == PLAIN.from_dict(NAMES | NEW_VALUES)
-    default = PLAIN.from_dict(NAMES)
-    assert all(getattr(result, group) != getattr(default, group) for group in groups)
+    old = {"package_version": "0.0.9", "old_seed": 3, "old_training": {"lr": 0.5}}
+    result = PLAIN.from_dict(NAMES | old)
+    assert result == PLAIN.from_dict(NAMES | {"seed": 3, "training": {"lr": 0.5}})
     assert PLAIN.from_dict(result.to_dict()) == result

@@ -24,11 +24,8 @@ def faults_of(
 # Each with the path, the given value, and facts of the problem and the suggestion.
 WRONG: list[tuple[dict[str, Any], str, str, list[str]]] = [
     ({"gloss": "1e-5"}, "paint.gloss", '"1e-5"', ["number", "text", " 1e-5."]),
-    ({"gloss": "much"}, "paint.gloss", '"much"', ["number", "text"]),
     ({"gloss": True}, "paint.gloss", "true", ["number", "true or false"]),
     ({"gloss": None}, "paint.gloss", "null", ["number", "null"]),
-    ({"gloss": [1]}, "paint.gloss", "[1]", ["number", "list"]),
-    ({"gloss": {"x": 1}}, "paint.gloss", '{"x": 1}', ["number", "group"]),
     ({"gloss": object}, "paint.gloss", "<class 'object'>", ["number", "type"]),
     ({"gloss": 2}, "paint.gloss", "2", ["at most 1"]),
     ({"gloss": -1}, "paint.gloss", "-1", ["at least 0"]),
@@ -38,12 +35,10 @@ WRONG: list[tuple[dict[str, Any], str, str, list[str]]] = [
     ({"layers": 2.5}, "paint.layers", "2.5", ["whole number"]),
     ({"layers": "3"}, "paint.layers", '"3"', ["whole number", "text", " 3."]),
     ({"is_dry": 1}, "paint.is_dry", "1", ["true or false", "number"]),
-    ({"is_dry": "yes"}, "paint.is_dry", '"yes"', ["true or false", "text"]),
     ({"label": 7}, "paint.label", "7", ["text", "number", "'7'"]),
     ({"label": "far too long"}, "paint.label", '"far too long"', ["8 letters"]),
     ({"colour": "gren"}, "paint.colour", '"gren"', ["red, green, blue", "'green'?"]),
     ({"colour": "rad"}, "paint.colour", '"rad"', ["red, green, blue"]),
-    ({"colour": 3}, "paint.colour", "3", ["red, green, blue"]),
     ({"glos": 1}, "paint.glos", "1", ["unknown", "'paint.gloss'?"]),
     ({"gloss_paint": 1}, "paint.gloss_paint", "1", ["unknown", "'paint.gloss'?"]),
     ({"zzz": 1}, "paint.zzz", "1", ["unknown", "gloss, layers, colour, is_dry"]),
@@ -51,7 +46,6 @@ WRONG: list[tuple[dict[str, Any], str, str, list[str]]] = [
 ]
 NESTED: list[tuple[dict[str, Any], str, str, list[str]]] = [
     ({"paint": None}, "paint", "null", ["group", "null"]),
-    ({"paint": 3}, "paint", "3", ["group", "number"]),
     ({"gloss": 1}, "gloss", "1", ["unknown", "'paint.gloss'?"]),
     ({"coats": [{}, {"gloss": "x"}]}, "coats.1.gloss", '"x"', ["number", "text"]),
     ({"coats": [{"glos": 1}]}, "coats.0.glos", "1", ["unknown", "'coats.0.gloss'?"]),
@@ -80,28 +74,19 @@ def test_a_wrong_value_is_reported_at_its_place(
     assert says(f"{fault.problem} {fault.suggestion}", *facts)
 
 
-@pytest.mark.parametrize("values", [{"gloss": "nan"}, {"colour": "rad"}, {"layers": 2.5}])
-def test_nothing_is_suggested_if_nothing_is_near(values: dict[str, Any]) -> None:
-    (fault,) = faults_of({"paint": values})
-    assert fault.suggestion == ""
-
-
 def test_all_faults_are_reported_at_once() -> None:
-    values = {"shape": {"_type": "circle"}, "more": [{"_type": "x"}], "gloss": 1, "names": 3}
-    paths = [fault.path for fault in faults_of(values)]
-    assert paths == ["shape.radius", "more.0._type", "names", "gloss"]
+    values = {"paint": {"gloss": 3}, "coats": [{"layers": 0}], "shape": {"_type": "circle"}, "x": 1}
+    sources = {"paint.gloss": "--set", "coats": "a.yaml", "shape": "b.yaml"}
+    # The source is that of the value, or of the nearest group around it.
+    expected = {"shape.radius": "", "paint.gloss": "--set", "coats.0.layers": "a.yaml", "x": ""}
+    assert {fault.path: fault.source for fault in faults_of(values, sources)} == expected
     with pytest.raises(ParameterError) as caught:
         Paint(glos=1, layers=True)  # type: ignore[call-arg]
     assert [fault.path for fault in caught.value.faults] == ["layers", "glos"]
 
 
-def test_a_fault_names_the_source_of_its_value_or_of_the_nearest_group_around_it() -> None:
-    values = {"paint": {"gloss": 3}, "coats": [{"layers": 0}], "shape": {"_type": "circle"}}
-    sources = {"paint.gloss": "--set", "coats": "a.yaml", "shape": "b.yaml"}
-    result = {fault.path: fault.source for fault in faults_of(values, sources)}
-    assert result == {"shape.radius": "", "paint.gloss": "--set", "coats.0.layers": "a.yaml"}
-
-
-def test_a_long_value_is_truncated() -> None:
-    [fault] = faults_of({"paint": {"gloss": "x" * 500}})
-    assert len(str(fault)) < 160
+def test_nothing_is_suggested_if_nothing_is_near_and_a_long_value_is_truncated() -> None:
+    for values in ({"gloss": "nan"}, {"colour": "rad"}, {"layers": 2.5}, {"gloss": "x" * 500}):
+        (fault,) = faults_of({"paint": values})
+        assert fault.suggestion == ""
+        assert len(str(fault)) < 160

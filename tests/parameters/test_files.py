@@ -59,16 +59,12 @@ def test_a_file_overrides_the_files_it_extends_each_with_its_own_source(write: W
     write("middle.yaml", "extends: base.yaml\npaint: {gloss: 0.2}\n")
     path = write("sub/top.yaml", "extends: ../middle.yaml\nseed: 3\n")
     layers = read_yaml_layers(path, source="preset")
-    assert [layer.source for layer in layers] == [
-        "preset <- base.yaml",
-        "preset <- middle.yaml",
-        "preset",
-    ]
+    base, middle = "preset <- base.yaml", "preset <- middle.yaml"
+    assert [layer.source for layer in layers] == [base, middle, "preset"]
     values, sources = merge_layers(layers)
     assert values == {"seed": 3, "paint": {"gloss": 0.2, "layers": 2}}
-    assert sources["seed"] == "preset"
-    assert sources["paint.gloss"] == "preset <- middle.yaml"
-    assert sources["paint.layers"] == "preset <- base.yaml"
+    expected = {"seed": "preset", "paint": base, "paint.gloss": middle, "paint.layers": base}
+    assert sources == expected
 
 
 @pytest.mark.parametrize(
@@ -99,16 +95,8 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(
 
 
 def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
-    given = [
-        "a.b=1e-5",
-        "a.c=null",
-        "a.d=[1, x]",
-        "e={f: true}",
-        "g='1e-5'",
-        "h=x=y",
-        "i=",
-        "a.b=2",
-    ]
+    given = ["a.b=1e-5", "a.c=null", "a.d=[1, x]", "e={f: true}"]
+    given += ["g='1e-5'", "h=x=y", "i=", "a.b=2"]
     expected = {"a": {"b": 2, "c": None, "d": [1, "x"]}, "e": {"f": True}}
     expected |= {"g": "1e-5", "h": "x=y", "i": None}
     assert parse_overrides(given) == Layer("--set", expected)

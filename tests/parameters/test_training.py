@@ -10,26 +10,6 @@ from nip_astra.errors import ParameterError
 from nip_astra.parameters.training import TrainingConfiguration
 
 
-def test_the_defaults_are_those_of_the_guides() -> None:
-    assert TrainingConfiguration().to_dict() == {
-        "lr": 1e-5,
-        "minibatch_size": 8,
-        "batch_order": "shuffled",
-        "optimizer": "adamw",
-        "weight_decay": 0.0,
-        "gradient_accumulation_steps": 1,
-        "num_iterations": 1000,
-        "num_episodes_per_experience": 8,
-        "num_epochs": 1,
-        "max_grad_norm": 1.0,
-        "lr_schedule": "constant",
-        "num_warmup_steps": 0,
-        "eval_period": 0,
-        "dev_metric": "mean_reward",
-        "early_stopping_patience": None,
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -7,15 +7,13 @@ import pytest
 from nip_astra.errors import ParameterError
 from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.update_schedule import (
-    AlternatingPeriodicUpdateSchedule as Alternating,
-)
-from nip_astra.parameters.update_schedule import (
+    AlternatingPeriodicUpdateSchedule,
     ConstantUpdateSchedule,
+    ContiguousPeriodicUpdateSchedule,
     UpdateSchedule,
 )
-from nip_astra.parameters.update_schedule import (
-    ContiguousPeriodicUpdateSchedule as Contiguous,
-)
+
+Alternating, Contiguous = AlternatingPeriodicUpdateSchedule, ContiguousPeriodicUpdateSchedule
 
 
 @pytest.mark.parametrize(
@@ -37,17 +35,16 @@ def test_an_agent_learns_in_the_active_iterations(
     assert agent.update_schedule == schedule
 
 
-@pytest.mark.parametrize(("is_first", "position"), [(True, "first"), (False, "second")])
-def test_the_position_may_be_given_by_a_truth_value(is_first: bool, position: str) -> None:
-    expected = Alternating(period=5, first_agent_num_rounds=3, position=position)
-    assert Alternating(5, 3, first_agent=is_first) == Alternating(5, 3, is_first) == expected
-    assert Alternating(5, 3, position) == expected
+def test_the_position_may_be_given_by_a_truth_value() -> None:
+    for is_first, position in ((True, "first"), (False, "second")):
+        expected = Alternating(period=5, first_agent_num_rounds=3, position=position)
+        assert Alternating(5, 3, first_agent=is_first) == Alternating(5, 3, is_first) == expected
+        assert Alternating(5, 3, position) == expected
 
 
 @pytest.mark.parametrize(
     ("in_order", "named", "facts"),
     [
-        ((5, 3, "first", 1), {}, "period, first_agent_num_rounds, position"),
         ((5, 3, True, 1), {}, "period, first_agent_num_rounds, position"),
         ((5, 3), {"period": 5}, "period, first_agent_num_rounds, position"),
         ((5, 3, True), {"first_agent": False}, "first_agent: unknown"),

@@ -10,16 +10,10 @@ import torch
 from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.protocols.protocol_base import (
-    DeterministicSingleVerifierProtocolHandler,
-)
-from nip_astra.protocols.registry import (
-    build_protocol_handler,
-    register_protocol_handler,
-)
+from nip_astra.protocols.protocol_base import DeterministicSingleVerifierProtocolHandler
+from nip_astra.protocols.registry import build_protocol_handler, register_protocol_handler
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
 from tests.kit.messages import says
-from tests.protocols.playing import build
 
 
 class Echo(DeterministicSingleVerifierProtocolHandler):
@@ -42,24 +36,26 @@ def hyper_params(**values: Any) -> HyperParameters:
     return PLAIN.from_dict({"trainer": "none", "scenario": "none", **values})
 
 
-def refusal(**attributes: Any) -> str:
-    cls = type("Mine", (Echo,), attributes)
-    with pytest.raises(ConfigurationError) as caught:
-        cls(hyper_params(), SubParameters())
-    return str(caught.value)
+PAIRS = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
 
 
 @pytest.mark.parametrize(
     ("attributes", "facts"),
     [
         ({"message_channel_names": "main"}, ["message_channel_names", "'main'"]),
-        (
-            {"agent_names": ("prover", "prover", "verifier")},
-            ["agent_names", "('prover', 'prover', 'verifier')"],
-        ),
+        ({"agent_names": ("prover", "prover")}, ["agent_names", "('prover', 'prover')"]),
         (
             {"agent_channel_visibility": ("prover",)},
             ["agent_channel_visibility", "'prover'", "(agent, channel)"],
+        ),
+        (
+            {"agent_channel_visibility": PAIRS[:1]},
+            ["('verifier', 'main')", "agent_channel_visibility"],
+        ),
+        # All faults of names are reported at once.
+        (
+            {"agent_channel_visibility": PAIRS, "max_message_rounds": 0},
+            ["'arthur'", "'side'", "max_message_rounds=0"],
         ),
         ({"favoured_decisions": {"verifier": 1}}, ["favoured_decisions", "'verifier'"]),
         (
@@ -74,10 +70,6 @@ def refusal(**attributes: Any) -> str:
         ),
         ({"min_message_rounds": 3}, ["min_message_rounds=3", "max_message_rounds=2"]),
         (
-            {"agent_channel_visibility": (("prover", "main"),)},
-            ["('verifier', 'main')", "agent_channel_visibility"],
-        ),
-        (
             {"is_agent_active": lambda self, agent, r, channel: agent == "prover"},
             ["'verifier'", "1 to 2", "max_message_rounds", "min_message_rounds"],
         ),
@@ -90,20 +82,9 @@ def refusal(**attributes: Any) -> str:
 def test_a_fault_names_the_attribute_and_its_value(
     attributes: dict[str, Any], facts: list[str]
 ) -> None:
-    assert says(refusal(**attributes), *facts)
-
-
-def test_all_faults_of_names_are_reported_at_once() -> None:
-    pairs = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
-    text = refusal(agent_channel_visibility=pairs, max_message_rounds=0)
-    assert says(text, "'arthur'", "'side'", "max_message_rounds=0")
-
-
-def test_parameters_that_leave_the_verifier_no_turn_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="8 to 8"):
-        build("nip", {"max_message_rounds": 8, "min_message_rounds": 8})
-    with pytest.raises(ConfigurationError, match="min_message_rounds=5"):
-        build("debate", {"max_message_rounds": 4, "min_message_rounds": 5})
+    with pytest.raises(ConfigurationError) as caught:
+        type("Mine", (Echo,), attributes)(hyper_params(), SubParameters())
+    assert says(caught.value, *facts)
 
 
 def test_a_missing_or_unknown_protocol_is_reported_with_the_valid_protocols() -> None:

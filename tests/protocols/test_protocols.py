@@ -48,21 +48,21 @@ def rounds(count: int, **section: Any) -> dict[str, Any]:
     return {"max_message_rounds": count, **section}
 
 
+LATE = rounds(4, min_message_rounds=3)
 IN_TURN = rounds(6, sequential=True)
 PROVER1_FIRST = IN_TURN | {"prover0_first": False}
+OF_CHANNELS = (
+    "verifier:main verifier:prover0_verifier",
+    "prover0:prover0_verifier prover1:prover_chat",
+    "prover1:main prover2:prover_chat",
+)
 CASES = [
     Case("nip", [[V, P, V, P]], [0, 2], rounds(4)),
     Case("nip", [[P, V, P, V]], [1, 3], rounds(4), VERIFIER_LATER),
     Case("nip", [[V, P, V, P, V]], [2, 4], rounds(5, min_message_rounds=3)),
     Case("nip", [[V, P, V]], [0, 2], rounds(3), {"shared_reward": True}),
     Case("nip", [[V, P, V]], [0, 2], rounds(3), {"force_guess": "y"}),
-    Case(
-        "nip",
-        [[P, V, P, V]],
-        [3],
-        rounds(4, min_message_rounds=3),
-        {"force_guess": "zero", **VERIFIER_LATER},
-    ),
+    Case("nip", [[P, V, P, V]], [3], LATE, {"force_guess": "zero", **VERIFIER_LATER}),
     Case("adp", [[P, V]], [1]),
     Case("adp", [[P, V]], [1], {}, VERIFIER_LATER),
     Case("debate", [[V_BOTH, P_BOTH, V_BOTH, P_BOTH]], [0, 2], rounds(4)),
@@ -71,9 +71,7 @@ CASES = [
     Case("debate", [[V_BOTH, P1, P0, V_BOTH, P1, P0]], [0, 3], PROVER1_FIRST),
     Case("debate", [[P0, P1, V_BOTH, P0, P1, V_BOTH]], [2, 5], IN_TURN, VERIFIER_LATER),
     Case(
-        "debate",
-        [[P1, P0, V_BOTH, P1, P0, V_BOTH]],
-        [5],
+        *("debate", [[P1, P0, V_BOTH, P1, P0, V_BOTH]], [5]),
         PROVER1_FIRST | {"min_message_rounds": 4},
         {**VERIFIER_LATER, "shared_reward": True, "verifier_no_guess_reward": 0.0},
     ),
@@ -84,20 +82,7 @@ CASES = [
     Case("mnip", [[P0, P1, V_BOTH, P0, P1, V_BOTH]], [2, 5], IN_TURN, VERIFIER_LATER),
     Case("merlin_arthur", [["prover0:main", V], ["prover1:main", V]], [1]),
     Case("solo_verifier", [[V]], [0]),
-    Case(
-        "multi_channel_test",
-        [
-            [
-                "verifier:main verifier:prover0_verifier",
-                "prover0:prover0_verifier prover1:prover_chat",
-                "prover1:main prover2:prover_chat",
-                "verifier:main verifier:prover0_verifier",
-                "prover0:prover0_verifier prover1:prover_chat",
-            ]
-        ],
-        [3],
-        rounds(5),
-    ),
+    Case("multi_channel_test", [[*OF_CHANNELS, *OF_CHANNELS[:2]]], [3], rounds(5)),
 ]
 BOTH_CHANNELS = ["prover0_channel", "prover1_channel"]
 SEES = {
@@ -136,24 +121,20 @@ def test_agents_see_their_channels_and_the_verifier_decides(name: str) -> None:
         assert [channels[c] for c in handler.visible_channels(agent)] == seen
         assert handler.visibility_AC[a].tolist() == [channel in seen for channel in channels]
         assert handler.has_decision_logits(agent) == (agent == "verifier")
-    assert handler.verifier_names == ("verifier",)
-    assert handler.prover_names == tuple(agent for agent in SEES[name] if agent != "verifier")
-    assert (handler.num_agents, handler.num_channels) == (len(SEES[name]), len(channels))
+    provers = tuple(SEES[name])[:-1]
+    assert (handler.prover_names, handler.verifier_names) == (provers, ("verifier",))
+    assert handler.stackelberg_sequence == (("verifier",), *[provers] * bool(provers))
     assert not handler.needs_logits
 
 
 def question_rounds(turns: list[str], r: int, channels: tuple[str, ...]) -> list[int]:
     """By channel, the verifier's last turn before round `r`, else the last of anyone, else 0."""
 
-    def last(sender: str, channel: str) -> int:
-        sent = [n for n, turn in enumerate(turns[:r]) if f"{sender}:{channel} " in f"{turn} "]
-        return max(sent, default=-1)
-
     result = []
     for channel in channels:
-        question = last("verifier", channel)
-        provers = (last(f"prover{number}", channel) for number in ("", 0, 1, 2))
-        result.append(max(0, question if question >= 0 else max(provers)))
+        senders = {n: turn for n, turn in enumerate(turns[:r]) if f":{channel} " in f"{turn} "}
+        questions = [n for n, turn in senders.items() if f"verifier:{channel}" in turn]
+        result.append(max(questions or senders, default=0))
     return result
 
 
@@ -182,20 +163,18 @@ def payments(case: Case, decisions: str, y: int, seed: int = 0) -> tuple[list[li
     turns, right = case.turns[seed % len(case.turns)], "ra"[y]
     paid = REWARDS | case.common
     forced = {"zero": "r", "one": "a", "y": right}.get(str(case.common.get("force_guess")))
+    favoured = ["r" if (case.protocol, a) in FAVOURS_REJECT else "a" for a in SEES[case.protocol]]
     rows: list[list[float]] = []
     for r, turn in enumerate(turns):
         decision = (forced or decisions[r]) if r in case.deciding_rounds else "c"
-        if decision != "c":
-            verifier = paid[
-                "verifier_reward" if decision == right else "verifier_incorrect_penalty"
-            ]
+        if decision == right:
+            verifier = paid["verifier_reward"]
+        elif decision != "c":
+            verifier = paid["verifier_incorrect_penalty"]
         elif r == len(turns) - 1:
             verifier = paid["verifier_terminated_penalty"]
         else:
             verifier = paid["verifier_no_guess_reward"] * ("verifier:" in turn)
-        favoured = [
-            "r" if (case.protocol, a) in FAVOURS_REJECT else "a" for a in SEES[case.protocol]
-        ]
         provers = [paid["prover_reward"] * (decision == letter) for letter in favoured[:-1]]
         if case.common.get("shared_reward"):
             provers = [verifier] * len(provers)
@@ -250,11 +229,6 @@ def test_every_play_ends_and_pays_by_the_rules(case: Case) -> None:
         assert torch.equal(step.decision_E, torch.where(r == end_E, decision_E, LETTERS["c"]))
         assert not step.agent_decided_EA[:, :-1].any()
         assert torch.equal(step.agent_decided_EA[:, -1], step.has_decided_E)
-
-
-def test_verifiers_lead_and_all_others_follow() -> None:
-    assert build("debate").stackelberg_sequence == (("verifier",), ("prover0", "prover1"))
-    assert build("solo_verifier").stackelberg_sequence == (("verifier",),)
 
 
 def test_the_mid_point_lies_between_the_rewards_for_well_and_badly_done() -> None:

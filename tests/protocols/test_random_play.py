@@ -144,33 +144,25 @@ def test_inputs_are_left_alone_and_results_are_of_the_stated_types(
 ) -> None:
     moves = random_moves(handler, COUNT, torch.Generator().manual_seed(4))
     moves.message_logits_EACPS.requires_grad_()
-    round_E = torch.full((COUNT,), handler.max_message_rounds - 1)
-    seed_E = torch.arange(COUNT)
-    y_E, decided_EA = seed_E % 2, torch.zeros(COUNT, handler.num_agents, dtype=torch.bool)
-    inputs = [round_E, seed_E, y_E, decided_EA, *(getattr(moves, f.name) for f in fields(moves))]
+    numbers = torch.arange(COUNT)
+    undecided_EA = torch.zeros(COUNT, handler.num_agents, dtype=torch.bool)
+    last_E = torch.full((COUNT,), handler.max_message_rounds - 1)
+    inputs = [last_E, numbers, numbers % 2, undecided_EA]
+    inputs += [getattr(moves, item.name) for item in fields(moves)]
     before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
-    step = handler.step(round_E, seed_E, y_E, decided_EA, moves)
+    # Fake tensors have no values, so a step that looks at none can run on any device: `.item()`,
+    # `if tensor:` and `nonzero()` fail on them.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = list(map(mode.from_tensor, inputs))
+        steps = [handler.step(*fake[:4], Moves(*fake[4:]))]
+        assert handler.active_mask(*fake[:2], fake[3]).dtype == torch.bool
+    steps.append(handler.step(*inputs[:4], moves))
     for tensor, (version, value) in zip(inputs, before, strict=True):
         assert tensor._version == version
         assert torch.equal(tensor, value)
-    assert step.reward_EA.dtype == torch.float32
-    assert not step.reward_EA.requires_grad
-    assert step.reward_EA.shape == step.agent_decided_EA.shape == (COUNT, handler.num_agents)
-    assert step.decision_E.dtype == torch.long
-    for flag in (step.has_decided_E, step.is_out_of_rounds_E, step.agent_decided_EA, step.is_done):
-        assert flag.dtype == torch.bool
-
-
-def test_a_step_looks_at_no_value_so_it_can_run_on_any_device(handler: ProtocolHandler) -> None:
-    # Fake tensors have no values: `.item()`, `if tensor:` and `nonzero()` fail on them.
-    moves = random_moves(handler, COUNT, torch.Generator().manual_seed(5))
-    numbers = torch.arange(COUNT)
-    undecided_EA = torch.zeros(COUNT, handler.num_agents, dtype=torch.bool)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        round_E, seed_E, y_E, decided_EA = map(
-            mode.from_tensor, (numbers * 0, numbers, numbers % 2, undecided_EA)
-        )
-        fake = Moves(*(mode.from_tensor(getattr(moves, item.name)) for item in fields(moves)))
-        step = handler.step(round_E, seed_E, y_E, decided_EA, fake)
-        assert step.reward_EA.shape == (COUNT, handler.num_agents)
-        assert handler.active_mask(round_E, seed_E, decided_EA).dtype == torch.bool
+    for step in steps:
+        assert not step.reward_EA.requires_grad
+        assert step.reward_EA.shape == step.agent_decided_EA.shape == undecided_EA.shape
+        assert (step.reward_EA.dtype, step.decision_E.dtype) == (torch.float32, torch.long)
+        flags = (step.has_decided_E, step.is_out_of_rounds_E, step.agent_decided_EA, step.is_done)
+        assert {flag.dtype for flag in flags} == {torch.bool}

@@ -9,7 +9,7 @@ The likeness is 1/2 - 1, so the simulator gets S = 0.5 * -0.5 = -0.25, the adver
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -47,17 +47,6 @@ def test_both_conversations_and_the_simulator_have_the_turns_of_the_protocol(nam
         assert decides == [v, n] * bool(base.can_decide(*place)[0, v])
 
 
-def test_turns_of_nip_by_hand() -> None:
-    handler = build("nip", {"max_message_rounds": 4}, zk=ZK)
-    turns = [
-        "verifier:main_standard adversarial_verifier:main_adversarial simulator:main_simulator",
-        "prover:main_standard prover:main_adversarial",
-    ]
-    for r, text in enumerate([*turns, *turns, ""]):
-        active_EAC = handler.active_mask(torch.tensor([r]), torch.tensor([0]))
-        assert sends(handler, active_EAC) == set(text.split())
-
-
 def sends(handler: ProtocolHandler, active_EAC: Tensor) -> set[str]:
     return {
         f"{handler.agent_names[a]}:{handler.message_channel_names[c]}"
@@ -93,55 +82,44 @@ def test_visibility_of_messages_in_mnip() -> None:
 
 @dataclass(frozen=True)
 class Play:
-    """An episode of nip with four rounds; rewards by agent and round up to the end."""
+    """An episode of nip with four rounds; rewards by round up to the end."""
 
     verifier: str
     adversary: str
     y: int
-    rewards: dict[str, list[float]]
+    rewards: list[list[float]]
+    """Of the prover, the verifier, the adversarial verifier and the simulator."""
     is_out: bool = False
-    common: dict[str, Any] | None = None
-
-
-def four(*rewards: list[float]) -> dict[str, list[float]]:
-    names = ("prover", "verifier", "adversarial_verifier", "simulator")
-    return dict(zip(names, rewards, strict=True))
+    common: dict[str, Any] = field(default_factory=dict)
 
 
 PLAYS = {
-    "both decide at once": Play("a", "r", 1, four([2 - 0.75], [3], [0.25], [-0.25])),
+    "both decide at once": Play("a", "r", 1, [[2 - 0.75], [3], [0.25], [-0.25]]),
     "the verifier decides first": Play(
-        "acr", "cca", 1, four([2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25])
+        *("acr", "cca", 1),
+        [[2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]],
     ),
     "the adversarial verifier decides first": Play(
-        "cca", "acr", 0, four([-0.75, 0, 2], [0.5, 0, -5], [0.25, 0, 0], [-0.25, 0, 0])
+        *("cca", "acr", 0), [[-0.75, 0, 2], [0.5, 0, -5], [0.25, 0, 0], [-0.25, 0, 0]]
     ),
     "nobody decides": Play(
-        "cccc",
-        "cccc",
-        0,
-        four([-0.75, 0, -0.75, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]),
+        *("cccc", "cccc", 0),
+        [[-0.75, 0, -0.75, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]],
         is_out=True,
     ),
     "only the verifier decides, and is not charged for the other": Play(
-        "rccc",
-        "cccc",
-        0,
-        four([-0.75, 0, -0.75, 0], [3, 0, 0, 0], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]),
+        *("rccc", "cccc", 0),
+        [[-0.75, 0, -0.75, 0], [3, 0, 0, 0], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]],
         is_out=True,
     ),
     "only the adversarial verifier decides, and the verifier is charged": Play(
-        "cccc",
-        "rccc",
-        0,
-        four([-0.75, 0, 0, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0, 0], [-0.25, 0, 0, 0]),
+        *("cccc", "rccc", 0),
+        [[-0.75, 0, 0, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0, 0], [-0.25, 0, 0, 0]],
         is_out=True,
     ),
     "a forced decision is the verifier's alone": Play(
-        "ccc",
-        "ccr",
-        1,
-        four([2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]),
+        *("ccc", "ccr", 1),
+        [[2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]],
         common={"force_guess": "y"},
     ),
 }
@@ -150,21 +128,20 @@ PLAYS = {
 @pytest.mark.parametrize("name", PLAYS)
 def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
     expected = PLAYS[name]
-    handler = build("nip", {"max_message_rounds": 4}, zk=ZK, **(expected.common or {}))
+    handler = build("nip", {"max_message_rounds": 4}, zk=ZK, **expected.common)
 
     def moves_of(r: int) -> Moves:
         decisions = [text[r : r + 1] or "r" for text in (expected.verifier, expected.adversary)]
         return moves(handler, ["a", *decisions, "a"])
 
     steps = play(handler, moves_of, torch.tensor([expected.y]), torch.tensor([0]))
-    length = len(expected.rewards["verifier"])
+    length = len(expected.rewards[0])
     assert [bool(s.is_done) for s in steps[:length]] == [False] * (length - 1) + [True]
     assert bool(steps[length - 1].is_out_of_rounds_E) is expected.is_out
     assert bool(steps[length - 1].has_decided_E) is not expected.is_out
-    for a, agent in enumerate(handler.agent_names):
-        got = [float(step.reward_EA[0, a]) for step in steps]
-        expected_rewards = expected.rewards[agent] + [0.0] * (len(steps) - length)
-        assert got == pytest.approx(expected_rewards, abs=1e-6), agent
+    for a, rewards in enumerate(expected.rewards):
+        paid = [float(step.reward_EA[0, a]) for step in steps]
+        assert paid == pytest.approx(rewards + [0.0] * (4 - length), abs=1e-6), a
 
 
 def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:

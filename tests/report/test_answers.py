@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from nip_astra.report.page import render_report
 from nip_astra.report.records import RunRecord, read_run
 from nip_astra.report.summary import main_table, verdict
 from nip_astra.report.terminal import print_results
-from nip_astra.run import run_experiment
+from tests.kit.experiments import run_in
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
 from tests.report.runs import write_lines
@@ -27,13 +28,10 @@ PROBLEM = ["user", "2+9="]
 def make_run(
     folder: Path, parameters: str = "task: {policy: {}}", **tables: list[dict[str, Any]]
 ) -> Path:
-    for name in ("rollouts", "evaluations/test"):
-        (folder / name).mkdir(parents=True)
+    (folder / "rollouts").mkdir(parents=True)
     (folder / "hyper_parameters.yaml").write_text(f"trainer: self_hosted_grpo\n{parameters}\n")
-    (folder / "evaluations" / "test" / "evaluation.json").write_text('{"kind": "task"}')
     for name, rows in tables.items():
-        place = "evaluations/test" if name == "problems" else "rollouts"
-        write_lines(folder / place / f"{name}.jsonl", rows)
+        write_lines(folder / "rollouts" / f"{name}.jsonl", rows)
     return folder
 
 
@@ -94,7 +92,6 @@ def test_conversations_of_an_attacker_are_compared_by_prompt(tmp_path: Path) -> 
     assert [one[0] for one in map(group.plain, group.items)] == kinds
     assert [item.title for item in group.items] == ["a", "b", "c", "a"]
     before_and_after = render_report([run]).partition("Before and after</h2>")[2]
-    assert "&lt;b&gt;0.9" in before_and_after
     assert re.search(r'class="w t x" tabindex="0"[^>]*>&lt;b&gt;0.9', before_and_after)
 
 
@@ -135,10 +132,8 @@ def test_messages_are_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None:
 
 def test_a_page_of_a_task_has_no_roles_and_parameters_of_others(tmp_path: Path) -> None:
     resolved = short_experiment("remote_api_grpo", tmp_path / "x", num_iterations=1)
-    settings = {"runs_dir": str(tmp_path), "progress": False}
-    runs = [
-        run_experiment(resolved, run_id=name, **settings).run_directory.path for name in ("a", "b")
-    ]
+    runs = [run_in(tmp_path, resolved, "a")]
+    runs.append(shutil.copytree(runs[0], tmp_path / "b"))
     page = (runs[0] / "report.html").read_text()
     results = json.loads((runs[0] / "results.json").read_text())
     assert f"Held out<small>{results['after']['num_problems']} problems: " in page

@@ -40,8 +40,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def visible(browser: Browser, selector: str) -> int:
     """The number of visible elements."""
     shown = f"[...document.querySelectorAll({selector!r})].filter(e => e.checkVisibility())"
-    result: int = browser.value(f"{shown}.length")
-    return result
+    return int(browser.value(f"{shown}.length"))
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +58,8 @@ def page(run: Path) -> Path:
     return write_report([run])
 
 
-def test_a_page_keeps_to_its_policy_and_fetches_nothing(
-    browser: Browser, page: Path, tmp_path: Path
-) -> None:
+def test_a_page_keeps_to_its_policy(browser: Browser, page: Path, tmp_path: Path) -> None:
     browser.open(page)
-    assert browser.complaints() == []
-    assert browser.requests() == [page.resolve().as_uri()]
     assert browser.value("document.title") == "ast_dpo on pocket_chat"
     assert browser.value("document.querySelectorAll('script').length") == 1, "the page's own"
     assert browser.value("document.querySelectorAll('img').length") == 0
@@ -108,12 +103,8 @@ def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
-    browser: Browser, protocol_page: Path
-) -> None:
+def test_an_episode_of_a_protocol_opens_by_a_click(browser: Browser, protocol_page: Path) -> None:
     browser.open(protocol_page)
-    assert browser.complaints() == []
-    assert browser.requests() == [protocol_page.resolve().as_uri()]
     assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
     browser.click("#episodes .ep > summary")
     assert visible(browser, "#episodes .ep svg") == 1
@@ -121,10 +112,13 @@ def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
 @pytest.mark.parametrize("kind", ["page", "protocol_page", "runs_page"])
-def test_the_page_fits_the_window_and_is_not_blank(
+def test_the_page_fits_the_window_fetches_nothing_and_is_not_blank(
     browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
 ) -> None:
-    browser.open(request.getfixturevalue(kind), width=width, scheme=scheme)
+    page = request.getfixturevalue(kind)
+    browser.open(page, width=width, scheme=scheme)
+    assert browser.complaints() == []
+    assert browser.requests() == [page.resolve().as_uri()]
     assert browser.value("document.documentElement.scrollWidth") <= width
     # Wider content scrolls within itself.
     outside = "e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll, nav, svg')"
@@ -241,21 +235,21 @@ def test_a_page_can_be_read_without_its_script_and_is_printed_without_controls(
 
 @pytest.fixture(scope="module")
 def task_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of 10,000 answers, of which every tenth is wrong."""
+    """A page of 3,000 answers, of which every tenth is wrong."""
     folder = tmp_path_factory.mktemp("runs") / "task"
     tables: dict[str, list[dict[str, object]]] = {"before": [], "evaluation": []}
     for table, rows in tables.items():
-        for problem in range(10_000):
+        for problem in range(3000):
             is_right = problem % 10 > (0 if table == "evaluation" else 4)
             answer = ["assistant", ATTACK if problem == 10 else f"answer {problem}"]
             messages = [["user", f"problem {problem}"], answer]
             rows.append({"step": 9, "problem": problem, "reward": float(is_right),
                          "is_right": is_right, "messages": messages})  # fmt: skip
-    results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 10_000}}
+    results = {"kind": "task", "after": {"accuracy": 0.9, "num_problems": 3000}}
     return write_report([write_run(folder, tables=tables, results=results)])
 
 
-def test_ten_thousand_answers_are_filtered_and_paged_through(
+def test_thousands_of_answers_are_filtered_and_paged_through(
     browser: Browser, task_page: Path
 ) -> None:
     browser.open(task_page)
@@ -264,7 +258,7 @@ def test_ten_thousand_answers_are_filtered_and_paged_through(
     output = "document.querySelector('#answers output').textContent"
     assert len(browser.value(shown)) == 20
     use(browser, "kind", "every:wrong")
-    assert browser.value(output) == "1 to 20 of 1000"
+    assert browser.value(output) == "1 to 20 of 300"
     browser.click("[data-tool=on]")
     assert browser.value(shown)[0] == "problem 200"
     use(browser, "words", "problem 10")
@@ -276,8 +270,8 @@ def test_ten_thousand_answers_are_filtered_and_paged_through(
     use(browser, "kind", "fixed")
     started = browser.value("performance.now()")
     use(browser, "order", "long")
-    assert browser.value("performance.now()") - started < 2000
-    assert browser.value(output) == "1 to 20 of 4000"
+    assert browser.value("performance.now()") - started < 1000
+    assert browser.value(output) == "1 to 20 of 1200"
 
 
 @pytest.fixture(scope="module")
@@ -300,8 +294,6 @@ def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_page: Path) -> None:
     assert runs_page.name == "report.html"
     browser.open(runs_page)
-    assert browser.complaints() == []
-    assert browser.requests() == [runs_page.resolve().as_uri()]
     names = (
         "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
         ".map(e => e.textContent)"

@@ -37,8 +37,7 @@ def test_ticks_are_round_and_enclose_the_values() -> None:
     assert nice_ticks(1, 2, whole=True) == [1, 2]
     for value in (0.0, 3.0, -1e-9, 1e12):
         first, *_, last = nice_ticks(value, value)
-        assert first <= value <= last
-        assert first < last
+        assert first <= value <= last != first
 
 
 def chart_of(*lines: Line, **options: Any) -> Chart:
@@ -107,13 +106,11 @@ def test_a_long_line_is_drawn_by_means_over_its_range() -> None:
     chart = chart_of(Line("run", noisy(200)))
     assert (chart.lines[0].path.count("L"), chart.note, chart.bands) == (199, "", [])
     # A gap stays a gap, and given bands are kept.
-    gap: list[tuple[float, float | None]] = [(step, None) for step in range(2001, 3001)]
-    points = [*noisy(2000), *gap, *((x + 3000, y) for x, y in noisy(2000))]
+    points = [(x, y if x < 2000 or x > 3000 else None) for x, y in noisy(5000)]
     band = Band([(x, -1.0, 3.0) for x in range(1, 5001)])
     chart = chart_of(Line("mean", points), bands=[band])
     assert chart.lines[0].path.count("M") == 2
-    ((area, _),) = chart.bands
-    assert area.count("L") < 250
+    assert chart.bands[0][0].count("L") < 250
 
 
 # ---- learning curves
@@ -129,8 +126,7 @@ def runs(tmp_path: Path, *changes: dict[str, Any]) -> list[RunRecord]:
 def test_runs_that_differ_in_the_seed_are_a_group(tmp_path: Path) -> None:
     other = {"parameters": {"lr": 0.1}}
     groups = group_runs(runs(tmp_path / "a", {"seed": 0}, {"seed": 1}, other))
-    assert [len(group.runs) for group in groups] == [2, 1]
-    assert [group.name for group in groups] == ["A", "B"]
+    assert [(group.name, len(group.runs)) for group in groups] == [("A", 2), ("B", 1)]
     assert groups[0].color != groups[1].color
     assert groups[1].label == "ast_dpo · lr 0.1"
     assert [run_label(run, groups[0]) for run in groups[0].runs] == ["A, seed 0", "A, seed 1"]
@@ -148,8 +144,7 @@ def test_seeds_are_overlaid_with_their_mean_and_range(tmp_path: Path) -> None:
     low = {"seed": 0, "metrics": metrics(mean_reward=1.0)}
     high = {"seed": 1, "metrics": metrics(2, mean_reward=3.0)}
     groups = group_runs(runs(tmp_path, low, high))
-    charts = {chart.title: chart for chart in charts_of(groups)}
-    reward = charts["Reward"]
+    (reward,) = (chart for chart in charts_of(groups) if chart.title == "Reward")
     assert [drawn.line.is_thin for drawn in reward.lines] == [True, True, False]
     # Where every seed has a value.
     assert reward.lines[2].line.points == [(1, 2.0), (2, 2.0)]
@@ -169,7 +164,7 @@ def test_held_out_accuracy_has_its_interval_as_area(tmp_path: Path) -> None:
         ("dev", [*metrics(3), *dev], [(3.0, 0.5)]),
     ):
         (run,) = runs(tmp_path / name, {"metrics": rows, "results": results})
-        charts = {chart.title: chart for chart in charts_of(group_runs([run]))}
-        held_out = charts["Right answers, held out"]
+        charts = charts_of(group_runs([run]))
+        (held_out,) = (chart for chart in charts if chart.title == "Right answers, held out")
         assert list(held_out.lines[0].line.points) == points
         assert len(held_out.bands) == 1

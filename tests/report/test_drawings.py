@@ -63,7 +63,6 @@ def test_isomorphic_graphs_look_alike_except_for_a_turn_and_neighbours_are_near(
     [
         (2, []),
         (5, []),
-        (6, [(0, 1), (2, 3)]),
         (5, [(0, 2), (1, 2)]),
         (8, [(1, 2), (1, 5)]),
         (11, [(0, 4), (0, 6), (2, 6), (5, 8)]),
@@ -71,7 +70,7 @@ def test_isomorphic_graphs_look_alike_except_for_a_turn_and_neighbours_are_near(
         (8, list(combinations(range(8), 2))),
         (20, [(node, (node + 1) % 20) for node in range(20)]),
     ],
-    ids=["two", "empty", "parts", "bend", "twins", "crowd", "star", "complete", "ring"],
+    ids=["two", "empty", "bend", "twins", "crowd", "star", "complete", "ring"],
 )
 def test_nodes_are_within_the_picture_and_apart(
     num_nodes: int, edges: list[tuple[int, int]]
@@ -124,25 +123,13 @@ def test_named_nodes_are_marked_by_agent_and_round_outside_of_their_rings() -> N
             assert math.dist((mark.x, mark.y - 4.0), (node.x, node.y)) > first.radius + 6.0
 
 
-@pytest.mark.parametrize(
-    "datapoint",
-    [
-        {},
-        {"kind": "text"},
-        {"kind": ["text"]},
-        {"kind": "graphs"},
-        {"kind": "graphs", "graphs": [{"num_nodes": 0}, {"num_nodes": 1000}, 3]},
-        {"kind": "image"},
-        {"kind": "image", "pixels": [[1, 2], [3]]},
-        {"kind": "image", "pixels": [[], []]},
-        {"kind": "image", "pixels": "x"},
-    ],
-)
-def test_datapoints_that_cannot_be_drawn_give_no_picture(datapoint: dict[str, Any]) -> None:
-    assert view_of(datapoint).picture([choice(0)]) is None
-
-
-def test_graphs_of_one_node_and_of_broken_edges_are_drawn() -> None:
+def test_datapoints_that_cannot_be_drawn_give_no_picture_and_broken_edges_are_left_out() -> None:
+    odd_graphs = [{"num_nodes": 0}, {"num_nodes": 1000}, 3]
+    for kind in ("", "text", ["text"], "graphs", "image"):
+        assert view_of({"kind": kind}).picture([choice(0)]) is None
+    assert view_of({"kind": "graphs", "graphs": odd_graphs}).picture([choice(0)]) is None
+    for pixels in ([[1, 2], [3]], [[], []], "x"):
+        assert view_of({"kind": "image", "pixels": pixels}).picture([choice(0)]) is None
     first, _ = pair(first=[*RING, [0, 9], [2, 2], [1, 0], "x", [1], [None, 2], [-1, 2]])
     assert len(first.edges) == 6
     picture = view_of({"kind": "graphs", "graphs": [{"num_nodes": 1, "edges": []}]}).picture([])

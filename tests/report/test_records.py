@@ -10,6 +10,7 @@ import pytest
 
 from nip_astra.errors import RunDirectoryError
 from nip_astra.report import records
+from nip_astra.report.page import render_report
 from nip_astra.report.records import node_of, number, read_run
 from tests.report.runs import (
     THRESHOLD,
@@ -29,16 +30,19 @@ def test_everything_of_a_run_is_read_without_a_note(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(RunDirectoryError, match=path.name):
             read_run(path)
-    folder = write_run(tmp_path / "one", evaluations={"held_out": evaluation()})
+    folder = write_run(tmp_path / "one", evaluations={"strict": evaluation(failure_threshold=0.95)})
+    write_lines(folder / "evaluations" / "strict" / "rows.jsonl", [failing("b")])
     (folder / "log.txt").write_text(LINE.format(1) + "x INFO y: fine\n" + LINE.format(2))
     run = read_run(folder)
     assert run.notes == []
-    assert (run.run_id, run.threshold) == ("one", THRESHOLD)
-    assert len(run.tables["train"]) == 12
+    assert (run.run_id, run.threshold, len(run.tables["train"])) == ("one", THRESHOLD, 12)
     assert run.tables["train"][0].reward_parts == {"novelty": 0.25}
-    assert list(run.evaluations) == ["held_out"]
     assert run.metrics.points("loss") == [(step, 0.7 - step / 100) for step in range(1, 5)]
     assert run.log_lines == ["nip_astra.scorers: two texts have no score"]
+    # A response fails from the threshold of its own evaluation.
+    assert run.tables["evaluation"][-1].is_failure
+    (node,) = run.tables["evaluations/strict"]
+    assert (node.probe, node.is_failure) == ("b", False)
     # The newest transfer matrix is read.
     for place, name in enumerate(("transfer.json", "transfer-2.json")):
         path = folder / "evaluations" / name
@@ -56,13 +60,15 @@ def test_a_missing_or_broken_file_becomes_a_note(
     tmp_path: Path, name: str, content: str | None
 ) -> None:
     folder = write_run(tmp_path / "one")
-    if content is None:
-        (folder / name).unlink()
-    else:
+    (folder / name).unlink()
+    if content is not None:
         (folder / name).write_text(content)
     run = read_run(folder)
-    assert len(run.notes) == 1
-    assert name in run.notes[0]
+    (note,) = run.notes
+    assert name in note
+    page = render_report([run])
+    assert '<section id="summary">' in page
+    assert "could not be drawn" not in page
 
 
 def test_broken_lines_and_bytes_are_left_out_and_counted(
@@ -91,19 +97,5 @@ def test_columns_that_are_missing_or_of_another_type_are_none_or_text() -> None:
     assert node_of(row(probe_nll=0.5, probe_num_tokens=4)).logprob == -2.0
     for value in (math.nan, math.inf, True, "1", None, [1.0], 10**400):
         assert number(value) is None
-
-
-def test_a_response_fails_from_the_threshold_of_its_own_evaluation(tmp_path: Path) -> None:
-    assert node_of(row(response_score=THRESHOLD), THRESHOLD).is_failure
-    assert not node_of(row(response_score=None), THRESHOLD).is_failure
-    assert not node_of(row(response_score=0.9)).is_failure
-    folder = write_run(
-        tmp_path / "one",
-        tables={"evaluation": [failing("a")]},
-        evaluations={"strict": evaluation(failure_threshold=0.95)},
-    )
-    write_lines(folder / "evaluations" / "strict" / "rows.jsonl", [failing("b")])
-    tables = read_run(folder).tables
-    assert tables["evaluation"][0].is_failure
-    (node,) = tables["evaluations/strict"]
-    assert (node.probe, node.is_failure) == ("b", False)
+    for score, threshold, is_failure in ((0.5, 0.5, True), (None, 0.5, False), (0.9, None, False)):
+        assert node_of(row(response_score=score), threshold).is_failure is is_failure

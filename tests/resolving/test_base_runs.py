@@ -22,10 +22,11 @@ from nip_astra.parameters import conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.trainers import BaseRunParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import wandb_runs
 from nip_astra.version import __version__
+from tests.kit.experiments import run_in
 from tests.kit.messages import says
 from tests.kit.toy_protocol_scenario import KIND, SMALL, toy_scenario_folder
 from tests.tracking.test_wandb_runs import FakeApi, FakeArtifact
@@ -40,7 +41,7 @@ def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     resolved = resolve_experiment(
         trainer="toy_trainer", scenario=str(toy), overrides=overrides, seed=7
     )
-    return launched(resolved, tmp_path_factory.mktemp("runs"), "counted")
+    return run_in(tmp_path_factory.mktemp("runs"), resolved, "counted")
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +50,13 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = toy_scenario_folder(tmp_path_factory.mktemp("proof") / "toy_proof")
     file = folder.parent / "small.yaml"
     file.write_text(yaml.safe_dump({"trainer": "vanilla_ppo", "scenario": str(folder)} | SMALL))
-    yield launched(resolve_experiment(parameter_file=file), folder.parent / "runs", "proof")
+    yield run_in(folder.parent / "runs", resolve_experiment(parameter_file=file), "proof")
     SCENARIOS.forget(KIND)
 
 
 def build_on(run: Path | str, *overrides: str, **arguments: Any) -> ResolvedExperiment:
     given = [f"base_run.run={run}", *(f"base_run.{item}" for item in overrides[:1]), *overrides[1:]]
     return resolve_experiment(overrides=given, **arguments)
-
-
-def launched(experiment: ResolvedExperiment, runs_dir: Path, run_id: str) -> Path:
-    """Run an experiment, and return its folder."""
-    fields = {"runs_dir": str(runs_dir), "run_id": run_id, "progress": False}
-    return run_experiment(experiment, **fields).run_directory.path
 
 
 def results_of(path: Path) -> Any:
@@ -111,11 +106,15 @@ def test_a_parameter_file_and_an_object_win_over_the_base_run(
 
 
 def test_the_base_run_wins_over_a_preset(tmp_path: Path) -> None:
-    before = stored(
-        tmp_path, trainer="ast_dpo", scenario="pocket_chat", overrides=["training.lr=0.5"]
-    )
+    before = stored(tmp_path, trainer="ast_dpo", overrides=["training.lr=0.5"])
     after = build_on(tmp_path, PARAMETERS).hyper_params
     assert after.to_dict() == before.to_dict() | {"base_run": after.base_run.to_dict()}
+    # Another scenario of the same kind speaks for itself.
+    plain = resolve_experiment(trainer="ast_dpo", scenario="smollm2_chat").hyper_params
+    result = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
+    assert before.get("ast_chat") != plain.get("ast_chat")
+    assert result.get("ast_chat") == plain.get("ast_chat")
+    assert result.training.lr == 0.5
 
 
 @pytest.mark.parametrize("kind", [PARAMETERS, RERUN])
@@ -145,27 +144,16 @@ def test_another_trainer_and_scenario_inherit_the_parameters_they_read(
     assert result.rl.num_iterations == 3
 
 
-def test_another_scenario_of_the_same_kind_speaks_for_itself(tmp_path: Path) -> None:
-    before = stored(tmp_path, trainer="ast_dpo", overrides=["training.lr=0.5"])
-    plain = resolve_experiment(trainer="ast_dpo", scenario="smollm2_chat").hyper_params
-    result = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
-    assert before.get("ast_chat") != plain.get("ast_chat")
-    assert result.get("ast_chat") == plain.get("ast_chat")
-    assert result.training.lr == 0.5
-
-
 def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
     counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(counted.parent)
     resolved = build_on("counted", PARAMETERS, "training.num_iterations=2")
     assert resolved.hyper_params.base_run.run == str(counted)
-    path = launched(resolved, tmp_path, "next")
+    path = run_in(tmp_path, resolved, "next")
     assert results_of(path) == {"last": 4.0}
-    assert (
-        json.loads((path / "parameter_sources.json").read_text())["training.lr"]
-        == "base run counted"
-    )
+    sources = json.loads((path / "parameter_sources.json").read_text())
+    assert sources["training.lr"] == "base run counted"
 
 
 def test_the_record_of_a_run_does_not_need_its_base_run(
@@ -175,7 +163,7 @@ def test_the_record_of_a_run_does_not_need_its_base_run(
     shutil.copytree(counted, copy)
     monkeypatch.setenv("TOY_BREAK", "1")
     with pytest.raises(ArithmeticError):
-        launched(build_on(copy, PARAMETERS), tmp_path, "cut")
+        run_in(tmp_path, build_on(copy, PARAMETERS), "cut")
     monkeypatch.delenv("TOY_BREAK")
     shutil.rmtree(copy)
     file = tmp_path / "cut" / "hyper_parameters.yaml"
@@ -223,19 +211,19 @@ def test_half_a_base_run_and_a_folder_that_is_no_run_are_refused(
 def test_the_agents_of_a_run_are_tested_again_and_nothing_is_trained(
     proof: Path, tmp_path: Path
 ) -> None:
-    again = launched(build_on(proof, RERUN), tmp_path, "again")
+    again = run_in(tmp_path, build_on(proof, RERUN), "again")
     assert results_of(again)["after"] == results_of(proof)["after"]
     assert results_of(again)["training"]["num_iterations"] == 0
     assert not (again / "model").exists()
     # Its record is enough to run it again.
     record = again / "hyper_parameters.yaml"
-    second = launched(resolve_experiment(parameter_file=record), tmp_path, "second")
+    second = run_in(tmp_path, resolve_experiment(parameter_file=record), "second")
     assert results_of(second)["after"] == results_of(again)["after"]
     with pytest.raises(ParameterError, match=r"rl\.lr: .*0\.01"):
         resolve_experiment(parameter_file=record, overrides=["rl.lr=1.0"])
     longer = build_on(proof, RERUN, "rl.num_test_iterations=3")
     assert longer.hyper_params.rl.num_iterations == 3
-    results = results_of(launched(longer, tmp_path, "longer"))["after"]
+    results = results_of(run_in(tmp_path, longer, "longer"))["after"]
     assert results["num_episodes"] > 2 * results_of(proof)["after"]["num_episodes"]
 
 
@@ -267,13 +255,13 @@ def test_runs_that_cannot_be_tested_again_are_refused(
     for name in ("hyper_parameters.yaml", "environment.json"):
         shutil.copy(proof / name, tmp_path)
     with pytest.raises(CheckpointError, match="agents"):
-        launched(build_on(tmp_path, RERUN), tmp_path, "none")
+        run_in(tmp_path, build_on(tmp_path, RERUN), "none")
 
 
 def test_agents_that_learnt_alone_are_tested_again(proof: Path, tmp_path: Path) -> None:
     alone = build_on(proof, PARAMETERS, "solo_agent.num_epochs=2", trainer="solo_agent")
-    first = launched(alone, tmp_path, "alone")
-    again = launched(build_on(first, RERUN), tmp_path, "again")
+    first = run_in(tmp_path, alone, "alone")
+    again = run_in(tmp_path, build_on(first, RERUN), "again")
     assert results_of(again)["after"] == results_of(first)["after"]
     assert results_of(again)["training"]["num_epochs"] == 0
 
@@ -304,7 +292,7 @@ def test_a_base_run_may_be_on_w_and_b(
     resolved = build_on("wandb://us/proofs/one", RERUN, is_trusted=True)
     assert resolved.sources["rl.lr"] == "base run one"
     assert resolved.hyper_params.base_run.run == "wandb://us/proofs/one"
-    again = launched(resolved, tmp_path, "again")
+    again = run_in(tmp_path, resolved, "again")
     assert results_of(again)["after"] == results_of(proof)["after"]
     result = build_on("wandb://us/proofs/one", PARAMETERS, "rl.lr=0.5").hyper_params
     assert (result.rl.lr, result.rl.num_iterations) == (0.5, 3)

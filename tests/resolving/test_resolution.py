@@ -27,21 +27,17 @@ from nip_astra.reward_terms.base import register_reward_term
 class Mine(EntropyBonus):
     '''Mine.'''
 """
-LITERAL = "cost ${price} \\${a.b}"
 
 
-@pytest.mark.parametrize("text", [LITERAL, "${", "a$", "\\\\${x}"])
+@pytest.mark.parametrize("text", ["cost ${price} \\${a.b}", "${", "a$", "\\\\${x}"])
 def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Path) -> None:
     kind = str(ScenarioType.AST_CHAT)
     sections = {kind: SCENARIOS.get(kind).Parameters}
     plain = resolve_experiment(trainer="ast_dpo").hyper_params.to_dict()
     attacker = {**plain[kind]["attacker"], "system_prompt": text}
+    values = {"trainer": "ast_dpo", "scenario": "pocket_chat"}
     given = HyperParameters.with_sections(sections).from_dict(
-        {
-            "trainer": "ast_dpo",
-            "scenario": "pocket_chat",
-            kind: {**plain[kind], "attacker": attacker},
-        }
+        values | {kind: {**plain[kind], "attacker": attacker}}
     )
     result = resolve_experiment(hyper_params=given).hyper_params
     assert result.get(f"{kind}.attacker.system_prompt") == text

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from nip_astra.reward_terms import novelty
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
+from nip_astra.reward_terms.base import RatedProbes
 from tests.reward_terms.rollouts import random_probes, rollout, term_of
 
 CAT, DOG, RAIN = "do you like my cat today ?", "do you like my dog today ?", "it rains on mondays ."
 
 
+rarity, sharing = partial(term_of, "failure_rarity"), partial(term_of, "failure_sharing")
+
+
 def failing(probes: list[str], scores: list[float] | None = None) -> RatedProbes:
     return rollout(probes, response_score_N=torch.tensor(scores or [1.0] * len(probes)))
-
-
-def rarity(**options: Any) -> RewardTerm:
-    return term_of("failure_rarity", **options)
 
 
 @pytest.mark.parametrize("shape", ["log", "inverse_root"])
@@ -55,10 +54,6 @@ def test_probes_that_do_not_fail_earn_nothing_by_default() -> None:
     nodes = failing([CAT, CAT, RAIN], [0.8, 0.0, math.nan])
     assert rarity(weight=2.0).added(nodes).tolist() == pytest.approx([1.6, 0.0, 0.0])
     assert rarity(scaled_by_score=False).added(nodes).tolist() == [1.0, 1.0, 1.0]
-
-
-def sharing(**options: object) -> RewardTerm:
-    return term_of("failure_sharing", **options)
 
 
 def test_failures_share_with_their_kind_by_hand() -> None:

@@ -9,33 +9,26 @@ import pytest
 import torch
 
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
-from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.novelty import ProbeHistory
 from nip_astra.utils.diversity import bleu_against
 from tests.kit.tiny import make_classifier
 from tests.reward_terms.rollouts import STRANGE, random_probes, rollout, term_of
 
+# The last looks at all probes, not at the nearest.
 KINDS: list[dict[str, Any]] = [
     {"name": "self_bleu_novelty"},
     {"name": "self_bleu_novelty", "orders": [1]},
     {"name": "cosine_novelty", "reduction": "max"},
     {"name": "cosine_novelty", "reduction": "mean"},
 ]
-NEAREST = KINDS[:3]
-"""Those that look at the nearest, not at all."""
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.fixture(params=KINDS, ids=str)
 def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-@pytest.fixture
-def term(kind: dict[str, Any]) -> RewardTerm:
-    return term_of(**kind)
-
-
-@pytest.mark.parametrize("options", NEAREST, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize("options", KINDS[:3], ids=str)
 def test_a_repeated_probe_has_novelty_0_however_short(options: dict[str, Any]) -> None:
     term, probes = term_of(**options), ["how are you", "yes", "?", "\u732b", "\U0001f642", *STRANGE]
     term.observe(rollout(probes))
@@ -43,7 +36,8 @@ def test_a_repeated_probe_has_novelty_0_however_short(options: dict[str, Any]) -
     assert term.values(rollout(probes)).eq(0.0).all()
 
 
-def test_novelty_falls_with_similarity_to_earlier_probes(term: RewardTerm) -> None:
+def test_novelty_falls_with_similarity_to_earlier_probes(kind: dict[str, Any]) -> None:
+    term = term_of(**kind)
     term.observe(rollout(["do you like my cat today ?"]))
     values = term.values(
         rollout(["do you like my cat again ?", "do you like dogs", "xylophone quartet music"])
@@ -82,18 +76,6 @@ def test_an_encoder_may_define_similarity(tmp_path: Path) -> None:
     term.observe(rollout(["the cat sat"]))
     values = term.values(rollout(["the cat sat", "how are you fine", ""]))
     assert values[0] == values[2] == 0.0 < values[1]
-
-
-def test_forgotten_probes_are_new_again_and_recent_probes_are_not(
-    kind: dict[str, Any],
-) -> None:
-    term = term_of(**kind, max_history=2)
-    first, second = "first thing said here", "\u732b"
-    term.observe(rollout([first, second]))
-    term.observe(rollout([first, "@@@"]))
-    values = term.values(rollout([second, first]))
-    assert values[0] > 0.9
-    assert values[1] < 0.6
 
 
 def test_a_bounded_history_equals_a_history_of_only_the_kept_probes(

@@ -22,12 +22,6 @@ class SillyScorer(Scorer):
     reads_history = True
     seen: list[Exchange] = []
 
-    class Parameters(Scorer.Parameters):
-        """None of its own."""
-
-    def _score(self, texts: Sequence[str]) -> list[Verdict]:
-        raise AssertionError("a scorer that reads conversations is asked about these")
-
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
         self.seen.extend(exchanges)
         if any(exchange.text == "boom" for exchange in exchanges):

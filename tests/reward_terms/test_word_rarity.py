@@ -6,15 +6,12 @@ import math
 
 import pytest
 
-from nip_astra.errors import ParameterError
 from tests.reward_terms.rollouts import rollout, term_of
-
-OBSERVED = ["my cat sleeps", "my dog sleeps", "my cat really really runs", ""]
 
 
 def test_the_rarest_word_decides() -> None:
     term = term_of("word_rarity")
-    term.observe(rollout(OBSERVED))
+    term.observe(rollout(["my cat sleeps", "my dog sleeps", "my cat really really runs", ""]))
     values = term.values(rollout(["my cat", "my", "the cat sleeps", "really my", "", " "]))
     # Three probes have words; "cat" is in two of them, "my" in three, "really" in one, "the" in
     # none.
@@ -45,9 +42,3 @@ def test_a_share_that_stays_loses_worth_slowly() -> None:
     assert rare == sorted(rare, reverse=True)
     assert rare[-1] == pytest.approx(1 - math.log(7) / math.log(601))
     assert float(term.values(rollout(["my cat"]))) < 0.01
-
-
-def test_no_word_and_too_many_in_a_row_are_refused() -> None:
-    for order in (0, 9):
-        with pytest.raises(ParameterError, match="order"):
-            term_of("word_rarity", order=order)

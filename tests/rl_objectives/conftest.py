@@ -25,13 +25,17 @@ def trl() -> SimpleNamespace:
     """The trainers, imported only if a test requests them."""
     pytest.importorskip("trl", minversion="1.16")
     from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.kto_trainer import KTOTrainer
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     return SimpleNamespace(
         CPOTrainer=CPOTrainer,
         DPOTrainer=DPOTrainer,
         GRPOTrainer=GRPOTrainer,
+        KTOTrainer=KTOTrainer,
+        ORPOTrainer=ORPOTrainer,
         RLOOTrainer=RLOOTrainer,
     )

@@ -1,10 +1,12 @@
-"""Advantages over steps and among siblings equal their definitions; missing values are left out."""
+"""Advantages and returns along sequences, among siblings and in trees equal their definitions."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,48 +15,31 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.advantages import (
     Baseline,
+    GroupAdvantages,
     Scale,
+    best_child_backup,
     codes_of,
     compute_advantages,
     gae,
     group_advantages,
+    mean_child_return,
+    nstep_returns,
+    reverse_kl_advantages,
+    tree_gae,
     whiten,
 )
+from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.values import explained_variance
 
 DOUBLE = torch.float64
 NAN = math.nan
 
 
-def of_siblings(
-    rewards_PG: torch.Tensor, *, std_epsilon: float | None, **options: Any
-) -> SimpleNamespace:
-    """Advantages of groups of one size, a row per group."""
-    shape = rewards_PG.shape
-    result = group_advantages(
-        rewards_PG.flatten(),
-        torch.arange(shape[0]).repeat_interleave(shape[1]),
-        scale="none" if std_epsilon is None else "group",
-        std_epsilon=std_epsilon or 0.0,
-        **options,
-    )
-    return SimpleNamespace(
-        advantages_PG=result.advantages_N.reshape(shape),
-        is_used_PG=result.is_used_N.reshape(shape),
-        is_zero_variance_P=result.is_zero_variance_P,
-    )
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
 
 
-def _episodes(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rewards = torch.randn(5, 6, generator=generator, dtype=DOUBLE)
-    values = torch.randn(5, 6, generator=generator, dtype=DOUBLE)
-    bootstrap = torch.randn(5, generator=generator, dtype=DOUBLE)
-    mask = torch.ones(5, 6, dtype=torch.bool)
-    mask[1, 4:] = False
-    mask[2, [0, 2, 3]] = False
-    mask[3] = False
-    return rewards, values, mask, bootstrap
+# ---- along sequences
 
 
 def _by_recursion(
@@ -69,13 +54,9 @@ def _by_recursion(
 
 
 def test_two_steps_by_hand() -> None:
-    result = gae(
-        torch.tensor([[1.0, 2.0]]),
-        torch.tensor([[0.5, 1.0]]),
-        torch.ones(1, 2, dtype=torch.bool),
-        gamma=0.5,
-        lam=0.5,
-    )
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 1.0]])
+    result = gae(rewards, values, mask, gamma=0.5, lam=0.5)
     # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
     assert result.advantages.tolist() == [[1.25, 1.0]]
     assert result.returns.tolist() == [[1.75, 2.0]]
@@ -86,120 +67,154 @@ def test_two_steps_by_hand() -> None:
 def test_gae_equals_the_recursion_over_the_steps_that_count(
     gamma: float, lam: float, is_cut_off: bool
 ) -> None:
-    rewards, values, mask, bootstrap = _episodes()
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 5, 6, generator=generator, dtype=DOUBLE)
+    bootstrap = torch.randn(5, generator=generator, dtype=DOUBLE)
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    mask[2, [0, 2, 3]] = False
+    mask[3] = False
+    rewards[~mask] = values[~mask] = NAN
     bootstrap_E = bootstrap if is_cut_off else None
     result = gae(
         rewards, values.requires_grad_(), mask, gamma=gamma, lam=lam, bootstrap_E=bootstrap_E
     )
     assert not result.advantages.requires_grad
     assert not result.returns.requires_grad
-    for episode in range(5):
-        steps = mask[episode]
+    assert result.advantages[~mask].eq(0).all()
+    assert result.returns[~mask].eq(0).all()
+    for episode, steps in enumerate(mask):
         last = bootstrap[episode].item() if is_cut_off else 0.0
         reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
         expected = _by_recursion(reward, value, last, gamma, lam)
         assert result.advantages[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
-        assert result.advantages[episode, ~steps].eq(0).all()
-        assert result.returns[episode, ~steps].eq(0).all()
 
 
-def test_padding_and_the_order_of_episodes_do_not_change_gae() -> None:
-    rewards, values, mask, bootstrap = _episodes()
-    whole = gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap_E=bootstrap).advantages
-    pad = torch.nn.functional.pad
-    order = torch.tensor([4, 2, 0, 3, 1])
-    other = gae(
-        pad(rewards, (0, 3), value=NAN)[order],
-        pad(values, (0, 3), value=NAN)[order],
-        pad(mask, (0, 3))[order],
-        gamma=0.9,
-        lam=0.8,
-        bootstrap_E=bootstrap[order],
-    ).advantages
-    assert torch.allclose(other[:, :6], whole[order], atol=1e-12)
-    assert other[:, 6:].eq(0).all()
+def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
+    row = doubles(1, 99, 2, 4)[None]
+    mask = torch.tensor([[True, False, True, True]])
+    values = doubles(10, 99, 20, 40)[None]
+    result = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
+    # 1 + 0.5 * 2 + 0.25 * 40; 2 + 0.5 * 4; 4
+    assert result[0].tolist() == [12.0, 0.0, 4.0, 4.0]
+    whole = nstep_returns(row, mask, n=None, gamma=0.5)
+    assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
+    assert nstep_returns(row, mask, n=9, gamma=0.5).equal(whole)
+    assert nstep_returns(row, mask, n=1, gamma=0.5).equal(row * mask)
+    with pytest.raises(ConfigurationError, match="got 0"):
+        nstep_returns(row, mask, n=0, gamma=0.5)
 
 
-REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtype=DOUBLE)
+def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
+    """Two positions, the second conditioned on the first token: sums over all sequences."""
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
+    student.requires_grad_()
+    pairs = list(itertools.product(range(3), range(3)))
+    rows = torch.tensor([[0, 1 + first] for first, _ in pairs])
+    tokens = torch.tensor(pairs)
+    student_BT, teacher_BT = (x.log_softmax(1)[rows, tokens] for x in (student, teacher))
+    weight_B = student_BT.sum(1).exp()
+    exact = torch.autograd.grad(
+        (weight_B * (student_BT - teacher_BT).sum(1)).sum(), student, retain_graph=True
+    )[0]
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    result = []
+    for discount in (1.0, 0.0):
+        advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
+        loss = PolicyLoss.of("importance_sampling").of_tokens(
+            student_BT, student_BT.detach(), advantages, mask
+        )
+        total = (weight_B.detach() * loss.sum(1)).sum()
+        result.append(torch.autograd.grad(total, student, retain_graph=True)[0])
+    assert torch.allclose(result[0], exact, atol=1e-12)
+    assert not torch.allclose(result[1], exact, atol=1e-3)
 
 
-def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
-    # TRL adds 1e-4 to the deviation; the default is 1e-6, as in verl.
-    by_default = compute_advantages("group", REWARDS.flatten(), torch.arange(9) // 3).advantages_N
-    for epsilon, advantages_PG in (
-        (1e-6, by_default.reshape(3, 3)),
-        (1e-4, of_siblings(REWARDS, baseline="mean", std_epsilon=1e-4).advantages_PG),
-    ):
-        for group, rewards in ((0, [1.0, 2.0, 6.0]), (2, [4.0, 2.0])):
-            mean, std = statistics.mean(rewards), statistics.stdev(rewards)
-            expected = [(reward - mean) / (std + epsilon) for reward in rewards]
-            known = ~REWARDS[group].isnan()
-            assert advantages_PG[group, known].tolist() == pytest.approx(expected, abs=1e-12)
+def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
+    student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
+    mask = torch.tensor([[True, False, True, True]])
+    result = reverse_kl_advantages(
+        student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
+    )
+    assert result.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
 
 
-def test_leaving_one_out_by_hand() -> None:
-    result = of_siblings(REWARDS, baseline="leave_one_out", std_epsilon=None)
-    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    assert result.advantages_PG[0].tolist() == pytest.approx([-3.0, -1.5, 4.5], abs=1e-12)
-    assert result.advantages_PG[2].tolist() == pytest.approx([2.0, 0.0, -2.0], abs=1e-12)
+# ---- among siblings
 
 
-def test_without_a_baseline_rewards_are_advantages_and_no_group_is_idle() -> None:
-    result = of_siblings(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
-    assert torch.equal(result.advantages_PG, REWARDS.nan_to_num(0.0))
-    assert torch.equal(result.is_used_PG, ~REWARDS.isnan())
-    assert not result.is_zero_variance_P.any()
+# Groups 0 (1, 2, 6), 1 (equal rewards), 2 (4, 2, and one without a verdict) and 3 (one sibling).
+REWARDS = doubles(4, 1, 0.1, 2, NAN, 6, 0.1, 2, 0.1, 3)
+GROUP = torch.tensor([2, 0, 1, 0, 2, 0, 1, 2, 1, 3])
+STD_0, STD_2 = math.sqrt(7), math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_group_0", "of_group_2"),
+    [
+        # TRL adds 1e-4 to the deviation; the default is 1e-6, as in verl.
+        ({}, [x / (STD_0 + 1e-6) for x in (-2, -1, 3)], [x / (STD_2 + 1e-6) for x in (1, 0, -1)]),
+        (
+            {"std_epsilon": 1e-4},
+            [x / (STD_0 + 1e-4) for x in (-2, -1, 3)],
+            [x / (STD_2 + 1e-4) for x in (1, 0, -1)],
+        ),
+        # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+        ({"baseline": "leave_one_out", "scale": "none"}, [-3.0, -1.5, 4.5], [2.0, 0.0, -2.0]),
+        ({"baseline": "none", "scale": "none"}, [1.0, 2.0, 6.0], [4.0, 0.0, 2.0]),
+    ],
+)
+@pytest.mark.parametrize("rule", ["keep", "drop"])
+def test_advantages_of_ragged_groups_by_hand(
+    options: dict[str, Any], of_group_0: list[float], of_group_2: list[float], rule: str
+) -> None:
+    has_baseline = options.get("baseline") != "none"
+    result = compute_advantages("group", REWARDS, GROUP, options=options | {"zero_variance": rule})
+    expected = [of_group_0, [0.0] * 3 if has_baseline else [0.1] * 3, of_group_2]
+    for number, advantages in enumerate([*expected, [0.0 if has_baseline else 3.0]]):
+        found = result.advantages_N[number == GROUP].tolist()
+        assert found == pytest.approx(advantages, abs=1e-12)
+    assert result.is_zero_variance_P.tolist() == [False, has_baseline, False, has_baseline]
+    is_dropped_N = (GROUP % 2 == 1) & (rule == "drop" and has_baseline)
+    assert result.is_used_N.equal(~REWARDS.isnan() & ~is_dropped_N)
 
 
 BASELINES: list[Baseline] = ["mean", "leave_one_out"]
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("std_epsilon", [None, 0.0, 1e-4])
-def test_a_group_of_equal_rewards_gives_exactly_nothing_and_is_counted(
-    baseline: Baseline, std_epsilon: float | None
-) -> None:
-    rewards = REWARDS.float()
-    kept = of_siblings(rewards, baseline=baseline, std_epsilon=std_epsilon)
-    assert kept.advantages_PG[1].tolist() == [0.0, 0.0, 0.0]
-    assert kept.is_zero_variance_P.tolist() == [False, True, False]
-    assert kept.is_used_PG.tolist() == [[True] * 3, [True] * 3, [True, False, True]]
-    dropped = of_siblings(rewards, baseline=baseline, std_epsilon=std_epsilon, zero_variance="drop")
-    assert torch.equal(dropped.advantages_PG, kept.advantages_PG)
-    assert dropped.is_used_PG.tolist() == [[True] * 3, [False] * 3, [True, False, True]]
-
-
-@pytest.mark.parametrize("baseline", BASELINES)
 def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
-    rewards = torch.full((1, 6), 0.3)
+    rewards = torch.full((6,), 0.3)
     # In float32 the mean of these differs from each; divided by a deviation as small, it is near 1.
     assert (rewards - rewards.sum() / 6).abs().max() > 0
-    result = of_siblings(rewards, baseline=baseline, std_epsilon=0.0)
-    assert result.advantages_PG.eq(0).all()
-    assert whiten(rewards, torch.ones(1, 6, dtype=torch.bool)).eq(0).all()
+    result = group_advantages(rewards, torch.zeros(6).long(), baseline=baseline, std_epsilon=0.0)
+    assert result.advantages_N.eq(0).all()
+    assert whiten(rewards, torch.ones(6, dtype=torch.bool)).eq(0).all()
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_a_single_sibling_or_verdict_gives_no_advantage(baseline: Baseline) -> None:
-    alone = of_siblings(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
-    assert alone.advantages_PG.tolist() == [[0.0], [0.0]]
-    assert alone.is_zero_variance_P.tolist() == [True, True]
-    result = of_siblings(
-        torch.tensor([[NAN, 3.0, NAN], [NAN, NAN, NAN]]), baseline=baseline, std_epsilon=0.0
-    )
-    assert result.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
-    assert result.is_used_PG.tolist() == [[False, True, False], [False] * 3]
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_run_without_another_in_its_group_learns_nothing(
+    baseline: Baseline, scale: Scale
+) -> None:
+    def advantages(*inputs: torch.Tensor) -> GroupAdvantages:
+        return group_advantages(*inputs, baseline=baseline, scale=scale, std_epsilon=0.0)
+
+    # nexrl gives a run with a single sample its reward, and a run with two samples NaN.
+    result = advantages(doubles(3, 1, 0, NAN, 2, NAN), torch.tensor([0, 1, 1, 2, 2, 3]))
+    assert result.advantages_N[[0, 3, 4, 5]].eq(0).all()
     # A group without any verdict is not a group of equal rewards.
-    assert result.is_zero_variance_P.tolist() == [True, False]
+    assert result.is_zero_variance_P.tolist() == [True, False, True, False]
+    twice = advantages(doubles(0, 4), torch.zeros(2).long(), torch.tensor([5, 5]))
+    assert twice.advantages_N.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_of_nothing_there_are_no_advantages(shape: tuple[int, int]) -> None:
-    nothing = torch.zeros(shape)
-    assert gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8).advantages.shape == shape
-    result = of_siblings(nothing, baseline="mean", std_epsilon=1e-4)
-    assert result.advantages_PG.shape == shape
-    assert not result.is_zero_variance_P.any()
+def test_of_nothing_there_are_no_advantages() -> None:
+    for shape in ((0, 3), (2, 0)):
+        nothing = torch.zeros(shape)
+        assert gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8).advantages.shape == shape
+    result = group_advantages(torch.zeros(0), torch.zeros(0).long())
+    assert (result.advantages_N.shape, result.is_zero_variance_P.shape) == ((0,), (0,))
 
 
 @pytest.mark.parametrize(
@@ -213,37 +228,6 @@ def test_of_nothing_there_are_no_advantages(shape: tuple[int, int]) -> None:
 def test_meaningless_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         group_advantages(doubles(1), torch.zeros(1).long(), **options)
-
-
-def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask() -> None:
-    values = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=DOUBLE)
-    result = whiten(values, ~values.isnan())
-    std = statistics.stdev([1.0, 2.0, 6.0])
-    assert result[~values.isnan()].tolist() == pytest.approx(
-        [-2 / std, -1 / std, 3 / std], abs=1e-7
-    )
-    assert result[values.isnan()].eq(0).all()
-
-
-@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [5.0], []])
-def test_values_that_do_not_vary_whiten_to_zero(values: list[float]) -> None:
-    result = whiten(torch.tensor([values]), torch.ones(1, len(values), dtype=torch.bool))
-    assert result.tolist() == [[0.0] * len(values)]
-
-
-def test_explained_variance_by_hand() -> None:
-    returns = torch.tensor([1.0, 2.0, 3.0, 99.0], dtype=DOUBLE)
-    mask = torch.tensor([True, True, True, False])
-    # The errors 0, 0.5, 1 have half the deviation of the returns.
-    values = torch.tensor([1.0, 1.5, 2.0, NAN], dtype=DOUBLE)
-    assert explained_variance(values, returns, mask).item() == pytest.approx(0.75, abs=1e-12)
-    assert explained_variance(returns + 4, returns, mask).item() == 1.0
-    assert explained_variance(torch.zeros(4), returns, mask).item() == 0.0
-    assert explained_variance(returns, torch.ones(4), mask).isnan()
-
-
-def doubles(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=DOUBLE)
 
 
 def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
@@ -265,37 +249,12 @@ def test_one_run_number_in_two_groups_is_two_runs() -> None:
     assert result.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
-def test_ragged_groups_equal_each_group_alone() -> None:
-    values, group = doubles(1, 0, 3, 5, 2, 2.5), torch.tensor([3, 1, 3, 3, 1, 0])
-    result = group_advantages(values, group, std_epsilon=1e-4)
-    for number in (0, 1, 3):
-        alone = values[group == number]
-        own = group_advantages(alone, torch.zeros(len(alone)).long(), std_epsilon=1e-4)
-        assert torch.allclose(result.advantages_N[group == number], own.advantages_N, atol=1e-12)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_run_without_another_in_its_group_learns_nothing(scale: Scale) -> None:
-    # nexrl gives a run with a single sample its reward, and a run with two samples NaN.
-    result = group_advantages(doubles(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
-    assert result.advantages_N[0] == 0
-    assert result.is_zero_variance_P.tolist() == [True, False]
-    twice = group_advantages(
-        doubles(0, 4), torch.zeros(2).long(), torch.tensor([5, 5]), scale=scale
-    )
-    assert twice.advantages_N.tolist() == [0, 0]
-
-
 def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
     # Run 0 of the second group has two samples, which count once.
-    result = group_advantages(
-        doubles(0, 2, 9, 11, 14),
-        torch.tensor([0, 0, 1, 1, 1]),
-        torch.tensor([0, 1, 0, 0, 1]),
-        scale="batch",
-        std_epsilon=0.0,
-    )
-    std = math.sqrt(((0 - 6.5) ** 2 + (2 - 6.5) ** 2 + (10 - 6.5) ** 2 + (14 - 6.5) ** 2) / 3)
+    group, run = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 0, 0, 1])
+    rewards = doubles(0, 2, 9, 11, 14)
+    result = group_advantages(rewards, group, run, scale="batch", std_epsilon=0.0)
+    std = statistics.stdev([0, 2, 10, 14])
     expected = [-1 / std, 1 / std, -3 / std, -1 / std, 2 / std]
     assert result.advantages_N.tolist() == pytest.approx(expected)
 
@@ -322,3 +281,155 @@ def test_order_a_constant_and_missing_verdicts_change_nothing(
 
 def test_ids_become_numbers_in_order_of_appearance() -> None:
     assert codes_of(["b", "a", "b", 3]).tolist() == [0, 1, 0, 2]
+
+
+# ---- figures of a batch
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[1.0, 2.0, NAN], [6.0, NAN, NAN]], [[-2 / STD_0, -1 / STD_0, 0], [3 / STD_0, 0, 0]]),
+        ([[0.1, 0.1, 0.1]], [[0.0] * 3]),
+        ([[5.0]], [[0.0]]),
+        ([[]], [[]]),
+    ],
+)
+def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask(
+    values: list[list[float]], expected: list[list[float]]
+) -> None:
+    given = torch.tensor(values, dtype=DOUBLE)
+    result = whiten(given, ~given.isnan())
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=DOUBLE), rtol=0, atol=1e-7)
+
+
+def test_explained_variance_by_hand() -> None:
+    returns = doubles(1, 2, 3, 99)
+    mask = torch.tensor([True, True, True, False])
+    # The errors 0, 0.5, 1 have half the deviation of the returns.
+    values = doubles(1, 1.5, 2, NAN)
+    assert explained_variance(values, returns, mask).item() == pytest.approx(0.75, abs=1e-12)
+    assert explained_variance(returns + 4, returns, mask).item() == 1.0
+    assert explained_variance(torch.zeros(4), returns, mask).item() == 0.0
+    assert explained_variance(returns, torch.ones(4), mask).isnan()
+
+
+# ---- in trees
+
+
+#   0 (1.0)                  order of nodes: 2 1 4 0 3 5
+#   |-- 1 (-2.0)
+#   |   |-- 3 (4.0)
+#   |   `-- 4 (no verdict)
+#   |       `-- 5 (7.0)
+#   `-- 2 (0.5)
+REWARD = doubles(0.5, -2, math.nan, 1, 4, 7)
+PARENT = torch.tensor([3, 3, 1, -1, 1, 2])
+DEPTH = torch.tensor([1, 1, 2, 0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("backup", "expected"),
+    [
+        # -2 + 0.5 * 4 = 0; the best of 0 and 0.5 is 0.5
+        (partial(best_child_backup, decay=0.5), [0.5, 0.0, math.nan, 1.25, 4.0, 7.0]),
+        (partial(mean_child_return, discount=0.5), [0.5, 0.0, math.nan, 1.125, 4.0, 7.0]),
+        (partial(best_child_backup, decay=0.0), REWARD.tolist()),
+        (partial(mean_child_return, discount=1.0), [0.5, 2.0, math.nan, 2.25, 4.0, 7.0]),
+    ],
+)
+def test_a_small_tree_by_hand(backup: Callable[..., torch.Tensor], expected: list[float]) -> None:
+    reward = REWARD.clone().requires_grad_()
+    result = backup(reward, PARENT, DEPTH)
+    assert result.tolist() == pytest.approx(expected, nan_ok=True)
+    assert not result.requires_grad
+    assert torch.allclose(reward.detach(), REWARD, equal_nan=True)
+    none = torch.zeros(0, dtype=torch.long)
+    assert backup(torch.zeros(0), none, none).shape == (0,)
+
+
+def _token_tree(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Two episodes of width 2 and depth 3, turns of one to four tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    parents, depths, level = [], [], [-1, -1]
+    for depth in range(3):
+        children = []
+        for parent in level:
+            for _ in range(2 if depth else 1):
+                parents.append(parent)
+                depths.append(depth)
+                children.append(len(parents) - 1)
+        level = children
+    count = len(parents)
+    lengths = torch.randint(1, 5, (count, 1), generator=generator)
+    return {
+        "rewards_NT": torch.randn(count, 4, generator=generator, dtype=DOUBLE),
+        "values_NT": torch.randn(count, 4, generator=generator, dtype=DOUBLE),
+        "mask_NT": torch.arange(4) < lengths,
+        "parent_N": torch.tensor(parents),
+        "depth_N": torch.tensor(depths),
+    }
+
+
+def _gae_by_recursion(tree: dict[str, torch.Tensor], gamma: float, lam: float) -> torch.Tensor:
+    reward, value, mask = tree["rewards_NT"], tree["values_NT"], tree["mask_NT"]
+    parents = tree["parent_N"].tolist()
+    result = torch.zeros_like(reward)
+
+    def first(node: int) -> tuple[float, float]:
+        """Value and advantage of a node's first token."""
+        children = [i for i, parent in enumerate(parents) if parent == node]
+        after = [first(child) for child in children]
+        next_value = gamma * sum(v for v, _ in after) / max(len(after), 1)
+        next_advantage = gamma * lam * sum(a for _, a in after) / max(len(after), 1)
+        for t in reversed(range(int(mask[node].sum()))):
+            delta = float(reward[node, t]) + next_value - float(value[node, t])
+            result[node, t] = delta + next_advantage
+            next_value, next_advantage = float(value[node, t]), lam * float(result[node, t])
+        return float(value[node, 0]), float(result[node, 0])
+
+    for node, parent in enumerate(parents):
+        if parent < 0:
+            first(node)
+    return result
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)])
+def test_gae_of_tokens_equals_the_recursion_over_the_tree(gamma: float, lam: float) -> None:
+    tree = _token_tree()
+    result = tree_gae(**tree, gamma=gamma, lam=lam)
+    assert torch.allclose(result.advantages, _gae_by_recursion(tree, gamma, lam), atol=1e-12)
+    expected = result.advantages + tree["values_NT"] * tree["mask_NT"]
+    assert torch.allclose(result.returns, expected, atol=1e-12)
+
+
+def test_padding_and_the_order_of_nodes_do_not_change_gae() -> None:
+    tree = _token_tree()
+    expected = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
+    wide = dict(tree)
+    for name in ("rewards_NT", "values_NT"):
+        wide[name] = torch.nn.functional.pad(tree[name], (0, 3), value=math.nan)
+    wide["mask_NT"] = torch.nn.functional.pad(tree["mask_NT"], (0, 3))
+    assert torch.allclose(tree_gae(**wide, gamma=0.9, lam=0.8).advantages[:, :4], expected)
+    order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(2))
+    place = order.argsort()
+    mixed = {name: values[order] for name, values in tree.items()}
+    parents = mixed["parent_N"]
+    mixed["parent_N"] = torch.where(parents >= 0, place[parents.clamp(min=0)], -1)
+    result = tree_gae(**mixed, gamma=0.9, lam=0.8).advantages
+    assert torch.allclose(result[place], expected)
+
+
+def test_a_turn_without_a_verdict_is_left_out() -> None:
+    tree = _token_tree()
+    leaf = int((tree["depth_N"] == 2).nonzero()[0])
+    parent = int(tree["parent_N"][leaf])
+    tree["rewards_NT"][leaf, 0] = math.nan
+    result = tree_gae(**tree, gamma=0.9, lam=0.8).advantages
+    assert result[leaf][tree["mask_NT"][leaf]].isnan().all()
+    assert not result[parent].isnan().any()
+    kept = torch.arange(len(result)) != leaf
+    alone = {name: values[kept] for name, values in tree.items()}
+    assert torch.allclose(
+        tree_gae(**alone, gamma=0.9, lam=0.8).advantages, result[kept], atol=1e-12
+    )

@@ -28,12 +28,8 @@ def ippo(agents: AlwaysActing, **parameters: Any) -> IppoObjective:
     return IppoObjective(agents, CommonPpoParameters(**parameters), RlTrainerParameters())
 
 
-def test_the_package_offers_the_base_class() -> None:
-    assert nip_astra.rl_objectives.Objective is Objective
-    assert issubclass(Objective, LossModule)
-
-
 def test_weights_are_the_agents_own_and_each_is_there_once(agents: AlwaysActing) -> None:
+    assert issubclass(nip_astra.rl_objectives.Objective, LossModule)
     objective = ippo(agents)
     objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8)
     assert [id(p) for p in objective.parameters()] == [id(p) for p in agents.parameters()]
@@ -43,12 +39,8 @@ def test_the_value_estimator_is_made_and_found_as_in_torchrl() -> None:
     objective = ippo(AlwaysActing())
     assert objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8) is objective
     result = objective.value_estimator
-    assert isinstance(result, EpisodeGae)
     assert (result.gamma, result.lmbda, result.agent_names) == (0.9, 0.8, NAMES)
     assert isinstance(ippo(AlwaysActing()).value_estimator, EpisodeGae), "also without being made"
-
-
-def test_another_estimator_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="TD0"):
         ippo(AlwaysActing()).make_value_estimator(ValueEstimators.TD0)
     with pytest.raises(ConfigurationError, match="gama"):
@@ -62,12 +54,8 @@ def test_a_custom_objective_takes_one_method(agents: AlwaysActing) -> None:
             return {"loss_likely": -view.mean(view.evaluation.logprobs_B), "count": torch.ones(())}
 
     result = Likely(agents)(make_batch(agents))
-    assert set(result.keys()) == {
-        "loss_likely_first",
-        "loss_likely_second",
-        "first/count",
-        "second/count",
-    }
+    names = ("loss_likely_first", "loss_likely_second", "first/count", "second/count")
+    assert set(result.keys()) == set(names)
     assert result["loss_likely_first"].requires_grad
 
 
@@ -80,17 +68,15 @@ def test_gradients_by_agent_and_by_part_are_those_of_the_sum_of_all_losses(
     agents.zero_grad()
     whole = objective.compute_gradients(batch, NAMES)
     by_agent = gradients_of(agents)
-    for name, gradient in by_agent.items():
-        torch.testing.assert_close(gradient, of_sum[name], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(by_agent, of_sum, rtol=1e-12, atol=1e-15)
     agents.zero_grad()
     losses: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
     for name in NAMES:
         assert len(objective.loss_parts(name)) == 2
         for part in range(2):
             losses[name] |= objective.compute_part(name, part, frames_of(batch))
-    assert all(torch.equal(g, by_agent[n]) for n, g in gradients_of(agents).items())
-    assert losses.keys() == whole.keys()
-    assert all(torch.equal(losses[n][k], v) for n in NAMES for k, v in whole[n].items())
+    torch.testing.assert_close(gradients_of(agents), by_agent, rtol=0, atol=0)
+    torch.testing.assert_close(losses, whole, rtol=0, atol=0)
 
 
 def test_an_agent_that_does_not_learn_gets_no_gradient(agents: AlwaysActing) -> None:
@@ -119,8 +105,7 @@ def test_reinforce_equals_hand_computed_values(agents: AlwaysActing, batch: Tens
     torch.testing.assert_close(result["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
     assert "loss_value_first" not in result.keys()  # noqa: SIM118
 
-
-def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: TensorDict) -> None:
+    # With a critic it learns values.
     objective = ReinforceObjective(
         agents, RlTrainerParameters(loss_critic_type="l2"), weight="advantage"
     )
@@ -129,20 +114,3 @@ def test_reinforce_with_a_critic_learns_values(agents: AlwaysActing, batch: Tens
     torch.testing.assert_close(result["loss_value_first"], error_B.square().mean())
     sum_of_losses(result.items()).backward()
     assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
-
-
-@pytest.mark.parametrize("loss", ["clip", "kl_penalty", "reinforce"])
-def test_an_advantage_of_one_agent_gives_the_other_no_gradient(
-    agents: AlwaysActing, batch: TensorDict, loss: str
-) -> None:
-    for key in ("advantage", "reward_to_go"):
-        batch["agents", key][:, 1] = 0.0
-    ppo = {"kl_beta": 0.0, "entropy_weight": 0.0, "critic_coef": 0.0}
-    objectives = {
-        "reinforce": lambda: ReinforceObjective(agents),
-        "clip": lambda: ippo(agents, **ppo),
-        "kl_penalty": lambda: ippo(agents, loss_type="kl_penalty", **ppo),
-    }
-    sum_of_losses(objectives[loss]()(batch).items()).backward()
-    assert float(agents["first"].policy.weight.grad.abs().sum()) > 0.1
-    assert float(agents["second"].policy.weight.grad.abs().sum()) == 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,72 +10,36 @@ import pytest
 import torch
 
 import nip_astra as na
-from nip_astra.errors import ConfigurationError, DuplicateNameError, ParameterError
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.advantages import compute_advantages
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
-from nip_astra.rl_objectives.registry import ADVANTAGES, POLICY_LOSSES
-from nip_astra.trainers.registry import TRAINERS
+from tests.kit.experiments import FAST, TASK, run_in
 
-TASK = (
-    "training.num_iterations=1",
-    "training.num_episodes_per_experience=2",
-    "task.evaluation.num_problems=2",
-)
-CHAT = (
-    "training.num_iterations=1",
-    "training.num_episodes_per_experience=2",
-    "ast_chat.evaluation.num_episodes=2",
-    "ast_chat.evaluation.use_random_search=false",
-)
-SMALL_PROOFS = (
+ONE = ("training.num_iterations=1", "training.num_episodes_per_experience=2")
+PROOFS = (
     *("rl.num_iterations=1", "rl.num_test_iterations=1", "rl.frames_per_batch=63"),
     *("rl.num_epochs=1", "graph_isomorphism.dataset.num_train=20"),
     *("graph_isomorphism.dataset.num_test=10", "rl.pretrain_agents=false"),
 )
 LOSS = ("loss=mine", "loss_options.epsilon=0.3")
 ADVANTAGE = ("advantage=mine", "advantage_options.power=2.0")
+# Overrides, and options by the section that has them.
 FAMILIES = {
-    "ast_grpo": (*CHAT, *(f"ast_grpo.{option}" for option in (*LOSS, *ADVANTAGE))),
-    "ast_ppo": (*CHAT, *(f"ast_ppo.{option}" for option in LOSS)),
-    "self_hosted_grpo": (
-        *(f"self_hosted_grpo.policy_loss.{option}" for option in LOSS),
-        *(*TASK, *(f"self_hosted_grpo.{option}" for option in ADVANTAGE)),
-    ),
-    "remote_api_grpo": (
-        *(f"remote_api_grpo.policy_loss.{option}" for option in LOSS),
-        *(*TASK, *(f"remote_api_grpo.{option}" for option in ADVANTAGE)),
-    ),
-    "vanilla_ppo": (*SMALL_PROOFS, *(f"ppo.{option}" for option in LOSS)),
+    "ast_grpo": ((*FAST, *ONE), {"ast_grpo": (*LOSS, *ADVANTAGE)}),
+    "ast_ppo": ((*FAST, *ONE), {"ast_ppo": LOSS}),
+    **{
+        name: ((*TASK, *ONE), {f"{name}.policy_loss": LOSS, name: ADVANTAGE})
+        for name in ("self_hosted_grpo", "remote_api_grpo")
+    },
+    "vanilla_ppo": (PROOFS, {"ppo": LOSS}),
 }
 
 
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    registries = (POLICY_LOSSES, ADVANTAGES, TRAINERS)
-    snapshots = [registry.snapshot() for registry in registries]
-    yield
-    for registry, snapshot in zip(registries, snapshots, strict=True):
-        registry.restore(snapshot)
-
-
-@pytest.fixture
-def scenarios(tiny_scenario: Path) -> dict[str, str]:
-    """Small scenarios for trainers whose own scenario is larger."""
-    chat = dict.fromkeys(("ast_grpo", "ast_ppo", "my_simpo"), str(tiny_scenario))
-    return chat | {"vanilla_ppo": "graph_isomorphism_small"}
-
-
-def run(trainer: str, scenarios: dict[str, str], folder: Path, *overrides: str) -> Any:
-    resolved = na.resolve_experiment(
-        trainer=trainer, scenario=scenarios.get(trainer), overrides=list(overrides)
-    )
-    return na.run_experiment(resolved, runs_dir=str(folder), progress=False, num_threads=1)
-
-
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize("trainer", FAMILIES)
 def test_a_policy_loss_and_an_advantage_of_a_few_lines_train_in_every_family(
-    trainer: str, scenarios: dict[str, str], tmp_path: Path
+    trainer: str, tiny_scenario: Path, tmp_path: Path
 ) -> None:
     options_used: set[str] = set()
 
@@ -95,45 +59,18 @@ def test_a_policy_loss_and_an_advantage_of_a_few_lines_train_in_every_family(
             advantages_N[is_own_N] = rewards_N[is_own_N] - rewards_N[is_own_N].nanmedian()
         return advantages_N.abs() ** power * advantages_N.sign()
 
-    overrides = FAMILIES[trainer]
-    run(trainer, scenarios, tmp_path, *overrides)
-    in_file = {part for part in (LOSS[1], ADVANTAGE[1]) if part in " ".join(overrides)}
-    assert options_used == in_file
+    short, options = FAMILIES[trainer]
+    own = [f"{section}.{option}" for section, given in options.items() for option in given]
+    scenarios = dict.fromkeys(("ast_grpo", "ast_ppo"), str(tiny_scenario))
+    scenarios["vanilla_ppo"] = "graph_isomorphism_small"
+    resolved = resolve_experiment(
+        trainer=trainer, scenario=scenarios.get(trainer), overrides=[*short, *own]
+    )
+    run_in(tmp_path, resolved, num_threads=1)
+    assert options_used == {option for option in (LOSS[1], ADVANTAGE[1]) if option in str(own)}
 
 
-@pytest.mark.usefixtures("_restored")
-def test_a_trainer_like_simpo_of_thirty_lines_needs_one_import(
-    scenarios: dict[str, str], tmp_path: Path
-) -> None:
-    code = '''
-import nip_astra as na
-
-@na.register_trainer("my_simpo")
-class MySimpo(na.AstPreferenceTrainer):
-    """Prefer the best probe to the worst by a margin."""
-
-    class Parameters(na.AstPreferenceTrainer.Parameters):
-        """The margin."""
-
-        margin: float = na.Field(default=1.0, ge=0)
-        """Difference of mean log-probabilities that is enough."""
-        length_normalised: bool = True
-        """Whether a probe counts by its mean log-probability."""
-
-    def loss(self, batch):
-        chosen_B, rejected_B = self.pair_logprobs(batch)
-        margins_B = self.parameters.beta * (chosen_B - rejected_B) - self.parameters.margin
-        return na.LossOutput(-margins_B.sigmoid().log().mean(), {"margin": margins_B.mean()})
-'''
-    assert len(code.strip().splitlines()) <= 30
-    path = tmp_path / "my_simpo.py"
-    path.write_text(code)
-    na.load_plugin(path)
-    done = run("my_simpo", scenarios, tmp_path / "runs", *CHAT)
-    assert done.results["training"]["num_optimizer_steps"] > 0
-
-
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
     ("reduce", "fact"),
     [(lambda loss_BT: loss_BT.sum(), r"shape \[\]"), (lambda loss_BT: (loss_BT, {}), "tuple")],
@@ -151,7 +88,7 @@ def test_a_policy_loss_without_a_loss_for_each_token_is_refused_by_name(
         PolicyLoss.of("mine").of_tokens(tokens_BT, None, torch.ones(2), mask_BT)
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
@@ -177,7 +114,6 @@ def test_an_advantage_that_is_no_number_per_sample_is_refused_by_name(
     ("override", "facts"),
     [
         ("self_hosted_grpo.policy_loss.loss=cipso", "cispo"),
-        ("ast_grpo.loss=cipso", "cispo"),
         ("self_hosted_grpo.advantage=grup", "group"),
         ("self_hosted_grpo.policy_loss.loss_options.dual_clp=3", "dual_clip"),
         ("self_hosted_grpo.policy_loss.loss_options.dual_clip=wide", "wide"),
@@ -186,14 +122,7 @@ def test_an_advantage_that_is_no_number_per_sample_is_refused_by_name(
 )
 def test_unknown_names_and_options_name_the_nearest(override: str, facts: str) -> None:
     with pytest.raises(ParameterError, match=facts):
-        na.resolve_experiment(trainer=override.partition(".")[0], overrides=[override])
-
-
-@pytest.mark.parametrize("register", [na.register_policy_loss, na.register_advantage])
-def test_a_built_in_name_cannot_be_taken(register: Any) -> None:
-    name = "ppo" if register is na.register_policy_loss else "group"
-    with pytest.raises(DuplicateNameError):
-        register(name)(lambda *inputs: None)
+        resolve_experiment(trainer=override.partition(".")[0], overrides=[override])
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, nll_loss, policy_loss
-from nip_astra.rl_objectives.reductions import LossOutput
+from nip_astra.rl_objectives.reductions import REDUCTIONS, LossOutput
 from nip_astra.rl_objectives.registry import POLICY_LOSSES
 from nip_astra.rl_objectives.values import value_loss
 from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
@@ -17,27 +18,22 @@ from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_b
 INPUTS = ("logprobs_BT", "old_logprobs_BT", "advantages", "mask_BT")
 
 
-def plain(name: str) -> Callable[..., LossOutput]:
-    def loss(batch: Batch, **options: object) -> LossOutput:
-        inputs = [batch[item] for item in INPUTS]
-        return policy_loss(
-            *inputs, loss=name, reduction="token", entropy_BT=batch.get("entropy_BT"), **options
-        )
-
-    return loss
+def plain(name: str, batch: Batch, **options: object) -> LossOutput:
+    inputs = [batch[item] for item in INPUTS]
+    given = {"reduction": "token", "entropy_BT": batch.get("entropy_BT")}
+    return policy_loss(*inputs, loss=name, **given, **options)
 
 
-def variant(name: str) -> Callable[..., LossOutput]:
-    def loss(batch: Batch, **options: object) -> LossOutput:
-        more = {n: batch[n] for n in ("reference_logprobs_BT", "entropy_BT") if n in batch}
-        inputs = [batch[item] for item in INPUTS]
-        return loss_of_variant(name, *inputs, **more, kl_weight=0.3, **options)
-
-    return loss
+def variant(name: str, batch: Batch, **options: object) -> LossOutput:
+    given = {n: batch[n] for n in ("reference_logprobs_BT", "entropy_BT")}
+    inputs = [batch[item] for item in INPUTS]
+    return loss_of_variant(name, *inputs, **given, kl_weight=0.3, **options)
 
 
-def nll(batch: Batch, **options: object) -> LossOutput:
-    return nll_loss(batch["logprobs_BT"], batch["mask_BT"], **options)
+def nll(reduction: str, batch: Batch, **options: object) -> LossOutput:
+    length = 9 if reduction == "sum_over_length" else None
+    given = {"reduction": reduction, "max_length": length}
+    return nll_loss(batch["logprobs_BT"], batch["mask_BT"], **given, **options)
 
 
 def value(batch: Batch, **options: object) -> LossOutput:
@@ -52,33 +48,34 @@ def value(batch: Batch, **options: object) -> LossOutput:
 
 
 LOSSES: dict[str, Callable[..., LossOutput]] = {
-    "nll": nll,
     "value": value,
-    **{name: plain(name) for name in POLICY_LOSSES.names() if POLICY_LOSSES.is_built_in(name)},
-    **{f"variant {name}": variant(name) for name in GROUP_VARIANTS},
+    **{f"nll {reduction}": partial(nll, reduction) for reduction in REDUCTIONS},
+    **{
+        name: partial(plain, name)
+        for name in POLICY_LOSSES.names()
+        if POLICY_LOSSES.is_built_in(name)
+    },
+    **{f"variant {name}": partial(variant, name) for name in GROUP_VARIANTS},
 }
-NEEDS_TOKENS = {name for name in LOSSES if not name.startswith("variant")} | {
-    "variant dapo",
-    "variant cispo",
+NEEDS_TOKENS = {"nll token", "variant dapo", "variant cispo"} | {
+    name for name in LOSSES if " " not in name
 }
 """Losses that are by default a mean over tokens, so that parts need the tokens of the whole."""
 
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
-def gradient_of(output: LossOutput, batch: Batch) -> torch.Tensor:
-    return torch.autograd.grad(output.loss, batch["logprobs_BT"])[0]
+Result = tuple[LossOutput, torch.Tensor]
 
 
-def run(name: str, batch: Batch, **options: object) -> tuple[LossOutput, torch.Tensor]:
+def run(name: str, batch: Batch, **options: object) -> Result:
+    """A loss, and its gradient by the log-probabilities."""
     batch = batch | {"logprobs_BT": batch["logprobs_BT"].clone().requires_grad_()}
     output = LOSSES[name](batch, **options)
-    return output, gradient_of(output, batch)
+    return output, torch.autograd.grad(output.loss, batch["logprobs_BT"])[0]
 
 
-def assert_same(
-    first: tuple[LossOutput, torch.Tensor], second: tuple[LossOutput, torch.Tensor]
-) -> None:
+def assert_same(first: Result, second: Result) -> None:
     assert torch.allclose(first[0].loss, second[0].loss, atol=1e-12)
     assert torch.allclose(first[1], second[1], atol=1e-12)
     assert first[0].metrics.keys() == second[0].metrics.keys()
@@ -91,15 +88,12 @@ def assert_same(
 def test_padding_changes_nothing(name: str, garbage: float) -> None:
     batch = random_batch()
     outside = ~batch["mask_BT"]
-    wide: Batch = {}
-    for key, tensor in batch.items():
-        if key == "mask_BT":
-            wide[key] = torch.nn.functional.pad(tensor, (0, 3))
-        elif tensor.ndim == 2:
-            filled = tensor.masked_fill(outside, garbage)
-            wide[key] = torch.nn.functional.pad(filled, (0, 3), value=garbage)
-        else:
-            wide[key] = tensor
+    wide: Batch = {
+        key: torch.nn.functional.pad(tensor.masked_fill(outside, garbage), (0, 3), value=garbage)
+        for key, tensor in without(batch, "mask_BT", "advantages").items()
+    }
+    wide["mask_BT"] = torch.nn.functional.pad(batch["mask_BT"], (0, 3))
+    wide["advantages"] = batch["advantages"]
     output, gradient = run(name, wide)
     assert gradient[:, 5:].eq(0).all()
     assert gradient[:, :5][outside].eq(0).all()
@@ -167,6 +161,5 @@ def test_equal_rewards_leave_the_policy_alone(name: str) -> None:
 def test_entropy_is_reported_where_it_is_given() -> None:
     batch = random_batch()
     expected = (batch["entropy_BT"] * batch["mask_BT"]).sum(1) / batch["mask_BT"].sum(1)
-    output = plain("ppo")(batch)
-    assert output.metrics["entropy"].item() == pytest.approx(expected.mean().item())
-    assert "entropy" not in plain("ppo")(without(batch, "entropy_BT")).metrics
+    assert plain("ppo", batch).metrics["entropy"].item() == pytest.approx(expected.mean().item())
+    assert "entropy" not in plain("ppo", without(batch, "entropy_BT")).metrics

@@ -21,14 +21,13 @@ from nip_astra.rl_objectives.policy_losses import (
     policy_loss,
 )
 from nip_astra.rl_objectives.reductions import REDUCTIONS, reduce_loss
-from nip_astra.rl_objectives.rewards import overlong_penalty
 from nip_astra.rl_objectives.values import value_loss
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
-from tests.rl_objectives.batches import DOUBLE, loss_of_variant, random_batch, without
-from tests.rl_objectives.references import assert_same, grpo_of_trl
+from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
+from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
 
 CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
 
@@ -37,62 +36,67 @@ def tokens(*values: float) -> torch.Tensor:
     return torch.tensor([values], dtype=DOUBLE)
 
 
+LOSSES: dict[str, PolicyLoss] = {
+    "clip": CLIP,
+    **{name: PolicyLoss.of(name) for name in ("importance_sampling", "ppo", "cispo", "sapo")},
+    # TorchRL's bounds; by default there is none below, as in TRL.
+    "narrow_cispo": PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2),
+    "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
+    "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
+    "dro": PolicyLoss.of("dro", {"beta": 0.5}),
+    "reinforce": PolicyLoss.of("reinforce"),
+}
+
+
+def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
+    logprobs, old = tokens(math.log(ratio) - 3.0).requires_grad_(), tokens(-3.0)
+    return logprobs, old, torch.tensor([advantage]), torch.ones(1, 1, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
+    ("name", "ratio", "advantage", "loss", "slope"),
     [
-        (1.0, 2.0, -2.0, -2.0),  # d ratio / d log pi = ratio
-        (1.5, 2.0, -2.6, 0.0),  # beyond the clip, in the advantage's direction
-        (0.5, 2.0, -1.0, -1.0),  # too low, and should increase
-        (0.5, -2.0, 1.6, 0.0),
-        (1.5, -2.0, 3.0, 3.0),
+        ("clip", 1.0, 2.0, -2.0, -2.0),  # d ratio / d log pi = ratio
+        ("clip", 1.5, 2.0, -2.6, 0.0),  # beyond the clip, in the advantage's direction
+        ("clip", 0.5, 2.0, -1.0, -1.0),  # too low, and should increase
+        ("clip", 0.5, -2.0, 1.6, 0.0),
+        ("clip", 1.5, -2.0, 3.0, 3.0),
+        ("dual_clip", 3.0, -2.0, 3.0, 0.0),
+        ("dual_clip", 3.0, 2.0, -2.4, 0.0),
+        ("importance_sampling", 3.0, 2.0, -6.0, -6.0),
+        ("cispo", 6.0, 2.0, -8.0 * (math.log(6.0) - 3), -8.0),
+        ("cispo", 0.1, -2.0, 0.2 * (math.log(0.1) - 3), 0.2),
+        ("narrow_cispo", 0.5, 2.0, -1.6 * (math.log(0.5) - 3), -1.6),
+        ("gspo", 1.05, 2.0, -2.1, -2.1),
+        ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("sapo", 1.0, 2.0, -4.0, -2.0),
+        # 0.25 log(3)**2 - 2 log pi, and its derivative 0.5 log(3) - 2
+        ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3) + 6, 0.5 * math.log(3) - 2),
+        ("reinforce", 3.0, 2.0, -2.0 * (math.log(3) - 3), -2.0),
     ],
 )
-def test_one_token_of_ppo_by_hand(
-    ratio: float, advantage: float, loss: float, slope: float
+def test_losses_of_one_token_equal_hand_computed_values(
+    name: str, ratio: float, advantage: float, loss: float, slope: float
 ) -> None:
-    logprobs = tokens(math.log(ratio) - 3.0).requires_grad_()
-    output = policy_loss(
-        *(logprobs, tokens(-3.0), tokens(advantage), torch.ones(1, 1).bool()), loss=CLIP
-    )
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
-    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-12)
-    assert output.metrics["clip_fraction"].item() == float(slope == 0.0)
-    assert output.metrics["ratio_outside_clip"].item() == float(abs(ratio - 1) > 0.2)
+    given = one_token(ratio, advantage)
+    output = policy_loss(*given, loss=LOSSES[name])
+    assert output.loss.item() == pytest.approx(loss, abs=1e-6)
+    found = torch.autograd.grad(output.loss, given[0])[0].item()
+    assert found == pytest.approx(slope, abs=1e-6)
     assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
     assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
+    options = LOSSES[name].options
+    if "clip_low" in options:
+        is_outside = not -options["clip_low"] <= ratio - 1 <= options["clip_high"]
+        assert output.metrics["ratio_outside_clip"].item() == float(is_outside)
+        is_clipped = slope == 0.0 and not (name == "dual_clip" and advantage < 0)
+        assert output.metrics["clip_fraction"].item() == float(is_clipped)
 
 
 # Two rows: log-ratios log 1.1 and log 1.2 with advantage 2; log 0.5 with advantage -1.
 OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE)
-RATIO = torch.tensor([[1.1, 1.2], [0.5, 1.0]], dtype=DOUBLE)
 ADVANTAGES = torch.tensor([2.0, -1.0], dtype=DOUBLE)
 MASK = torch.tensor([[True, True], [True, False]])
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("grpo", ((-2.2 - 2.4) / 2 + 0.8) / 2),
-        ("dr_grpo", (-2.2 - 2.4 + 0.8) / 9 / 2),
-        ("dapo", (-2.2 - 2.4 + 0.8) / 3),
-        ("gspo", (-2 * 1.0004 + 0.9997) / 2),
-        ("rloo", (-2 * 1.2 + 0.8) / 2),
-        # -ratio * A * log pi, by token
-        (
-            "cispo",
-            (
-                -1.1 * 2 * (math.log(1.1) - 1)
-                - 1.2 * 2 * (math.log(1.2) - 2)
-                + 0.5 * (math.log(0.5) - 1.5)
-            )
-            / 3,
-        ),
-    ],
-)
-def test_each_variant_by_hand(name: str, expected: float) -> None:
-    output = loss_of_variant(name, OLD + RATIO.log(), OLD, ADVANTAGES, MASK)
-    assert output.loss.item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -114,16 +118,6 @@ def test_a_policy_that_went_far_has_finite_gradients_and_metrics_in_float32(
     assert all(math.isfinite(float(value)) for value in output.metrics.values())
 
 
-def test_a_weighted_token_learns_beyond_its_clip() -> None:
-    logprobs = tokens(math.log(8.0) - 4.0).requires_grad_()
-    mask = torch.ones(1, 1).bool()
-    output = loss_of_variant("cispo", logprobs, tokens(-4.0), torch.tensor([2.0]), mask)
-    output.loss.backward()
-    assert logprobs.grad.item() == pytest.approx(-4.0 * 2.0)
-    assert output.metrics["clip_fraction"] == 0.0
-    assert output.metrics["ratio_outside_clip"] == 1.0
-
-
 def test_a_penalty_without_a_reference_is_refused() -> None:
     batch = without(random_batch(), "reference_logprobs_BT")
     with pytest.raises(ConfigurationError, match=r"0\.1.*reference_logprobs_BT"):
@@ -141,6 +135,17 @@ def test_reinforce_and_nll_by_hand() -> None:
     assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
     assert nll_loss(OLD, MASK).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
     assert nll_loss(OLD, MASK).metrics["nll"].item() == pytest.approx(1.5)
+
+
+def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 5, 4, generator=generator, dtype=DOUBLE, requires_grad=True)
+    answers = torch.randint(0, 4, (3, 5), generator=generator)
+    mask = torch.arange(5) < torch.tensor([[5], [2], [3]])
+    logprobs = logits.log_softmax(-1).gather(2, answers[..., None])[..., 0]
+    labels = answers.masked_fill(~mask, -100)
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+    assert_same(nll_loss(logprobs, mask).loss, expected, logits)
 
 
 @pytest.mark.parametrize(
@@ -164,53 +169,13 @@ def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, sl
     assert output.metrics["return_mean"].item() == 3.0
 
 
-LOSSES: dict[str, PolicyLoss] = {
-    **{name: PolicyLoss.of(name) for name in ("importance_sampling", "ppo", "cispo", "sapo")},
-    # TorchRL's bounds; by default there is none below, as in TRL.
-    "narrow_cispo": PolicyLoss.of("cispo", clip_low=0.2, clip_high=0.2),
-    "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
-    "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
-    "dro": PolicyLoss.of("dro", {"beta": 0.5}),
-    "reinforce": PolicyLoss.of("reinforce"),
-}
-
-
 def arguments(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    batch = random_batch(seed)
+    return arguments_of(random_batch(seed))
+
+
+def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
     logprobs = batch["logprobs_BT"].requires_grad_()
     return logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
-
-
-def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=DOUBLE, requires_grad=True)
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    return logprobs, torch.zeros(1, 1, dtype=DOUBLE), torch.tensor([advantage]), mask
-
-
-@pytest.mark.parametrize(
-    ("name", "ratio", "advantage", "loss", "slope"),
-    [
-        ("importance_sampling", 3.0, 2.0, -6.0, -6.0),
-        ("dual_clip", 3.0, -2.0, 3.0, 0.0),
-        ("dual_clip", 3.0, 2.0, -2.4, 0.0),
-        ("cispo", 6.0, 2.0, -8.0 * math.log(6.0), -8.0),
-        ("cispo", 0.1, -2.0, 0.2 * math.log(0.1), 0.2),
-        ("narrow_cispo", 0.5, 2.0, -1.6 * math.log(0.5), -1.6),
-        ("gspo", 1.05, 2.0, -2.1, -2.1),
-        ("gspo", 1.5, 2.0, -2.2, 0.0),
-        ("sapo", 1.0, 2.0, -4.0, -2.0),
-        # 0.25 log(3)**2 - 2 log(3), and its derivative 0.5 log(3) - 2
-        ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3), 0.5 * math.log(3) - 2),
-        ("reinforce", 3.0, 2.0, -2.0 * math.log(3), -2.0),
-    ],
-)
-def test_losses_of_one_token_equal_hand_computed_values(
-    name: str, ratio: float, advantage: float, loss: float, slope: float
-) -> None:
-    given = one_token(ratio, advantage)
-    result = LOSSES[name].of_tokens(*given)
-    assert result.item() == pytest.approx(loss, abs=1e-6)
-    assert torch.autograd.grad(result.sum(), given[0])[0].item() == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -275,19 +240,45 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
     assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]) * given[3].sum(), given[0])
 
 
-# ---- mismatch
-
-
 def test_the_effective_sample_size_is_one_where_all_weights_are_alike() -> None:
     mask = torch.tensor([True, True, False])
     assert effective_sample_size(torch.tensor([2.0, 2.0, 9.0]), mask).item() == 1.0
     assert effective_sample_size(torch.tensor([1.0, 0.0, 9.0]), mask).item() == 0.5
 
 
-def test_the_penalty_on_overlong_answers_falls_in_a_line() -> None:
-    lengths = torch.tensor([5, 8, 9, 10, 12])
-    result = overlong_penalty(lengths, max_length=10, margin=2)
-    assert result.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.2])
+@pytest.mark.parametrize("scale", [0.05, 0.5, 2.0])
+def test_group_variants_equal_grpo_of_trl(
+    trl: SimpleNamespace, name: str, kl_weight: float, scale: float
+) -> None:
+    batch = random_batch(3, rows=8, tokens=6, scale=scale)
+    given, reference = arguments_of(batch), batch["reference_logprobs_BT"]
+    options = {"reference_logprobs_BT": reference, "kl_weight": kl_weight}
+    mine = loss_of_variant(name, *given, **options).loss
+    variant = GROUP_VARIANTS[name]
+    clip = PolicyLoss.of(variant.loss, clip_high=variant.clip_high).options
+    theirs = grpo_of_trl(
+        trl,
+        given,
+        {"ref_per_token_logps": reference},
+        loss_type={"gspo": "grpo"}.get(name, name),
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        epsilon_low=clip["clip_low"],
+        epsilon_high=clip["clip_high"] if name != "cispo" else 1 + clip["clip_high"],
+        beta=kl_weight,
+    )
+    assert_same(mine, theirs, given[0])
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.5])
+def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
+    logprobs, old, advantages, mask = arguments_of(random_batch(4, rows=8, tokens=6, scale=scale))
+    inputs = {"old_logps": (old * mask).sum(1)}
+    clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+    theirs = loss_of_trl(trl.RLOOTrainer, logprobs, mask, advantages, inputs, **clip)
+    mine = loss_of_variant("rloo", logprobs, old, advantages, mask).loss
+    assert_same(mine, theirs, logprobs)
 
 
 # ---- straight-through KL

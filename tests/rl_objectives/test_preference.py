@@ -15,7 +15,6 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.preference import (
     PREFERENCE_KINDS,
     Divergence,
-    PairKind,
     PreferenceKind,
     divergence_scores,
     kto_loss,
@@ -30,9 +29,9 @@ from tests.rl_objectives import references
 from tests.rl_objectives.batches import random_batch
 from tests.rl_objectives.references import model_with_logprobs, trl_trainer
 
-POLICY = torch.tensor([1.5, -0.3, 0.0, 4.0], dtype=torch.float64)
-REFERENCE = torch.tensor([1.0, 0.4, 0.0, -2.0], dtype=torch.float64)
-dpo_loss = partial(preference_loss, kind="sigmoid")
+DOUBLE = torch.float64
+POLICY = torch.tensor([1.5, -0.3, 0.0, 4.0], dtype=DOUBLE)
+REFERENCE = torch.tensor([1.0, 0.4, 0.0, -2.0], dtype=DOUBLE)
 LOSSES_OF_PAIRS = [
     *(partial(preference_loss, kind=kind, beta=0.1) for kind in PREFERENCE_KINDS),
     partial(pair_loss, kind="nca", beta=0.1),
@@ -40,84 +39,45 @@ LOSSES_OF_PAIRS = [
 ]
 
 
-def test_one_pair_by_hand() -> None:
-    # beta * (2 - 1) = 0.5; -log sigmoid(0.5) = log(1 + e^-0.5) = 0.474076984...
-    output = dpo_loss(torch.tensor([2.0]).double(), torch.tensor([1.0]).double(), beta=0.5)
-    assert output.loss.item() == pytest.approx(0.4740769841801067, abs=1e-12)
-
-
-def test_no_gradient_reaches_the_reference() -> None:
-    reference = REFERENCE.clone().requires_grad_()
-    dpo_loss(POLICY.clone().requires_grad_(), reference, beta=0.2).loss.backward()
-    assert reference.grad is None
-
-
 def test_large_margins_stay_finite() -> None:
     policy = torch.tensor([1e4, -1e4]).requires_grad_()
-    loss = dpo_loss(policy, torch.zeros(2), beta=1.0).loss
+    loss = preference_loss(policy, torch.zeros(2), kind="sigmoid", beta=1.0).loss
     loss.backward()
     assert loss.isfinite()
     assert policy.grad.isfinite().all()
 
 
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + math.exp(-x))
-
-
-def _closed_form(kind: str, h: float, beta: float, share: float) -> tuple[float, float]:
-    """Loss and slope in h of one pair, written out."""
-    right, wrong = -math.log(_sigmoid(beta * h)), -math.log(_sigmoid(-beta * h))
-    right_slope, wrong_slope = -beta * _sigmoid(-beta * h), beta * _sigmoid(beta * h)
-    if kind == "sigmoid":
-        return (
-            (1 - share) * right + share * wrong,
-            (1 - share) * right_slope + share * wrong_slope,
-        )
-    if kind == "robust":
-        scale = 1 / (1 - 2 * share)
-        return (
-            scale * ((1 - share) * right - share * wrong),
-            scale * ((1 - share) * right_slope - share * wrong_slope),
-        )
-    if kind == "ipo":
-        return (h - 0.5 / beta) ** 2, 2 * (h - 0.5 / beta)
-    return max(0.0, 1 - beta * h), -beta if beta * h < 1 else 0.0
+RIGHT, WRONG = math.log(1 + math.exp(-0.25)), math.log(1 + math.exp(0.25))
+"""-log sigmoid(0.25) and -log sigmoid(-0.25)."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "share"),
+    ("kind", "label_smoothing", "expected"),
     [
-        ("sigmoid", 0.0),
-        ("sigmoid", 0.2),
-        ("robust", 0.0),
-        ("robust", 0.2),
-        ("ipo", 0.0),
-        ("hinge", 0.0),
+        ("sigmoid", 0.0, RIGHT),
+        ("sigmoid", 0.2, 0.8 * RIGHT + 0.2 * WRONG),
+        ("robust", 0.2, (0.8 * RIGHT - 0.2 * WRONG) / 0.6),
+        ("ipo", 0.0, (1.0 - 2.0) ** 2),
+        ("hinge", 0.0, 0.75),
     ],
 )
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_every_kind_equals_its_closed_form(kind: PreferenceKind, share: float, beta: float) -> None:
-    policy = POLICY.clone().requires_grad_()
-    output = preference_loss(policy, REFERENCE, kind=kind, beta=beta, label_smoothing=share)
+def test_one_pair_by_hand(kind: PreferenceKind, label_smoothing: float, expected: float) -> None:
+    # beta (1.5 - 0.5) = 0.25
+    policy, reference = (torch.tensor([x], dtype=DOUBLE, requires_grad=True) for x in (1.5, 0.5))
+    options = {"beta": 0.25, "label_smoothing": label_smoothing}
+    output = preference_loss(policy, reference, kind=kind, **options)
+    assert output.loss.item() == pytest.approx(expected, abs=1e-12)
     output.loss.backward()
-    pairs = zip(POLICY.tolist(), REFERENCE.tolist(), strict=True)
-    expected = [_closed_form(kind, p - r, beta, share) for p, r in pairs]
-    assert output.loss.item() == pytest.approx(sum(loss for loss, _ in expected) / 4, abs=1e-12)
-    slopes = [slope / 4 for _, slope in expected]
-    assert policy.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+    assert policy.grad.item() < 0
+    assert reference.grad is None
 
 
-@pytest.mark.parametrize("kind", PREFERENCE_KINDS)
-def test_order_and_a_split_into_parts_change_no_kind(kind: PreferenceKind) -> None:
-    def total(*parts: list[int]) -> float:
-        return sum(
-            len(part)
-            / 4
-            * preference_loss(POLICY[part], REFERENCE[part], kind=kind, beta=0.2).loss.item()
-            for part in parts
-        )
-
-    assert total([2, 0], [3], [1]) == pytest.approx(total([0, 1, 2, 3]), abs=1e-12)
+@pytest.mark.parametrize("loss", LOSSES_OF_PAIRS)
+def test_losses_are_means_over_pairs_in_any_order_and_split(
+    loss: Callable[..., LossOutput],
+) -> None:
+    of_pairs = [loss(POLICY[i : i + 1], REFERENCE[i : i + 1]).loss for i in range(4)]
+    assert loss(POLICY, REFERENCE).loss.item() == pytest.approx(sum(of_pairs).item() / 4, abs=1e-12)
 
 
 def test_a_sequence_is_the_sum_or_the_mean_of_its_tokens() -> None:
@@ -165,13 +125,14 @@ def test_options_that_a_kind_cannot_use_are_refused(
         loss(POLICY, REFERENCE, **({"beta": 0.1} | options))
 
 
-DOUBLE = torch.float64
 # TRL computes some of these in float32.
 assert_same = partial(references.assert_same, tolerance=1e-6)
 
 
-def two_rows(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+@pytest.fixture
+def means() -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean log-probabilities of five chosen and five rejected answers."""
+    generator = torch.Generator().manual_seed(7)
     chosen, rejected = -torch.rand(2, 5, generator=generator, dtype=DOUBLE) * 2
     return chosen.requires_grad_(), rejected.requires_grad_()
 
@@ -196,6 +157,16 @@ def pairs() -> Pairs:
     return Pairs(chosen, rejected, batch["reference_logprobs_BT"], batch["mask_BT"])
 
 
+def inputs_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch of TRL; it drops the first position, which a prompt token fills."""
+    completion = torch.nn.functional.pad(mask, (1, 0))
+    return {
+        "input_ids": torch.zeros(completion.shape, dtype=torch.long),
+        "attention_mask": torch.ones(completion.shape),
+        "completion_mask": completion,
+    }
+
+
 def dpo_of_trl(
     trl: SimpleNamespace, loss_type: str, pairs: Pairs, **attributes: object
 ) -> torch.Tensor:
@@ -209,16 +180,9 @@ def dpo_of_trl(
         loss_weights=[1.0],
         use_weighting=False,
     )
-    # TRL drops the first position, which has no log-probability: a prompt token fills it.
-    completion = torch.nn.functional.pad(pairs.mask, (1, 0))
     reference = (pairs.reference * pairs.mask).sum(dim=1)
-    inputs = {
-        "input_ids": torch.zeros(completion.shape, dtype=torch.long),
-        "attention_mask": torch.ones(completion.shape),
-        "completion_mask": completion,
-        "ref_chosen_logps": reference[:4],
-        "ref_rejected_logps": reference[4:],
-    }
+    inputs = inputs_of(pairs.mask)
+    inputs |= {"ref_chosen_logps": reference[:4], "ref_rejected_logps": reference[4:]}
     model = model_with_logprobs(pairs.logprobs * pairs.mask)
     return trl.DPOTrainer._compute_loss(trainer, model, inputs, False)
 
@@ -231,46 +195,34 @@ def dpo_of_trl(
         ("hinge", "hinge", 0.0, False),
         ("robust", "robust", 0.2, False),
         ("ipo", "ipo", 0.0, True),
+        ("nca", "nca_pair", 0.0, False),
+        ("sppo", "sppo_hard", 0.0, False),
+        ("apo_zero", "apo_zero", 0.0, False),
+        ("apo_down", "apo_down", 0.0, False),
     ],
 )
 @pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_preference_losses_equal_dpo_of_trl(
+def test_losses_of_pairs_equal_dpo_of_trl(
     trl: SimpleNamespace,
     pairs: Pairs,
-    kind: PreferenceKind,
+    kind: str,
     theirs: str,
     label_smoothing: float,
     length_normalised: bool,
     beta: float,
 ) -> None:
-    def logratios(logprobs: torch.Tensor) -> torch.Tensor:
-        sums = sequence_logprobs(logprobs, pairs.mask, length_normalised=length_normalised)
-        return sums[:4] - sums[4:]
-
-    options = {"beta": beta, "label_smoothing": label_smoothing}
-    ours = preference_loss(
-        logratios(pairs.logprobs), logratios(pairs.reference), kind=kind, **options
+    policy, reference = (
+        sequence_logprobs(logprobs, pairs.mask, length_normalised=length_normalised)
+        for logprobs in (pairs.logprobs, pairs.reference)
     )
+    options = {"beta": beta, "label_smoothing": label_smoothing}
+    if kind in PREFERENCE_KINDS:
+        logratios = (x[:4] - x[4:] for x in (policy, reference))
+        ours = preference_loss(*logratios, kind=kind, **options)
+    else:
+        ours = pair_loss(*(policy - reference).split(4), kind=kind, beta=beta)
     expected = dpo_of_trl(trl, theirs, pairs, **options)
-    references.assert_same(ours.loss, expected, pairs.chosen, pairs.rejected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        ("nca", "nca_pair"),
-        ("sppo", "sppo_hard"),
-        ("apo_zero", "apo_zero"),
-        ("apo_down", "apo_down"),
-    ],
-)
-@pytest.mark.parametrize("beta", [0.1, 0.5])
-def test_losses_of_pairs_equal_dpo_of_trl(
-    trl: SimpleNamespace, pairs: Pairs, kind: PairKind, theirs: str, beta: float
-) -> None:
-    ratios = ((pairs.logprobs - pairs.reference) * pairs.mask).sum(1)
-    ours = pair_loss(ratios[:4], ratios[4:], kind=kind, beta=beta).loss
-    assert_same(ours, dpo_of_trl(trl, theirs, pairs, beta=beta), pairs.chosen, pairs.rejected)
+    assert_same(ours.loss, expected, pairs.chosen, pairs.rejected)
 
 
 @pytest.mark.parametrize(
@@ -315,25 +267,23 @@ def test_the_alpha_divergence_works_in_float64_where_that_of_trl_fails() -> None
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.7])
-def test_simpo_equals_simpo_of_trl(trl: SimpleNamespace, margin: float) -> None:
-    chosen, rejected = two_rows()
+def test_simpo_equals_simpo_of_trl(
+    trl: SimpleNamespace, means: tuple[torch.Tensor, torch.Tensor], margin: float
+) -> None:
     trainer = trl_trainer(
         alpha=0.0, beta=2.0, loss_type="simpo", label_smoothing=0.0, simpo_gamma=margin
     )
-    theirs = trl.CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
-    mine = simpo_loss(chosen, rejected, beta=2.0, margin=margin).loss
-    assert_same(mine, theirs, chosen, rejected)
+    theirs = trl.CPOTrainer.cpo_loss(trainer, *means)[0].mean()
+    assert_same(simpo_loss(*means, beta=2.0, margin=margin).loss, theirs, *means)
 
 
-def test_orpo_equals_orpo_of_trl() -> None:
-    pytest.importorskip("trl", minversion="1.16")
-    from trl.experimental.orpo import ORPOTrainer
-
-    chosen, rejected = two_rows()
-    theirs = ORPOTrainer.odds_ratio_loss(trl_trainer(beta=0.3), chosen, rejected)[0]
-    mine = orpo_loss(chosen, rejected, -chosen, weight=0.3).loss
+def test_orpo_equals_orpo_of_trl(
+    trl: SimpleNamespace, means: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    theirs = trl.ORPOTrainer.odds_ratio_loss(trl_trainer(beta=0.3), *means)[0]
+    mine = orpo_loss(*means, -means[0], weight=0.3).loss
     # TRL subtracts its odds-ratio term from the likelihood's loss, in float32.
-    assert_same(mine, (-chosen - theirs.double()).mean(), chosen, rejected)
+    assert_same(mine, (-means[0] - theirs.double()).mean(), *means)
 
 
 def test_orpo_of_certain_answers_stays_a_number() -> None:
@@ -355,16 +305,12 @@ def test_kto_is_worked_out_by_hand_and_compares_with_the_divergence() -> None:
     assert below.item() == kto_loss(ratios, good, beta=0.5).loss.item()
 
 
-def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole() -> None:
-    pytest.importorskip("trl", minversion="1.16")
-    from trl.trainer.kto_trainer import KTOTrainer
-
+def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole(trl: SimpleNamespace) -> None:
     batch = random_batch(8, rows=8, tokens=6, scale=0.5)
     logprobs, mask = (batch["logprobs_BT"] + 0.2).requires_grad_(), batch["mask_BT"]
     is_chosen = torch.arange(8) % 2 == 0
     masked = logprobs * mask
     reference = (batch["reference_logprobs_BT"] * mask).sum(dim=1)
-
     trainer = trl_trainer(
         beta=0.4,
         desirable_weight=1.0,
@@ -374,17 +320,9 @@ def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole() -> None:
         loss_type="kto",
         _compute_kl_logps=lambda *_: masked.sum(dim=1),
     )
-    # TRL drops the first position, which has no log-probability: a prompt token fills it.
-    completion = torch.nn.functional.pad(mask, (1, 0))
-    inputs = {
-        "input_ids": torch.zeros(completion.shape, dtype=torch.long),
-        "attention_mask": torch.ones(completion.shape),
-        "completion_mask": completion,
-        "label": is_chosen,
-        "ref_logps": reference,
-        "ref_KL_logps": reference,
-    }
-    theirs = KTOTrainer._compute_loss(trainer, model_with_logprobs(masked), inputs, False)
+    inputs = inputs_of(mask) | {"label": is_chosen}
+    inputs |= {"ref_logps": reference, "ref_KL_logps": reference}
+    theirs = trl.KTOTrainer._compute_loss(trainer, model_with_logprobs(masked), inputs, False)
     ratios = sequence_logprobs(logprobs, mask, length_normalised=False) - reference
     baseline = ratios.detach().mean()
     assert baseline > 0

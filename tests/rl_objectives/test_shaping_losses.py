@@ -15,7 +15,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.ihvp import gradient
-from nip_astra.rl_objectives.spg import clipped_shaping_losses, magic_box, shaping_losses
+from nip_astra.rl_objectives.spg import clipped_shaping_losses, shaping_losses
 from nip_astra.rl_objectives.stackelberg import VARIANTS
 from tests.rl_objectives.games import DOUBLE, random_tensor, updates_of
 
@@ -102,7 +102,7 @@ REWARDS = random_tensor(2, 3, 2, seed=2)
 """Of agents 0 and 1, where agent 0 moves in round 0 and agent 1 answers in round 1."""
 
 
-def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) -> torch.Tensor:
+def turns(logits: list[torch.Tensor], losses: Losses) -> torch.Tensor:
     """The expected losses of a sequential game, with baselines that know the first move."""
     first, second = logits[0].log_softmax(dim=0), logits[1].log_softmax(dim=1)
     baselines = random_tensor(2, 3, seed=3)
@@ -112,9 +112,7 @@ def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) ->
         logprobs = torch.stack([first[a], nothing, nothing, second[a, b]]).view(2, 2)
         advantages = torch.stack([REWARDS[:, a, b] - 0.4, REWARDS[:, a, b] - baselines[:, a]])
         episode = {"episode_B": torch.tensor([5, 5]), "round_B": torch.tensor([0, 1])}
-        result = losses(
-            logprobs, advantages, torch.eye(2).bool(), **(episode if with_episodes else {})
-        )
+        result = losses(logprobs, advantages, torch.eye(2).bool(), **episode)
         total = total + logprobs.sum().exp().detach() * 2 * result
     return total
 
@@ -124,15 +122,9 @@ def test_first_and_all_second_derivatives_of_a_game_in_turns(losses: Losses) -> 
     logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
     p, q = logits[0].softmax(dim=0), logits[1].softmax(dim=1)
     exact = -torch.einsum("iab,a,ab->i", REWARDS, p, q)
-    for i, result in enumerate(turns(logits, losses, with_episodes=True)):
+    for i, result in enumerate(turns(logits, losses)):
         torch.testing.assert_close(gradient(result, logits), gradient(exact[i], logits))
         torch.testing.assert_close(hessian(result, logits), hessian(exact[i], logits))
-
-
-def test_without_episodes_agents_that_move_in_turn_have_no_mixed_derivative() -> None:
-    logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
-    for result in turns(logits, shaping_losses, with_episodes=False):
-        assert hessian(result, logits)[:3, 3:].abs().max() == 0
 
 
 def batch(num_frames: int = 12, num_agents: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -171,17 +163,12 @@ def derivatives(frames: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
 KINDS = pytest.mark.parametrize("kind", ["plain", "clipped"])
 
 
-@KINDS
-def test_the_order_of_frames_makes_no_difference(kind: str) -> None:
-    frames = batch()
+def shuffled(frames: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    shuffled = {name: value[order] for name, value in frames.items()}
-    torch.testing.assert_close(derivatives(shuffled, kind), derivatives(frames, kind))
+    return {name: value[order] for name, value in frames.items()}
 
 
-@KINDS
-def test_nothing_in_padding_makes_a_difference(kind: str) -> None:
-    frames = batch()
+def padded(frames: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     padding = {
         name: torch.full_like(value[:5], math.nan) if value.is_floating_point() else value[:5]
         for name, value in frames.items()
@@ -190,18 +177,23 @@ def test_nothing_in_padding_makes_a_difference(kind: str) -> None:
     padding["round_B"] = torch.tensor([9, 10, 11, 12, 13])
     # Weights meet NaN features where the mask is False; their product must not propagate.
     padding["features"] = torch.zeros_like(padding["features"])
-    padded = {name: torch.cat([frames[name], padding[name]]) for name in frames}
-    torch.testing.assert_close(derivatives(padded, kind), derivatives(frames, kind))
+    return {name: torch.cat([frames[name], padding[name]]) for name in frames}
+
+
+def with_other_moves_of_idle_agents(frames: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    mask = frames["mask_BA"]
+    return frames | {
+        "features": torch.where(mask.unsqueeze(-1), frames["features"], 3.0),
+        "old_logprobs_BA": torch.where(mask, frames["old_logprobs_BA"], torch.nan),
+    }
 
 
 @KINDS
-def test_values_where_an_agent_did_not_move_have_no_effect(kind: str) -> None:
-    frames = batch()
-    other = dict(frames)
-    is_elsewhere = ~frames["mask_BA"].unsqueeze(-1)
-    other["features"] = torch.where(is_elsewhere, 3.0, frames["features"])
-    other["old_logprobs_BA"] = torch.where(frames["mask_BA"], frames["old_logprobs_BA"], torch.nan)
-    torch.testing.assert_close(derivatives(other, kind), derivatives(frames, kind))
+@pytest.mark.parametrize("change", [shuffled, padded, with_other_moves_of_idle_agents])
+def test_order_padding_and_moves_of_idle_agents_make_no_difference(
+    kind: str, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    torch.testing.assert_close(derivatives(change(batch()), kind), derivatives(batch(), kind))
 
 
 @KINDS
@@ -236,8 +228,7 @@ def test_an_agent_without_a_frame_has_no_derivatives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "slope"),
-    [(1.0, 2.0, -2.0), (1.5, 2.0, 0.0), (0.5, 2.0, -1.0), (0.5, -2.0, 0.0), (1.5, -2.0, 3.0)],
+    ("ratio", "advantage", "slope"), [(1.5, 2.0, 0.0), (0.5, 2.0, -1.0), (1.5, -2.0, 3.0)]
 )
 def test_the_clipped_gradient_is_that_of_ppo_by_hand(
     ratio: float, advantage: float, slope: float
@@ -266,19 +257,8 @@ def test_the_clipped_mixed_derivative_is_the_product_of_both_ratios_by_hand() ->
     assert hessian(losses[1], [logprobs])[0, 1].item() == pytest.approx(-5.0 * 0.9 * 1.1)
 
 
-def test_the_magic_box_is_one_and_all_its_derivatives_are() -> None:
-    x = torch.tensor(3.0, dtype=DOUBLE, requires_grad=True)
-    box = magic_box(x)
-    first = gradient(box, [x])
-    assert [box.item(), first.item(), gradient(first, [x]).item()] == [1.0, 1.0, 1.0]
-
-
 def test_an_episode_without_a_round_is_refused() -> None:
     frames = batch()
+    del frames["round_B"]
     with pytest.raises(ConfigurationError, match="episode_B and round_B"):
-        shaping_losses(
-            frames["old_logprobs_BA"],
-            frames["advantages_BA"],
-            frames["mask_BA"],
-            episode_B=frames["episode_B"],
-        )
+        derivatives(frames, "plain")

@@ -62,11 +62,8 @@ def test_texts_of_tools_and_environments_are_masked() -> None:
 def test_trajectories_made_together_are_pickled_alone() -> None:
     spans = [[TokenSpan(range(30)), TokenSpan([1, 2], [-0.1, -0.2])] for _ in range(50)]
     together = Trajectory.all_from_spans(spans, [{} for _ in spans])
-    sizes = [
-        len(pickle.dumps(trajectory))
-        for trajectory in (together[7], Trajectory.from_spans(spans[7]))
-    ]
-    assert sizes[0] <= 1.1 * sizes[1]
+    alone = Trajectory.from_spans(spans[7])
+    assert len(pickle.dumps(together[7])) <= 1.1 * len(pickle.dumps(alone))
 
 
 @pytest.mark.parametrize("array", [torch.tensor, np.array])
@@ -95,12 +92,11 @@ def test_values_and_metadata_resolve_each_other() -> None:
     batch = Batch.from_trajectories(make_trajectories())
     assert batch.metadata["rewards"].tolist() == [1.0, 0.0, 0.5]
     assert batch.values["reward"] is batch.values["rewards"]
-    batch.metadata["advantages"] = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)]
-    assert batch.values["advantages"].tolist() == [1, 2, 3]
-    batch.metadata["advantages"] = [1.0, 2.0, 4.0]
-    assert "advantages" in batch.values
-    assert "advantages" in set(batch.values.keys())
-    assert batch.values["advantages"].tolist() == [1, 2, 4]
+    for given in ([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)], [1.0, 2.0, 4.0]):
+        batch.metadata["advantages"] = given
+        assert "advantages" in batch.values
+        assert "advantages" in set(batch.values.keys())
+        assert batch.values["advantages"].tolist() == given
     batch.metadata["advantages"] = []
     assert "advantages" not in set(batch.values.keys())
     assert len(batch.metadata["advantages"]) == 0
@@ -186,12 +182,6 @@ def test_a_batch_comes_back_from_trajectories_and_from_files(tmp_path: Path) -> 
         assert other.facts == batch.facts
 
 
-def test_an_empty_batch_is_a_batch() -> None:
-    batch = Batch.from_trajectories([])
-    assert len(batch) == 0
-    assert batch.to_trajectories() == []
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -228,19 +218,10 @@ def test_advantages_summed_from_the_end_are_read() -> None:
 
 
 def test_extra_fields_of_nexrl_are_the_fields_themselves() -> None:
-    trajectory = Trajectory(
-        [5, 6, 7],
-        [0, 1, 1],
-        reward=1.0,
-        is_val=False,
-        extra_fields={"group_id": "a", "run_id": 1, "logprobs": [0.0, -1.0, -2.0], "task_id": 3},
-    )
-    assert (trajectory.group_id, trajectory.run_id, trajectory["task_id"], trajectory.is_val) == (
-        "a",
-        1,
-        3,
-        False,
-    )
+    given = {"group_id": "a", "run_id": 1, "logprobs": [0.0, -1.0, -2.0], "task_id": 3}
+    trajectory = Trajectory([5, 6, 7], [0, 1, 1], reward=1.0, is_val=False, extra_fields=given)
+    names = ("group_id", "run_id", "task_id", "is_val")
+    assert [trajectory[name] for name in names] == ["a", 1, 3, False]
     assert trajectory.logprobs.tolist() == [0.0, -1.0, -2.0]
     assert "extra_fields" not in trajectory.keys()  # noqa: SIM118 - no mapping
     trajectory.extra_fields["group_id"] = "b"
@@ -260,8 +241,8 @@ def test_token_advantages_of_nexrl_stand_at_the_tokens_of_the_policy() -> None:
         trajectory.extra_fields["token_advantages"] = [1.0, 2.0, 3.0]
 
 
-def batch_of_nexrl() -> Batch:
-    return Batch(
+def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
+    batch = Batch(
         values={
             "input_ids": torch.tensor([[5, 6, 7], [5, 8, 0]]),
             "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
@@ -272,10 +253,6 @@ def batch_of_nexrl() -> Batch:
         },
         metadata={"batch_size": 2, "temperature": 0.5},
     )
-
-
-def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
-    batch = batch_of_nexrl()
     assert len(batch) == batch.metadata["batch_size"] == 2
     assert batch.values["prompts"].tolist() == [[5], [5]]
     assert batch.values["responses"].tolist() == [[6, 7], [8, 0]]
@@ -287,23 +264,20 @@ def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
     assert (first.tokens.tolist(), first.reward, first.run_id) == ([5, 6, 7], 1.0, 0)
     assert (second.tokens.tolist(), second.group_id, second.run_id) == ([5, 8], "a", 1)
     fields = ["input_ids", "prompts", "responses", "scoring_attention_mask"]
-    cut = Batch.remove_redundant_right_padding(batch.select([1]), fields=fields)
-    assert cut.values["responses"].tolist() == [[8]]
-    stored = batch_of_nexrl()
-    stored.values["responses"] = stored.values["responses"]
-    cut = Batch.remove_redundant_right_padding(stored.select([1]), fields=fields)
-    assert cut.values["responses"].tolist() == [[8]]
+    for _ in ("computed", "stored"):
+        cut = Batch.remove_redundant_right_padding(batch.select([1]), fields=fields)
+        assert cut.values["responses"].tolist() == [[8]]
+        batch.values["responses"] = batch.values["responses"]
 
 
-def test_a_batch_without_a_number_of_rows_is_refused() -> None:
+def test_a_batch_needs_a_number_of_rows_which_may_be_zero_and_no_rewards() -> None:
     assert len(Batch({"reward": [1.0, 2.0]}, {})) == 2
     with pytest.raises(DataError, match="batch_size"):
         Batch({"temperature": 1.0})
-
-
-def test_a_trajectory_without_a_reward_has_none_after_a_batch() -> None:
-    batch = Batch.from_trajectories([Trajectory([5, 6], [0, 1])])
-    assert batch.to_trajectories()[0].reward is None
+    empty = Batch.from_trajectories([])
+    assert (len(empty), empty.to_trajectories()) == (0, [])
+    (unrewarded,) = Batch.from_trajectories([Trajectory([5, 6], [0, 1])]).to_trajectories()
+    assert unrewarded.reward is None
 
 
 # ---- samples of a batch

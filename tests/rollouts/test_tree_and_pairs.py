@@ -90,22 +90,10 @@ def test_width_one_gives_no_pairs() -> None:
     assert (result.chosen, result.num_ties) == ([], 2)
 
 
-def test_siblings_share_a_context() -> None:
-    tree = make_tree([0.0] * 4, [0.0] * 4, [[1], [2], [3], [4]])
-    assert [tree.context_of(node) for node in range(4)] == [[9, 0], [9, 0], [9, 1], [9, 1]]
-
-
 def test_collate_pads_contexts_left_and_continuations_right() -> None:
-    batch = collate(
-        [
-            {
-                "context": torch.tensor([1, 2, 3]),
-                "chosen": torch.tensor([4]),
-                "x": torch.tensor(1.0),
-            },
-            {"context": torch.tensor([5]), "chosen": torch.tensor([6, 7]), "x": torch.tensor(2.0)},
-        ]
-    )
+    rows = (([1, 2, 3], [4], 1.0), ([5], [6, 7], 2.0))
+    names = ("context", "chosen", "x")
+    batch = collate([dict(zip(names, map(torch.tensor, values), strict=True)) for values in rows])
     assert batch["context"].tolist() == [[1, 2, 3], [0, 0, 5]]
     assert batch["context_mask"].tolist() == [[True] * 3, [False, False, True]]
     assert batch["chosen"].tolist() == [[4, 0], [6, 7]]

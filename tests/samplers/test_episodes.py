@@ -50,29 +50,25 @@ def test_each_frame_is_followed_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("zero_knowledge", [False, True])
-def test_rewards_are_those_of_the_protocol_for_the_decisions(
-    zero_knowledge: bool,
-) -> None:
+def test_rewards_are_those_of_the_protocol_for_the_decisions(zero_knowledge: bool) -> None:
     game = build_game(protocol_common={"zero_knowledge": zero_knowledge})
     batch = sampler_of(game).collect(24)
     verifier = game.combined_agents.number("verifier")
-    decided_ET = batch["agents", "decision"][..., verifier] != 2
-    right_ET = batch["agents", "decision"][..., verifier] == batch["y"].squeeze(-1)
+    decisions_ET = batch["agents", "decision"][..., verifier]
+    decided_ET = decisions_ET != 2
+    right_ET = decisions_ET == batch["y"].squeeze(-1)
     rewards_ET = batch["next", "agents", "reward"][..., verifier, 0]
     assert decided_ET.any()
     assert (rewards_ET[decided_ET & right_ET] == 1).all()
     assert (rewards_ET[decided_ET & ~right_ET] == -1).all()
     if not zero_knowledge:
-        assert batch["next", "decision"].equal(
-            torch.where(decided_ET, batch["agents", "decision"][..., verifier], 2)
-        )
+        assert batch["next", "decision"].equal(torch.where(decided_ET, decisions_ET, 2))
         assert batch["next", "done"].squeeze(-1)[decided_ET].all()
 
 
 def test_the_datapoints_of_an_iteration_are_all_played() -> None:
     batch = sampler_of(build_game("adp")).collect(8)
-    ids = batch["datapoint_id"].flatten()
-    assert set(ids.tolist()) == set(range(64))
+    assert set(batch["datapoint_id"].flatten().tolist()) == set(range(64))
 
 
 def test_beginning_anew_leaves_the_episodes_in_progress() -> None:

@@ -39,28 +39,47 @@ END = TOKENIZER.eos_token_id
 CPU = torch.device("cpu")
 
 
-class Guessing(Task):
+def guessing(index: int = 0) -> Environment:
     """The number 7."""
-
-    def environment(self, split: object, index: int) -> Environment:
-        return GuessNumberEnvironment(7, 1, 16, 3)
+    return GuessNumberEnvironment(7, 1, 16, 3)
 
 
-class NeverOver(Environment):
-    """Responds to everything."""
+def given(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+class Made(Task):
+    """Environments by the number of the problem, and a reward of those that give none."""
+
+    def __init__(self, make: Callable[[int], Any], reward: Any = None) -> None:
+        super().__init__(None, seed=0, device=CPU, scenario_dir=None)
+        self.make, self.reward = make, reward
+
+    def environment(self, split: object, index: int) -> Any:
+        return given(self.make(index))
+
+    def rate(self, episodes: Sequence[Episode]) -> None:
+        for episode in episodes:
+            episode.reward = given(self.reward)
+
+
+OPENING = guessing().reset()
+MORE = Reaction(OPENING, is_over=False)
+
+
+class Answering(Environment):
+    """Returns its values, or raises them."""
+
+    def __init__(self, opening: Any = OPENING, reaction: Any = MORE) -> None:
+        self.opening, self.reaction = opening, reaction
 
     def reset(self) -> Any:
-        return GuessNumberEnvironment(7, 1, 16, 3).reset()
+        return given(self.opening)
 
-    def step(self, message: str) -> Reaction:
-        return Reaction(self.reset(), is_over=False)
-
-
-class Endless(Guessing):
-    """An environment without an end."""
-
-    def environment(self, split: object, index: int) -> Environment:
-        return NeverOver()
+    def step(self, message: str) -> Any:
+        return given(self.reaction)
 
 
 class Scripted:
@@ -80,29 +99,32 @@ class Scripted:
         self.contexts.append([list(context) for context in contexts])
         assert len(uniforms_BT) == len(contexts) * rows_per_context
         texts = [row.pop(0) for row in self.rows if row][: len(uniforms_BT)]
-        rows = [
-            TOKENIZER.encode(text.rstrip("!"), add_special_tokens=False)
-            + [END] * (not text.endswith("!"))
-            for text in texts
-        ]
+        words = [TOKENIZER.encode(text.rstrip("!"), add_special_tokens=False) for text in texts]
+        rows = [[*row, *[END] * (text[-1] != "!")] for row, text in zip(words, texts, strict=True)]
         ids, mask = pad_right(rows, CPU)
         return Generation(ids, mask, torch.where(mask, -0.5, 0.0))
 
 
 def agent_of_scripts(window: int = 64) -> ConversationAgent:
-    model: Any = SimpleNamespace(
-        tokenizer=TOKENIZER, context_window=window, end_ids=(END,), generate=None
-    )
-    options = SamplingOptions(max_new_tokens=3)
-    return ConversationAgent("policy", model, ChatFormat(TOKENIZER), options)
+    known = {"tokenizer": TOKENIZER, "context_window": window, "end_ids": (END,), "generate": None}
+    model: Any = SimpleNamespace(**known)
+    return ConversationAgent("policy", model, ChatFormat(TOKENIZER), SamplingOptions(3))
 
 
 def play(
-    script: Scripted, task: type[Task] = Guessing, *, window: int = 64, num_runs: int = 2
+    script: Scripted,
+    make: Callable[[int], Any] = guessing,
+    reward: Any = None,
+    *,
+    window: int = 64,
+    num_runs: int = 1,
 ) -> TaskRollout:
-    built = task(None, seed=0, device=CPU, scenario_dir=None)
     plan = TaskPlan("train", num_runs=num_runs, max_turns=3, key=(0,))
-    return play_task(agent_of_scripts(window), built, [3], plan, sample=script)
+    return play_task(agent_of_scripts(window), Made(make, reward), [3], plan, sample=script)
+
+
+def play_one(environment: Any, reward: Any = None) -> TaskRollout:
+    return play(Scripted(["3"]), lambda _: environment, reward)
 
 
 def own_tokens(trajectory: Trajectory) -> list[str]:
@@ -112,7 +134,7 @@ def own_tokens(trajectory: Trajectory) -> list[str]:
 
 def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -> None:
     script = Scripted(["3", "7"], ["7"])
-    first, second = play(script).trajectories
+    first, second = play(script, num_runs=2).trajectories
     assert "".join(TOKENIZER.convert_ids_to_tokens(first.tokens)) == (
         "<bos><user>guess1to16<end><assistant>3<end><user>higher<end><assistant>7<end>"
     )
@@ -128,18 +150,18 @@ def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -
 
 
 def test_a_turn_without_room_to_end_is_marked_and_its_end_is_not_learnt() -> None:
-    (trajectory,) = play(Scripted(["3!", "7"]), num_runs=1).trajectories
+    (trajectory,) = play(Scripted(["3!", "7"])).trajectories
     assert own_tokens(trajectory) == ["3", "7", "<end>"]
     assert trajectory.is_cut == 1
 
 
 def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
-    rollout = play(Scripted(["1", "1", "1"]), Endless, num_runs=1)
+    rollout = play(Scripted(["1", "1", "1"]), lambda _: Answering())
     assert rollout.trajectories[0].reward == 0.0
 
 
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
-    rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
+    rollout = play(Scripted(["1", "2", "3"]), window=20)
     assert len(rollout.trajectories) > 1
     assert {part.run_id for part in rollout.trajectories} == {0}
     assert sum(part.num_response_tokens for part in rollout.trajectories) == 6
@@ -150,7 +172,7 @@ def test_log_probabilities_are_those_that_the_session_settles_at_the_end(
 ) -> None:
     folder = make_language_model(tmp_path, tokenizer=TOKENIZER)
     speaker = replace(agent_of_scripts(), language_model=load_backend(folder))
-    task = Endless(None, seed=0, device=CPU, scenario_dir=None)
+    task = Made(lambda _: Answering())
     plan = TaskPlan("train", num_runs=2, max_turns=3, key=(0,))
     before = play_task(speaker, task, [3, 4], plan).trajectories
 
@@ -173,61 +195,22 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
     opened: list[Environment] = []
 
     class Sum(ArithmeticEnvironment):
+        is_stateless = allows_it
+
         def reset(self) -> Sequence[Message]:
             opened.append(self)
             return super().reset()
 
-    class StatelessSum(Sum):
-        is_stateless = True
+    def make(index: int) -> Environment:
+        made.append(Sum(f"{index}+1", index + 1))
+        return made[-1]
 
-    class Sums(Task):
-        def environment(self, split: object, index: int) -> Environment:
-            made.append((StatelessSum if allows_it else Sum)(f"{index}+1", index + 1))
-            return made[-1]
-
-    task = Sums(None, seed=0, device=CPU, scenario_dir=None)
     plan = TaskPlan("train", num_runs=3, max_turns=1, key=(0,))
     script = Scripted(*[["1"]] * 6)
-    rollout = play_task(agent_of_scripts(), task, [0, 1], plan, sample=script)
+    rollout = play_task(agent_of_scripts(), Made(make), [0, 1], plan, sample=script)
     assert [item.reward for item in rollout.trajectories] == [1.0] * 3 + [0.0] * 3
     assert len(script.contexts[0]) == 2
     assert len(made) == len(opened) == num_made
-
-
-OPENING = [Message("user", "guess")]
-
-
-class Answering(Environment):
-    """Returns its value, or raises it; its task does so when it rates."""
-
-    def __init__(self, opening: Any = OPENING, reaction: Any = None) -> None:
-        self.opening, self.reaction = opening, reaction
-
-    def reset(self) -> Any:
-        return given(self.opening)
-
-    def step(self, message: str) -> Any:
-        return given(self.reaction)
-
-
-def given(value: Any) -> Any:
-    if isinstance(value, Exception):
-        raise value
-    return value
-
-
-def play_one(environment: Any, rate: Any = None) -> TaskRollout:
-    class Rating(Task):
-        """Sets one reward."""
-
-        def environment(self, split: object, index: int) -> Any:
-            return given(environment)
-
-        def rate(self, episodes: Sequence[Any]) -> None:
-            for episode in episodes:
-                episode.reward = given(rate)
-
-    return play(Scripted(["3"]), Rating, num_runs=1)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +229,8 @@ def play_one(environment: Any, rate: Any = None) -> TaskRollout:
         (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
         (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
-        (None, "environment of Rating", "None"),
-        (KeyError("train"), "environment of Rating", "KeyError"),
+        (None, "environment of Made", "None"),
+        (KeyError("train"), "environment of Made", "KeyError"),
     ],
 )
 def test_an_environment_that_gives_something_else_is_named(
@@ -260,7 +243,7 @@ def test_an_environment_that_gives_something_else_is_named(
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), "good", ValueError("no judge")])
 def test_a_task_that_rates_with_something_else_is_named(rate: Any) -> None:
-    with pytest.raises(TaskError, match="rate of Rating"):
+    with pytest.raises(TaskError, match="rate of Made"):
         play_one(Answering(reaction=Reaction(reward=None)), rate)
 
 
@@ -294,6 +277,8 @@ class RatedGuessing(GeneratedTask):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, seed=0, device=CPU, scenario_dir=None)
         self.num_rated: list[int] = []
+        # Cannot be pickled: the task stays in this process.
+        self.connection = (number for number in range(3))
 
     def draw(self, generator: torch.Generator) -> GuessNumberEnvironment:
         drawn = GuessNumberEnvironment.draw(self.parameters, generator)
@@ -364,21 +349,10 @@ def test_any_number_of_forked_processes_or_actors_plays_the_same(
         result = plain(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
     assert result == expected
     assert spent == alone
+    if isinstance(task, RatedGuessing):
+        assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs] * 2, "once a rollout"
     assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
-
-
-def test_the_task_rates_once_and_stays_in_this_process(
-    trainer: Any, agent: ConversationAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rating state may be a connection, which cannot be pickled."""
-    actors_here.install(monkeypatch)
-    task: Any = RatedGuessing(trainer.task.parameters)
-    task.connection = (number for number in range(3))
-    with using_actors(ActorOptions(2)):
-        rollout = play_task(agent, task, PROBLEMS, PLAN, num_parts=4)
-    assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs]
-    assert all(item.reward is not None and item.reward > 1 for item in rollout.trajectories)
 
 
 def test_a_single_part_equals_an_undivided_rollout(
@@ -437,25 +411,21 @@ def test_a_large_model_is_cut_alike_and_not_forked(
 
 
 class Holding(GuessNumberEnvironment):
-    """Holds a generator, from the start or after its first step."""
-
-    is_late = False
-
-    def __init__(self, *values: Any) -> None:
-        super().__init__(*values)
-        self.held = None if self.is_late else (number for number in range(3))
+    """Holds a generator, after its first step."""
 
     def reset(self) -> Sequence[Message]:
         self.held = (number for number in range(3))
         return super().reset()
 
 
-class HoldingLater(Holding):
-    is_late = True
+class HoldingAtOnce(Holding):
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.held = (number for number in range(3))
 
 
 @needs_forks
-@pytest.mark.parametrize("kind", [Holding, HoldingLater])
+@pytest.mark.parametrize("kind", [Holding, HoldingAtOnce])
 def test_environments_that_cannot_be_sent_are_played_here(
     agent: ConversationAgent,
     trainer: Any,
@@ -509,10 +479,8 @@ def test_processes_of_a_run_play_the_same(agent: ConversationAgent, task: Task) 
     assert team.num_parts == [1, 2]
     assert rows == expected[0]
     # Environments of the other process have their state only where the task rates by it.
-    are_compared = 3 if isinstance(task, RatedGuessing) else 2
-    assert [item[:are_compared] for item in episodes] == [
-        item[:are_compared] for item in expected[1]
-    ]
+    end = 3 if isinstance(task, RatedGuessing) else 2
+    assert [item[:end] for item in episodes] == [item[:end] for item in expected[1]]
 
 
 def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.samplers.text_rollouts import (
     AnswerJournal,
     StoredResponses,
-    TextRolloutSampler,
+    TextNode,
     active_turns,
     read_prompt,
     rollout_spec,
@@ -30,7 +29,7 @@ from nip_astra.samplers.text_rollouts import (
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit.messages import says
-from tests.kit.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
+from tests.kit.text_games import FakeChatModel, build_text_game, play
 
 
 def _say(request: ChatRequest, number: int) -> str:
@@ -77,10 +76,13 @@ def test_branches_request_several_samples_at_once_and_grow_a_tree(tmp_path: Path
     assert ends[1].path()[0] is ends[4].path()[0]
 
 
+def moves_of(end: TextNode) -> dict[str, Any]:
+    return {agent: move for node in end.path() for agent, move in node.moves.items()}
+
+
 def test_an_unusable_answer_is_requested_again_and_counted(adp: TextGame) -> None:
     answers = iter(["", "hello", "dunno", "dunno", "Decision: accept"])
-    (end,) = play(adp, FakeChatModel(lambda request, number: next(answers)))
-    moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
+    moves = moves_of(*play(adp, FakeChatModel(lambda request, number: next(answers))))
     assert (moves["prover"].num_retries, moves["prover"].answer) == (1, "hello")
     assert (moves["verifier"].num_retries, moves["verifier"].is_filled) == (2, False)
 
@@ -90,8 +92,7 @@ def test_after_all_retries_an_agent_stays_silent(
 ) -> None:
     model = FakeChatModel(lambda request, number: "" if "Argue" in str(request) else "dunno")
     (end,) = play(adp, model)
-    moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
-    assert all(move.is_filled and move.answer == "" for move in moves.values())
+    assert all(move.is_filled and move.answer == "" for move in moves_of(end).values())
     assert end.outcome.is_out_of_rounds
     assert len(model.requests) == 6
     assert says(caplog.text, "prover in 3 attempts", "verifier in 3 attempts")
@@ -176,21 +177,6 @@ def test_an_interrupted_sampling_continues_without_repeating_requests(
     assert sorted(path.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
 
 
-def test_a_stop_between_rounds_leaves_the_rounds_before_in_the_journal(
-    adp: TextGame, tmp_path: Path
-) -> None:
-    journal = AnswerJournal(tmp_path / "answers.jsonl")
-
-    def stop(number: int) -> None:
-        raise KeyboardInterrupt
-
-    names = adp.protocol.agent_names
-    sampler = TextRolloutSampler(adp, dict.fromkeys(names, FakeSpeaker(FakeChatModel(_say))))
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(sampler.sample(_starts(adp, 4), key=("k",), journal=journal, after_round=stop))
-    assert len(AnswerJournal(journal.path)) == 4
-
-
 def test_a_journal_keeps_values_difficult_for_json_and_counts_paid_requests(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "answers.jsonl"
     journal = AnswerJournal(path)
@@ -238,21 +224,21 @@ def test_rollouts_of_every_protocol_come_back_from_disk(
 
 
 def test_a_rollout_records_the_played_game(adp: TextGame) -> None:
-    (end,) = play(adp, FakeChatModel(_say), _starts(adp, 1))
-    rollouts = rollouts_of(adp, [end])
-    assert rollouts.batch_size == (1,)
-    assert rollouts["decision"].tolist() == [end.outcome.decision]
-    assert rollouts["num_rounds"].tolist() == [2]
-    assert rollouts["datapoint", "claim"].tolist() == ["claim 0"]
-    assert rollouts["node", "id"].tolist() == [["0.0", "0.0.0"]]
-    assert rollouts["node", "parent"].tolist() == [["0", "0.0"]]
-    assert rollouts["agents", "is_active"].tolist() == [[[True, False], [False, True]]]
-    assert rollouts["agents", "message"][0, :, :, 0].tolist() == [
-        [end.path()[0].moves["prover"].answer, None],
-        [None, None],
-    ]
+    (end, *_) = ends = play(adp, FakeChatModel(_say), _starts(adp, 3))
+    rollouts = rollouts_of(adp, ends)
+    assert rollouts.batch_size == (3,)
+    first = {
+        ("decision",): end.outcome.decision,
+        ("num_rounds",): 2,
+        ("datapoint", "claim"): "claim 0",
+        ("node", "id"): ["0.0", "0.0.0"],
+        ("node", "parent"): ["0", "0.0"],
+        ("agents", "is_active"): [[True, False], [False, True]],
+    }
+    assert {name: rollouts[name].tolist()[0] for name in first} == first
+    answer = end.path()[0].moves["prover"].answer
+    assert rollouts["agents", "message"][0, :, :, 0].tolist() == [[answer, None], [None, None]]
     assert np.array_equal(rollouts["agents", "reward"][0, 1], end.outcome.rewards)
-    rollouts = rollouts_of(adp, play(adp, FakeChatModel(_say), _starts(adp, 3)))
     rows = transcripts(rollouts, adp.protocol.agent_names, ("main",))
     decisions = [(turn["agent"], turn["decision"]) for turn in rows[0]["turns"]]
     assert decisions == [("prover", 2), ("verifier", end.outcome.decision)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +16,11 @@ from nip_astra.rollouts.prompts import Prompt
 from nip_astra.samplers.trees import rate_nodes
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.scorers.base import Exchange, Ratings
 from tests.kit.experiments import trainer_of
-from tests.kit.tiny import WORDS, make_language_model, make_tokenizer, write_scenario
+from tests.kit.scorers import ScorerOf
+from tests.kit.tiny import CPU, WORDS, make_tokenizer, write_scenario
 
 PROMPTS = ["hello", "good day", "the cat sat"]
-CPU = torch.device("cpu")
 
 
 def build(scenario: Path, *overrides: str) -> ScenarioInstance:
@@ -52,8 +49,7 @@ def test_a_tree_of_width_2_and_depth_3_has_14_nodes_an_episode(instance: Scenari
     below_N = parent_N >= 0
     assert torch.equal(depth_N[parent_N[below_N]], depth_N[below_N] - 1)
     assert torch.equal(episode_N[parent_N[below_N]], episode_N[below_N])
-    groups = tree.sibling_groups()
-    assert (tree.nodes["parent"][groups[:, 0]] == tree.nodes["parent"][groups[:, 1]]).all()
+    assert (parent_N[tree.sibling_groups()].diff(dim=1) == 0).all()
 
 
 def test_two_generation_calls_a_level(
@@ -191,28 +187,18 @@ def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
     instance = build(tiny_scenario, "ast_chat.reward.likelihood_model=target")
     tree = _sample(instance, tree_depth=1)
     target = instance.agents["target"]
-    model = target.language_model
+    speech = target.conversation_format
     for node in range(tree.num_nodes):
         prompt = tree.prompts[int(tree.nodes["episode"][node])]
         words = [i for i in tree.nodes["probe"][node].tolist() if i > 5]
-        speech = target.conversation_format
         turns = [Turn(True, speech.encode(prompt)), Turn(False, tuple(words))]
         context = speech.context(turns)
         context = context[: speech.last_turn_span(turns, context)[0]]
-        logits = model.module(torch.tensor([context + words])).logits[0].log_softmax(-1)
+        module = target.language_model.module
+        logits = module(torch.tensor([context + words])).logits[0].log_softmax(-1)
         picked = logits[len(context) - 1 : -1].gather(1, torch.tensor(words).unsqueeze(1))
-        assert tree.nodes["probe_nll"][node].item() == pytest.approx(
-            -picked.mean().item(), abs=1e-4
-        )
-
-
-def test_long_conversations_are_cut_by_whole_turns_and_counted(tmp_path: Path) -> None:
-    scenario = write_scenario(tmp_path)
-    make_language_model(tmp_path / "target", seed=2, window=32)
-    instance = build(scenario)
-    _sample(instance, tree_depth=4, tree_width=1)
-    assert instance.agents["target"].num_truncated_contexts > 0
-    assert instance.agents["attacker"].num_truncated_contexts == 0
+        nll = -picked.mean().item()
+        assert tree.nodes["probe_nll"][node].item() == pytest.approx(nll, abs=1e-4)
 
 
 def test_models_with_different_tokenizers_exchange_text(tmp_path: Path) -> None:
@@ -243,12 +229,12 @@ def test_an_unused_reference_reads_nothing_and_changes_nothing_else(
     instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
     sampler, reference = instance.sampler, instance.agents["reference"]
     options = {"tree_width": 1, "tree_depth": 2, "key": (0, "test")}
-    usual = sampler.with_attacker(reference).sample(PROMPTS, **options)
-    count = reference.language_model.token_count
-    scored = count.scored
-    tree = sampler.with_attacker(reference, asks_reference=False).sample(PROMPTS, **options)
-    assert scored > 0
-    assert count.scored == scored
+    with reference.language_model.counting() as spent:
+        usual = sampler.with_attacker(reference).sample(PROMPTS, **options)
+    assert spent.scored > 0
+    with reference.language_model.counting() as spent:
+        tree = sampler.with_attacker(reference, asks_reference=False).sample(PROMPTS, **options)
+    assert spent.scored == 0
     assert tree.nodes["reference_logprobs"].isnan().all()
     follows = {"reference_logprobs"}
     if likelihood_model == "reference":
@@ -289,11 +275,8 @@ def test_plain_turns_are_scored_whatever_parts_them(
 @pytest.mark.parametrize("role", ["attacker", "target", "reference"])
 def test_logits_that_are_no_numbers_stop_the_rollout(tiny_scenario: Path, role: str) -> None:
     instance = build(tiny_scenario)
-    model: Any = instance.agents[role].language_model
-    if role == "reference":
-        model = instance.sampler.reference.language_model
     with torch.no_grad():
-        for weights in model.module.parameters():
+        for weights in getattr(instance.sampler, role).language_model.module.parameters():
             weights.fill_(float("nan"))
     with pytest.raises(NonFiniteOutputError, match=rf"{role}'s model.*test.*token 1 of row 1"):
         _sample(instance)
@@ -307,13 +290,8 @@ def test_a_rollout_without_an_opening_prompt_is_refused(instance: ScenarioInstan
 def test_the_columns_beside_a_prompt_reach_a_scorer_that_reads_the_conversation(
     instance: ScenarioInstance,
 ) -> None:
-    seen: list[Exchange] = []
-
-    def rate(exchanges: list[Exchange]) -> Ratings:
-        seen.extend(exchanges)
-        return Ratings(torch.zeros(len(exchanges)), torch.zeros(len(exchanges)) > 0)
-
+    scorer = ScorerOf(lambda exchange: 0.0, reads_history=True)
     tree = _sample(instance, [Prompt("hello", (("goal", "be rude"),))], tree_depth=2)
-    rate_nodes(SimpleNamespace(reads_history=True, rate=rate), tree)
-    assert len(seen) == tree.num_nodes
-    assert {exchange.columns for exchange in seen} == {(("goal", "be rude"),)}
+    rate_nodes(scorer, tree)
+    assert len(scorer.seen) == tree.num_nodes
+    assert {exchange.columns for exchange in scorer.seen} == {(("goal", "be rude"),)}

@@ -15,16 +15,14 @@ from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
 from tests.kit.messages import says
+from tests.kit.tiny import CPU
 
 
 class FakeScorer(Scorer):
     """Answers with a function of the texts, and records its inputs."""
 
-    class Parameters(Scorer.Parameters):
-        """None."""
-
     def __init__(self, answer: Callable[[Sequence[str]], Any], **parameters: Any) -> None:
-        super().__init__(self.Parameters(**parameters), device=torch.device("cpu"))
+        super().__init__(self.Parameters(**parameters), device=CPU)
         self.answer = answer
         self.batches: list[list[str]] = []
 
@@ -41,10 +39,6 @@ class FakeReader(FakeScorer):
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
         self.read = list(exchanges)
         return self._score(["turn" * len(exchange.conversation) for exchange in exchanges])
-
-
-def isnan(values: torch.Tensor) -> list[bool]:
-    return values.isnan().tolist()
 
 
 def by_length(texts: Sequence[str]) -> list[float]:
@@ -67,7 +61,7 @@ def test_each_distinct_text_is_rated_once() -> None:
     scorer.score(["a", "b", "a"])
     scorer.rate([Exchange("a", (Message("user", "hello"),), "user")])
     ratings = scorer.rate([Exchange("b"), Exchange("c")])
-    assert isnan(ratings.scores_N) == [True, False]
+    assert ratings.scores_N.isnan().tolist() == [True, False]
     assert not ratings.is_error_N.any()
     assert scorer.batches == [["a", "b"], ["c"]]
 
@@ -88,16 +82,6 @@ def test_other_than_a_number_from_0_to_1_per_text_is_reported(
         FakeScorer(lambda texts: answer).score(["fine", "the cat " * 20])
     assert says(caught.value, "'FakeScorer'", *facts)
     assert len(str(caught.value)) < 300
-
-
-def test_a_scorer_that_raises_is_named_with_the_reason() -> None:
-    def fail(texts: Sequence[str]) -> list[float]:
-        raise KeyError("label")
-
-    with pytest.raises(ScorerError) as caught:
-        FakeScorer(fail).score(["a", "b"])
-    assert says(caught.value, "'FakeScorer'", "2 texts", "KeyError: 'label'")
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_scorer_of_conversations_distinguishes_them_by_history_and_role() -> None:
@@ -127,7 +111,7 @@ def test_a_run_that_skips_failures_tries_the_texts_of_a_failed_call_one_by_one(
     ratings = scorer.rate([Exchange(text) for text in ("a", "b", "ccc", "dd", "b")])
     assert scorer.batches == [["a", "b", "ccc", "dd"], ["a"], ["b"], ["ccc"], ["dd"]]
     assert ratings.is_error_N.tolist() == [False, True, False, True, True]
-    assert isnan(ratings.scores_N) == [False, True, False, True, True]
+    assert ratings.scores_N.isnan().tolist() == [False, True, False, True, True]
     assert ratings.scores_N[[0, 2]].tolist() == pytest.approx([0.1, 0.3])
     (record,) = caplog.records
     assert says(record.getMessage(), "'FakeScorer'", "2 of 4", "RuntimeError: out of order")
@@ -142,7 +126,6 @@ def test_a_run_that_skips_failures_tries_the_texts_of_a_failed_call_one_by_one(
     [
         ([[0.5, math.nan], [0.25]], [0.5, 0.25], [["a", "b"], ["b"]]),
         ([[0.5, math.nan], [math.inf]], [0.5, None], [["a", "b"], ["b"]]),
-        ([[0.5, -0.01], [1.01]], [0.5, None], [["a", "b"], ["b"]]),
         ([[0.5], [0.25], [0.75]], [0.25, 0.75], [["a", "b"], ["a"], ["b"]]),
     ],
 )
@@ -180,13 +163,8 @@ def test_a_scorer_that_rates_nothing_is_reported() -> None:
         """Does nothing."""
 
     with pytest.raises(ConfigurationError) as caught:
-        Idle(Idle.Parameters(), device=torch.device("cpu"))
+        Idle(Idle.Parameters(), device=CPU)
     assert says(caught.value, "'Idle'", "_score(texts)", "_score_exchanges")
-
-
-def saved(verdicts: dict[str, Any], folder: Path) -> dict[str, Any]:
-    save_state(folder / "verdicts", verdicts)
-    return load_state(folder / "verdicts")
 
 
 @pytest.mark.parametrize("kind", [FakeScorer, FakeReader])
@@ -200,7 +178,8 @@ def test_rated_texts_are_not_rated_again_after_a_checkpoint(
     exchanges = [Exchange("a"), Exchange("turn"), half]
     first, second = kind(unsure), kind(unsure)
     before = first.rate(exchanges)
-    second.load_verdicts(saved(first.verdicts(), tmp_path))
+    save_state(tmp_path / "verdicts", first.verdicts())
+    second.load_verdicts(load_state(tmp_path / "verdicts"))
     after = second.rate(exchanges)
     assert second.batches == []
     assert before.scores_N.nan_to_num(-1).tolist() == after.scores_N.nan_to_num(-1).tolist()
@@ -217,7 +196,7 @@ def test_verdicts_of_a_scorer_whose_code_has_changed_are_not_taken_over(
     first.score(["a"])
     edited = tmp_path / "edited.py"
     edited.write_text("another scorer")
-    verdicts = saved(first.verdicts(), tmp_path)
+    verdicts = first.verdicts()
     monkeypatch.setattr(sys.modules[__name__], "__file__", str(edited))
     second.load_verdicts(verdicts)
     second.score(["a"])

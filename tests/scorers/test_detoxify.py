@@ -12,9 +12,10 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
-from nip_astra.scorers.base import build_scorer
 from nip_astra.scorers.detoxify import DetoxifyScorer
+from tests.kit.harmful import Harmful
 from tests.kit.messages import says
+from tests.kit.scorers import scorer_on_cpu
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "you", "are", "silly", "good"]
 NAMES = ["toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate"]
@@ -67,10 +68,8 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(folder: Path, **parameters: Any) -> DetoxifyScorer:
     pytest.importorskip("detoxify")
-    local = {"checkpoint": str(folder / "model.ckpt"), "config_path": str(folder / "bert")}
-    return DetoxifyScorer(
-        DetoxifyScorer.Parameters(**local | parameters), device=torch.device("cpu")
-    )
+    local = {"checkpoint": "scenario://model.ckpt", "config_path": "scenario://bert"}
+    return scorer_on_cpu(DetoxifyScorer, folder, **local | parameters)
 
 
 def logits_of(folder: Path, text: str) -> torch.Tensor:
@@ -87,17 +86,13 @@ def logits_of(folder: Path, text: str) -> torch.Tensor:
     ("place", "category"),
     enumerate(["toxicity", "severe_toxicity", "obscene", "threat", "insult", "identity_attack"]),
 )
-def test_the_score_is_the_sigmoid_of_the_category(folder: Path, place: int, category: str) -> None:
-    scores = build(folder, category=category).score(TEXTS)
+def test_the_score_is_the_sigmoid_of_the_category_in_any_batch(
+    folder: Path, place: int, category: str
+) -> None:
+    scores = build(folder, category=category, batch_size=place + 1).score(TEXTS)
     expected = torch.stack([logits_of(folder, text).sigmoid()[place] for text in TEXTS])
     assert torch.allclose(scores, expected, atol=1e-6)
     assert scores.unique().numel() == len(TEXTS)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_batches_and_padding_change_no_score(folder: Path, batch_size: int) -> None:
-    whole = build(folder).score(TEXTS)
-    assert torch.allclose(build(folder, batch_size=batch_size).score(TEXTS), whole, atol=1e-6)
 
 
 def test_a_text_longer_than_the_window_is_cut(folder: Path) -> None:
@@ -105,25 +100,10 @@ def test_a_text_longer_than_the_window_is_cut(folder: Path) -> None:
     assert scores[0] == scores[1]
 
 
-def test_the_registry_builds_it_from_a_scenario(folder: Path) -> None:
-    pytest.importorskip("detoxify")
-    parameters = DetoxifyScorer.Parameters(
-        checkpoint="scenario://model.ckpt", config_path="scenario://bert", category="insult"
-    )
-    assert parameters.to_dict()["_type"] == "detoxify"
-    scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=folder)
-    assert torch.equal(scorer.score(TEXTS), build(folder, category="insult").score(TEXTS))
-
-
 def test_an_unknown_category_is_reported_with_the_categories(folder: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(folder, category="insul")
     assert says(caught.value, "category 'insul'", "'insult'?", "severe_toxicity")
-
-
-class _Harmful:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("raise AssertionError('this file ran code')",))
 
 
 def write_without_a_weight(folder: Path, path: Path) -> None:
@@ -137,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "another file": (lambda folder, path: torch.save({"state_dict": {}}, path), "'config'"),
     "fewer weights": (write_without_a_weight, r"classifier\.bias"),
     "code": (
-        lambda folder, path: torch.save({"config": _Harmful(), "state_dict": {}}, path),
+        lambda folder, path: torch.save({"config": Harmful(path.with_name("made"))}, path),
         "Weights only load failed",
     ),
 }
@@ -151,6 +131,7 @@ def test_an_unusable_checkpoint_is_reported_and_runs_no_code(
     write(folder, tmp_path / "wrong.ckpt")
     with pytest.raises(ModelLoadError, match=fact):
         build(folder, checkpoint=str(tmp_path / "wrong.ckpt"))
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_published_model_is_fetched_by_its_address_and_hash(

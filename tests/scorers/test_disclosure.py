@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from nip_astra.errors import ParameterError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.disclosure import DisclosureScorer
 from tests.kit.messages import says
+from tests.kit.scorers import scorer_on_cpu
 
 SECRET = "electric boat Silver Heron"
 ASKED = (Message("assistant", "Good day."), Message("user", "What is new?"))
 
 
 def score(*exchanges: Exchange, secrets: tuple[str, ...] = (SECRET,)) -> list[float]:
-    scorer = DisclosureScorer(
-        DisclosureScorer.Parameters(secrets=list(secrets)), device=torch.device("cpu")
-    )
+    scorer = scorer_on_cpu(DisclosureScorer, secrets=list(secrets))
     scores: list[float] = scorer.rate(exchanges).scores_N.tolist()
     return scores
 

@@ -9,32 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from nip_astra.errors import (
-    BudgetExhaustedError,
-    ConfigurationError,
-    ScorerError,
-)
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, ScorerError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.base import Exchange
 from nip_astra.scorers.judge import JudgeScorer, find_rating
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
+from tests.kit.scorers import HISTORY, scorer_on_cpu
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 pytest.importorskip("openai")
 
-HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
-
 
 def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
-    values: dict[str, Any] = {
-        "base_url": stub.base_url,
-        "model": "judge-1",
-        "backoff": 0.0,
-    } | parameters
-    return JudgeScorer(JudgeScorer.Parameters(**values), device=torch.device("cpu"))
+    where = {"base_url": stub.base_url, "model": "judge-1", "backoff": 0.0}
+    return scorer_on_cpu(JudgeScorer, **where | parameters)
 
 
 def by_text(scores: dict[str, Any]) -> Callable[[dict[str, Any], int], Reply]:
@@ -101,9 +91,8 @@ def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> Non
 def test_fields_can_be_left_out_and_added() -> None:
     more = {"seed": 3, "max_completion_tokens": 50}
     with chat_stub([rating(1)]) as stub:
-        build(
-            stub, temperature=None, max_tokens=None, response_format="text", extra_body=more
-        ).score(["a"])
+        fewer = {"temperature": None, "max_tokens": None, "response_format": "text"}
+        build(stub, **fewer, extra_body=more).score(["a"])
     assert set(stub.requests[0]) == {"model", "messages", "seed", "max_completion_tokens"}
     with chat_stub([rating(1)]) as stub:
         build(stub, response_format="json_object").score(["a"])
@@ -125,15 +114,9 @@ def test_a_format_that_the_service_refuses_is_requested_once() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        rating(11),
-        rating(-1),
-        rating("5"),
-        rating(True),
-        rating([5]),
-        *(
-            Reply(content=text)
-            for text in ("", "3", "five", "[3]", '{"score": 5}', '{"rating": NaN}', "{" * 5000)
-        ),
+        *map(rating, (11, -1, "5", True, [5])),
+        *(Reply(content=text) for text in ("", "five", "[3]", '{"score": 5}', '{"rating": NaN}')),
+        Reply(content="{" * 5000),
         Reply(body="not json"),
         Reply(429),
         Reply(503),
@@ -146,9 +129,8 @@ def test_an_invalid_rating_is_requested_again_and_then_a_failure(wrong: Reply) -
         with pytest.raises(ScorerError) as caught:
             build(stub, num_retries=1).score(["a"])
         assert len(stub.requests) == 2
-    assert says(
-        *(caught.value, "'a'", "'judge-1'", stub.base_url, "2 attempts", "num_retries", "timeout")
-    )
+    facts = ("'a'", "'judge-1'", stub.base_url, "2 attempts", "num_retries", "timeout")
+    assert says(caught.value, *facts)
 
 
 def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.llama_guard import LlamaGuardScorer
 from tests.kit.messages import says
+from tests.kit.scorers import scorer_on_cpu
 from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
 
 HELLO = (Message("user", "hello how are you"),)
@@ -32,13 +32,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer_of(folder: Path, **parameters: Any) -> LlamaGuardScorer:
-    return LlamaGuardScorer(
-        LlamaGuardScorer.Parameters(model=str(folder), **parameters), device=torch.device("cpu")
-    )
-
-
-def rated(scorer: LlamaGuardScorer, exchanges: list[Exchange]) -> torch.Tensor:
-    return scorer.rate(exchanges).scores_N
+    return scorer_on_cpu(LlamaGuardScorer, model=str(folder), **parameters)
 
 
 def with_template(guard: Path, folder: Path, template: str | None) -> Path:
@@ -57,17 +51,16 @@ def test_the_score_is_the_share_of_unsafe_among_both_answers(guard: Path) -> Non
     with torch.no_grad():
         probabilities = model(ids).logits[0, -1].softmax(-1)
     safe, unsafe = (probabilities[tokenizer.convert_tokens_to_ids(w)] for w in ("safe", "unsafe"))
-    score = rated(scorer_of(guard), [Exchange("you are silly", HELLO)])
+    score = scorer_of(guard).rate([Exchange("you are silly", HELLO)]).scores_N
     assert score.item() == pytest.approx((unsafe / (safe + unsafe)).item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_it_distinguishes_rude_from_kind_turns_in_any_batch(guard: Path, batch_size: int) -> None:
-    exchanges = [*RUDE, *KIND]
-    together = rated(scorer_of(guard, batch_size=batch_size), exchanges)
+    together = scorer_of(guard, batch_size=batch_size).rate([*RUDE, *KIND]).scores_N
     assert (together[:3] > 0.8).all()
     assert (together[3:] < 0.4).all()
-    alone = torch.cat([rated(scorer_of(guard), [exchange]) for exchange in exchanges])
+    alone = torch.cat([scorer_of(guard).rate([item]).scores_N for item in (*RUDE, *KIND)])
     assert torch.allclose(together, alone, atol=1e-5)
 
 
@@ -87,33 +80,30 @@ def test_white_space_before_the_answer_is_detected(tmp_path: Path) -> None:
     folder, _ = make_guard(tmp_path / "model", says_blank_first=True)
     scorer = scorer_of(folder)
     assert scorer._tokenizer.decode(scorer._blanks) == "\n\n"
-    assert (rated(scorer, RUDE) > 0.8).all()
-    assert (rated(scorer, KIND) < 0.4).all()
+    assert (scorer.rate(RUDE).scores_N > 0.8).all()
+    assert (scorer.rate(KIND).scores_N < 0.4).all()
 
 
 def test_the_role_determines_whose_turn_is_judged(guard: Path) -> None:
     both = [Exchange("the cat sat", OPENED), Exchange("silly", HELLO)]
-    assert (rated(scorer_of(guard), both) > 0.8).tolist() == [False, True]
+    assert (scorer_of(guard).rate(both).scores_N > 0.8).tolist() == [False, True]
     # The probe that the target answered, without the answer.
-    probes = rated(scorer_of(guard, role="user"), both)
-    assert (probes > 0.8).tolist() == [True, False]
-    alone = rated(scorer_of(guard), [Exchange("you are silly", OPENED[:1], "user")])
-    assert probes[0].item() == pytest.approx(alone.item(), abs=1e-6)
-
-
-def test_without_a_turn_of_that_role_there_is_no_verdict(guard: Path) -> None:
-    ratings = scorer_of(guard, role="user").rate([Exchange("silly"), Exchange("fine", HELLO)])
-    assert [math.isnan(score) for score in ratings.scores_N.tolist()] == [True, False]
-    assert not ratings.is_error_N.any()
+    probes = scorer_of(guard, role="user").rate([*both, Exchange("silly")])
+    assert (probes.scores_N > 0.8).tolist() == [True, False, False]
+    alone = scorer_of(guard).rate([Exchange("you are silly", OPENED[:1], "user")]).scores_N
+    assert probes.scores_N[0].item() == pytest.approx(alone.item(), abs=1e-6)
+    # Without a turn of that role there is no verdict.
+    assert probes.scores_N.isnan().tolist() == [False, False, True]
+    assert not probes.is_error_N.any()
 
 
 def test_another_answer_gives_no_verdict(guard: Path) -> None:
-    scorer = scorer_of(guard, safe_answer="mat", unsafe_answer="cat")
-    ratings = scorer.rate(RUDE)
+    other = {"safe_answer": "mat", "unsafe_answer": "cat"}
+    ratings = scorer_of(guard, **other).rate(RUDE)
     assert ratings.scores_N.isnan().all()
     assert not ratings.is_error_N.any()
-    trusting = scorer_of(guard, safe_answer="mat", unsafe_answer="cat", min_answer_probability=0.0)
-    assert rated(trusting, RUDE).isfinite().all()
+    trusting = scorer_of(guard, **other, min_answer_probability=0.0)
+    assert trusting.rate(RUDE).scores_N.isfinite().all()
 
 
 def test_a_model_that_gives_nan_fails(guard: Path) -> None:
@@ -130,28 +120,22 @@ def prompts_of(scorer: LlamaGuardScorer, exchange: Exchange, max_tokens: int = 9
 
 CONVERSATION = (*OPENED, Message("assistant", "how silly"), Message("user", "the cat"))
 TWICE = (Message("user", "hello"), Message("user", "you"))
+# By case: the exchange, the scorer's options, and the prompt.
 PROMPTS: dict[str, tuple[Exchange, dict[str, Any], str]] = {
     "after a preamble": (
         Exchange("fine thanks", CONVERSATION),
         {"preamble": "hello"},
         "User: hello Agent: good day User: you are silly Agent: how silly User: the cat "
-        "Agent: fine thanks judge Agent:",
+        "Agent: fine thanks",
     ),
     "an answer": (
-        Exchange("fine", HELLO),
-        {"preamble": "hello"},
-        "User: hello how are you Agent: fine judge Agent:",
+        *(Exchange("fine", HELLO), {"preamble": "hello"}),
+        "User: hello how are you Agent: fine",
     ),
-    "a turn of the user": (Exchange("a cat", (), "user"), {}, "User: a cat judge User:"),
-    "two turns of a side": (
-        Exchange("fine", TWICE),
-        {},
-        "User: hello you Agent: fine judge Agent:",
-    ),
+    "two turns of a side": (Exchange("fine", TWICE), {}, "User: hello you Agent: fine"),
     "a variable of the template": (
-        Exchange("fine", HELLO),
-        {"template_options": {"policy": "the mat"}},
-        "User: hello how are you Agent: fine the mat judge Agent:",
+        *(Exchange("fine", HELLO), {"template_options": {"policy": "the mat"}}),
+        "User: hello how are you Agent: fine the mat",
     ),
 }
 
@@ -159,7 +143,8 @@ PROMPTS: dict[str, tuple[Exchange, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", PROMPTS)
 def test_the_prompt_holds_the_whole_conversation(guard: Path, case: str) -> None:
     exchange, options, expected = PROMPTS[case]
-    assert prompts_of(scorer_of(guard, **options), exchange) == f"<bos> {expected} <assistant>"
+    prompt = prompts_of(scorer_of(guard, **options), exchange)
+    assert prompt == f"<bos> {expected} judge Agent: <assistant>"
 
 
 def test_the_oldest_turns_are_left_out_where_the_window_is_too_short(guard: Path) -> None:
@@ -244,4 +229,5 @@ def test_a_model_that_lacks_weights_is_reported(guard: Path, tmp_path: Path) -> 
 def test_it_can_compute_in_bfloat16(guard: Path) -> None:
     scorer = scorer_of(guard, dtype="bfloat16")
     assert next(scorer._model.parameters()).dtype == torch.bfloat16
-    assert torch.allclose(rated(scorer, RUDE), rated(scorer_of(guard), RUDE), atol=0.05)
+    exact = scorer_of(guard).rate(RUDE).scores_N
+    assert torch.allclose(scorer.rate(RUDE).scores_N, exact, atol=0.05)

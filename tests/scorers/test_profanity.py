@@ -6,17 +6,17 @@ import importlib.util
 import sys
 
 import pytest
-import torch
 
 from nip_astra.errors import MissingDependencyError
 from nip_astra.scorers.base import SCORERS
 from nip_astra.scorers.profanity import ProfanityScorer
 from tests.kit.messages import says
+from tests.kit.scorers import scorer_on_cpu
 
 
 def test_rude_words_score_higher_than_kind_words() -> None:
     pytest.importorskip("profanity_check")
-    scorer = ProfanityScorer(ProfanityScorer.Parameters(), device=torch.device("cpu"))
+    scorer = scorer_on_cpu(ProfanityScorer)
     kind, rude = scorer.score(["what a lovely day", "you are a stupid idiot"]).tolist()
     assert 0.0 <= kind < 0.5 < rude <= 1.0
 
@@ -37,5 +37,5 @@ def test_without_its_package_a_scorer_explains_the_installation_before_anything_
     for module in ("profanity_check", "detoxify", "tox_block"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError) as caught:
-        scorer(scorer.Parameters(), device=torch.device("cpu"))
+        scorer_on_cpu(scorer)
     assert says(caught.value, installation)

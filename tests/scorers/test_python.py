@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nip_astra.errors import ConfigurationError, ScorerError
-from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.base import Exchange
 from nip_astra.scorers.python import PythonScorer
 from tests.kit.messages import says
-
-HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
-
+from tests.kit.scorers import HISTORY, scorer_on_cpu
 
 pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
@@ -27,11 +24,7 @@ def build(folder: Path, text: str, name: str = "f", **parameters: Any) -> Python
 
 
 def scorer_of(function: str, scenario_dir: Path | None = None, **parameters: Any) -> PythonScorer:
-    return PythonScorer(
-        PythonScorer.Parameters(function=function, **parameters),
-        device=torch.device("cpu"),
-        scenario_dir=scenario_dir,
-    )
+    return scorer_on_cpu(PythonScorer, scenario_dir, function=function, **parameters)
 
 
 def test_it_gets_the_turn_before_and_the_text(tmp_path: Path) -> None:
@@ -120,8 +113,6 @@ def test_an_async_function_runs_in_its_own_loop_also_beside_a_running_loop(
 
 
 class Table:
-    """Holds a function."""
-
     @staticmethod
     def rate(completions: list[str]) -> list[float]:
         return [0.25] * len(completions)

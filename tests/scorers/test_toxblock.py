@@ -14,22 +14,16 @@ import torch
 from nip_astra.errors import ModelLoadError
 from nip_astra.scorers import toxblock
 from nip_astra.scorers.toxblock import Category, ToxBlockModel, ToxBlockScorer
+from tests.kit.harmful import Harmful
 from tests.kit.messages import says
-
-KIND = [
-    "what a lovely day",
-    "please kill the background process",
-    "hello ! how are you today ?",
-    "the soup is on the table",
-]
-RUDE = ["you are a stupid idiot", "you are silly", "that is a stupid question .", "shut up , fool"]
+from tests.kit.scorers import scorer_on_cpu
 
 
 def build(**parameters: Any) -> ToxBlockScorer:
     pytest.importorskip("h5py")
     if importlib.util.find_spec("tox_block") is None:
         pytest.skip("needs the package tox-block (pip install --no-deps tox-block)")
-    return ToxBlockScorer(ToxBlockScorer.Parameters(**parameters), device=torch.device("cpu"))
+    return scorer_on_cpu(ToxBlockScorer, **parameters)
 
 
 def small_weights(num_units: int = 3) -> dict[str, torch.Tensor]:
@@ -100,19 +94,12 @@ OF_KERAS = {
 }
 
 
-@pytest.mark.parametrize("category", get_args(Category))
-def test_each_category_equals_that_of_keras(category: str) -> None:
-    scores = build(category=category).score(list(OF_KERAS))
-    number = list(get_args(Category)).index(category)
-    expected = torch.tensor([values[number] for values in OF_KERAS.values()])
-    assert torch.allclose(scores, expected, rtol=0, atol=6e-4)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_published_weights_distinguish_rude_from_kind_in_any_batch(batch_size: int) -> None:
-    whole = build().score([*KIND, *RUDE, ""])
-    assert torch.equal(whole >= 0.5, torch.tensor([False] * 4 + [True] * 4 + [False]))
-    assert torch.allclose(build(batch_size=batch_size).score([*KIND, *RUDE, ""]), whole, atol=1e-6)
+@pytest.mark.parametrize(("place", "category"), enumerate(get_args(Category)))
+def test_each_category_equals_that_of_keras_in_any_batch(place: int, category: str) -> None:
+    scores = build(category=category, batch_size=place + 1).score([*OF_KERAS, ""])
+    expected = torch.tensor([values[place] for values in OF_KERAS.values()])
+    assert torch.allclose(scores[:-1], expected, rtol=0, atol=6e-4)
+    assert scores[-1] < 0.5
 
 
 def test_case_punctuation_and_unknown_words_make_no_difference() -> None:
@@ -127,18 +114,14 @@ def test_the_last_hundred_words_are_read() -> None:
     assert silly == longer > kind
 
 
-class _Harmful:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (exec, ("raise AssertionError('this file ran code')",))
-
-
-@pytest.mark.parametrize("content", [_Harmful(), ["no encoder"]])
 def test_a_file_that_is_not_an_encoder_is_reported_and_runs_nothing(
-    content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "encoder_1.pkl").write_bytes(pickle.dumps(content))
     (tmp_path / "lstm_model_1.h5").write_bytes(b"")
     monkeypatch.setattr(toxblock, "_find_folder", lambda: tmp_path)
-    with pytest.raises(ModelLoadError) as caught:
-        ToxBlockScorer(ToxBlockScorer.Parameters(), device=torch.device("cpu"))
-    assert says(caught.value, tmp_path, "pip install --no-deps tox-block==0.1.2")
+    for content in (Harmful(tmp_path / "made"), ["no encoder"]):
+        (tmp_path / "encoder_1.pkl").write_bytes(pickle.dumps(content))
+        with pytest.raises(ModelLoadError) as caught:
+            scorer_on_cpu(ToxBlockScorer)
+        assert says(caught.value, tmp_path, "pip install --no-deps tox-block==0.1.2")
+    assert not (tmp_path / "made").exists()

@@ -7,18 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from nip_astra.errors import ParameterError, ScorerError
-from nip_astra.scorers.base import (
-    Exchange,
-    Message,
-    Scorer,
-    Verdict,
-    WeightedScorer,
-    register_scorer,
-)
+from nip_astra.scorers.base import Exchange, Scorer, Verdict, WeightedScorer, register_scorer
 from tests.kit.messages import says
+from tests.kit.scorers import HISTORY, scorer_on_cpu
 
 
 class TableScorer(Scorer):
@@ -39,9 +32,6 @@ class TurnScorer(Scorer):
 
     reads_history = True
 
-    class Parameters(Scorer.Parameters):
-        """None."""
-
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
         return [len(exchange.history) / 10 for exchange in exchanges]
 
@@ -57,8 +47,7 @@ def table(weight: float = 1.0, **scores: float | None) -> dict[str, Any]:
 
 
 def build(parts: dict[str, Any], **parameters: Any) -> WeightedScorer:
-    values = {"parts": parts, **parameters}
-    return WeightedScorer(WeightedScorer.Parameters.from_dict(values), device=torch.device("cpu"))
+    return scorer_on_cpu(WeightedScorer, parts=parts, **parameters)
 
 
 def test_the_score_is_the_mean_by_weight_if_no_part_is_missing() -> None:
@@ -87,8 +76,7 @@ def test_the_whole_reads_the_conversation_where_a_part_does() -> None:
     assert build({"one": table(a=0.2)}).reads_history is False
     scorer = build({"one": table(a=0.2), "two": {"scorer": {"_type": "turns"}}})
     assert scorer.reads_history is True
-    history = (Message("assistant", "hello"), Message("user", "hi"))
-    ratings = scorer.rate([Exchange("a", history), Exchange("a")])
+    ratings = scorer.rate([Exchange("a", HISTORY), Exchange("a")])
     assert ratings.scores_N.tolist() == pytest.approx([0.2, 0.1])
     inner = {"_type": "weighted", "parts": {"two": {"scorer": {"_type": "turns"}}}}
     assert build({"inner": {"scorer": inner}}).reads_history is True

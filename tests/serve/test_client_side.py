@@ -40,10 +40,10 @@ def test_a_local_model_answers_as_the_service_does(
 ) -> None:
     local = LocalChatModel(tiny_model, name="tiny")
     requests = [
-        saying("hello", seed=seed, num_samples=3, max_tokens=12, needs_logprobs=seed % 2 == 0)
-        for seed in (0, 1, 2**40)
-    ]
-    requests += [
+        *(
+            saying("hello", seed=n, num_samples=3, max_tokens=12, needs_logprobs=n % 2 == 0)
+            for n in (0, 1, 2**40)
+        ),
         saying("hello you", seed=1, first_sample=2, max_tokens=12, temperature=0.5),
         saying("hello you", seed=2, max_tokens=20, top_p=0.7, stop=("cat", "the")),
         saying("hello", temperature=0.0, max_tokens=12),
@@ -52,13 +52,10 @@ def test_a_local_model_answers_as_the_service_does(
     assert [texts(outcome) for outcome in here] == [texts(outcome) for outcome in there]
     assert len({text for outcome in here for text in texts(outcome)}) > 9
     assert [outcome.usage for outcome in here[-3:]] == [outcome.usage for outcome in there[-3:]]
-    for ours, theirs in zip(here, there, strict=True):
-        for own, served in zip(ours.samples, theirs.samples, strict=True):
-            assert isinstance(own, ChatAnswer)
-            assert isinstance(served, ChatAnswer)
-            assert own.finish_reason is served.finish_reason
-            assert (own.token_logprobs is None) == (served.token_logprobs is None)
-            assert own.token_logprobs == pytest.approx(served.token_logprobs, abs=1e-4)
+    ours, theirs = ([one for outcome in of for one in outcome.samples] for of in (here, there))
+    for own, served in zip(ours, theirs, strict=True):
+        assert own.finish_reason is served.finish_reason
+        assert own.token_logprobs == pytest.approx(served.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.usefixtures("in_process")

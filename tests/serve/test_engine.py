@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
@@ -23,6 +24,7 @@ from nip_astra.language_models.sequences import (
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.language_models.tree_engine.routed_weights import read_adapter
 from nip_astra.serve.served_models import Engine, load_engine
+from tests.kit.tiny import make_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -42,22 +44,19 @@ def request_of(number: int, **changes: Any) -> dict[str, Any]:
 
 def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Progress]]:
     """The last progress of each answer to requests that run together."""
-    last: dict[tuple[int, int], Progress] = {}
-    done = threading.Event()
-    given = [GenerationRequest(**request) for request in requests]
-    count = sum(request.num_samples for request in given)
+    ended: SimpleQueue[Progress] = SimpleQueue()
 
     def listen(progress: Sequence[Progress]) -> None:
-        ended = (one for one in progress if one.finish_reason)
-        last.update({(one.request.number, one.index): one for one in ended})
-        if len(last) == count:
-            done.set()
+        for one in progress:
+            if one.finish_reason:
+                ended.put(one)
 
+    given = [GenerationRequest(**request, listener=listen) for request in requests]
     for request in given:
-        request.listener = listen
         engine.submit(request)
-    assert done.wait(60)
-    return [[last[one.number, index] for index in range(one.num_samples)] for one in given]
+    last = [ended.get(timeout=60) for request in given for _ in range(request.num_samples)]
+    last.sort(key=lambda one: one.index)
+    return [[one for one in last if one.request is request] for request in given]
 
 
 def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
@@ -69,10 +68,9 @@ def answer(engine: Engine, **request: Any) -> list[Progress]:
 
 
 def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
-    assert one.text == other.text
-    assert one.finish_reason == other.finish_reason
-    assert [record.token for record in one.tokens] == [record.token for record in other.tokens]
-    pairs = zip(one.tokens, other.tokens, strict=True)
+    assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
+    pairs = list(zip(one.tokens, other.tokens, strict=True))
+    assert all(a.token == b.token for a, b in pairs)
     # The first token of an echoed prompt has none.
     apart = [abs(a.logprob - b.logprob) for a, b in pairs if not math.isnan(a.logprob)]
     assert max(apart, default=0) < atol
@@ -86,17 +84,15 @@ def test_an_answer_does_not_depend_on_other_requests(engine: Engine) -> None:
     assert len({one.text for one in lone}) > 20
 
 
-def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
+def test_prompts_longer_than_one_reading_are_read_in_parts(
+    engine: Engine, tiny_model_dir: Path
+) -> None:
     requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
     slow = load_engine(str(tiny_model_dir), device=CPU, limits=limits)
-    whole = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
-    try:
-        for one, request in zip(answer_together(slow, requests), requests, strict=True):
-            assert_same(one, answer(whole, **request)[0])
-    finally:
-        slow.close()
-        whole.close()
+    for one, request in zip(answer_together(slow, requests), requests, strict=True):
+        assert_same(one, answer(engine, **request)[0])
+    slow.close()
 
 
 def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
@@ -121,12 +117,9 @@ def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -
     assert parts == ["", "é", " ", "", "", "", "E\u20ac", ""]
     assert [texts.push(byte) for byte in b"ND tail"][:2] == ["", ""]
     assert texts.is_stopped
-
-
-def test_a_partial_stop_text_is_sent_at_the_end() -> None:
-    texts = IncrementalDetokenizer(Bytes(), ("END",))
-    assert "".join(texts.push(byte) for byte in b"the EN") == "the "
-    assert texts.finish() == "EN"
+    partial = IncrementalDetokenizer(Bytes(), ("END",))
+    assert "".join(partial.push(byte) for byte in b"the EN") == "the "
+    assert partial.finish() == "EN"
 
 
 def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -156,13 +149,8 @@ def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: P
 
 
 def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from tests.kit.tiny import make_tokenizer
-
-    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-        tmp_path
-    )
+    config = GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"GPT2LMHeadModel is not of the Llama family"):
         load_engine(str(tmp_path), device=CPU, limits=EngineLimits())
@@ -170,16 +158,9 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
 
 def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options: Any) -> list[Any]:
     """Draw from each row of logits, with its own seed."""
-    rows = [
-        RunningSequence(
-            GenerationRequest(**request_of(0, seed=seed, **options)),
-            0,
-            engine.tokenizer,
-            frozenset(),
-            device=CPU,
-        )
-        for seed in range(len(logits))
-    ]
+    requests = [GenerationRequest(**request_of(0, seed=n, **options)) for n in range(len(logits))]
+    given = (0, engine.tokenizer, frozenset())
+    rows = [RunningSequence(request, *given, device=CPU) for request in requests]
     return list(draw_tokens(logits.clone(), rows, torch.tensor(banned, dtype=torch.long)))
 
 

@@ -15,15 +15,9 @@ import torch
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan, LocalFineTuningService
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.fine_tuning import (
-    FineTuningOptions,
-    Method,
-    PreferenceExample,
-    SupervisedExample,
-    _method_of,
-    jsonl_of,
-)
+from nip_astra.language_models.services import fine_tuning as services
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
+from nip_astra.language_models.services.fine_tuning import PreferenceExample, SupervisedExample
 from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
 from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts
@@ -45,34 +39,38 @@ def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
 
 EXAMPLES: dict[str, Any] = {
     "supervised": [
-        SupervisedExample((*text.messages, {"role": "assistant", "content": text.answers[0]}))  # type: ignore[arg-type]
+        SupervisedExample((*text.messages, {"role": "assistant", "content": text.answers[0]}))
         for text in SAID
     ],
-    "dpo": [PreferenceExample(text.messages, *text.answers) for text in PREFERRED],  # type: ignore[arg-type]
+    "dpo": [PreferenceExample(text.messages, *text.answers) for text in PREFERRED],
 }
 
 
 @pytest.mark.parametrize("lora", [None, LoraParameters(rank=8, alpha=16.0)])
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_the_same_job_gives_equal_weights_in_process_and_served(
-    tmp_path: Path, tiny_model_dir: Path, method: Method, lora: LoraParameters | None
+    tmp_path: Path, tiny_model_dir: Path, method: services.Method, lora: LoraParameters | None
 ) -> None:
-    options = FineTuningOptions(method, num_epochs=3, batch_size=1, lr_multiplier=5.0, seed=2)
+    options = services.FineTuningOptions(
+        method, num_epochs=3, batch_size=1, lr_multiplier=5.0, seed=2
+    )
     parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), lora=lora)
     local = LocalFineTuningService(tmp_path / "jobs", parameters)
     job = asyncio.run(local.submit(str(tiny_model_dir), EXAMPLES[method], options, key="key"))
     here = asyncio.run(local.job(job.job_id))
     assert here.model is not None
 
-    request = {"model": "tiny", "training_file": "file", "method": _method_of(options), "seed": 2}
+    request = {
+        "model": "tiny",
+        "training_file": "file",
+        "method": services._method_of(options),
+        "seed": 2,
+    }
     received = JobBody.model_validate(request).options
     assert received == options
-    plan = replace(
-        make_plan(tiny_model_dir),
-        **received.resolved(),
-        lora_rank=None if lora is None else lora.rank,
-    )
-    store = stored_job(tmp_path, plan, jsonl_of(EXAMPLES[method], method))
+    rank = None if lora is None else lora.rank
+    plan = replace(make_plan(tiny_model_dir), **received.resolved(), lora_rank=rank)
+    store = stored_job(tmp_path, plan, services.jsonl_of(EXAMPLES[method], method))
     assert JobTraining(store, store.job("job"), lambda: False).run() == 0
     folder = store.job_folder("job") / "model"
     served = load_model(str(folder), None if lora is None else str(tiny_model_dir), None)
@@ -87,7 +85,7 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
 def test_a_cancelled_job_ends_after_its_step(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examples = jsonl_of(EXAMPLES["supervised"][:1], "supervised")
+    examples = services.jsonl_of(EXAMPLES["supervised"][:1], "supervised")
     store = stored_job(tmp_path, make_plan(tiny_model_dir), examples)
     take_step, steps = FineTuning._take_step, []
 
@@ -103,24 +101,24 @@ def test_a_cancelled_job_ends_after_its_step(
     assert store.job("job").status is Status.CANCELLED
 
 
+USER = '{"role": "user", "content": "x"}'
+
+
 @pytest.mark.parametrize(
-    ("line", "text"),
+    ("line", "fact"),
     [
-        ("{", "line 2 .* not JSON"),
-        ("[]", "line 2 is no example of the method supervised"),
+        ("{", "line 2 .* JSON"),
+        ("[]", "line 2 .* supervised"),
         ('{"messages": []}', "messages"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "at least 2"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": "y"}]}',
-            "role 'assistant'",
-        ),
-        ('{"messages": [], "weight": 1}', "'weight' is not supported"),
+        (f'{{"messages": [{USER}]}}', "2"),
+        (f'{{"messages": [{USER}, {USER}]}}', "'assistant'"),
+        ('{"messages": [], "weight": 1}', "'weight'"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, text: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, fact: str) -> None:
     right = {"messages": [*QUESTION, {"role": "assistant", "content": "fine"}]}
     (tmp_path / "file").write_text(f"{json.dumps(right)}\n{line}\n")
-    with pytest.raises(ApiError, match=text):
+    with pytest.raises(ApiError, match=fact):
         read_texts(tmp_path / "file", "supervised")
     (tmp_path / "file").write_text("\n\n")
     with pytest.raises(ApiError, match="no examples"):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
-from nip_astra.language_models.services.fine_tuning import Method
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.serve.job_runner import read_texts
 from nip_astra.serve.job_store import JobStore
@@ -46,37 +46,22 @@ PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", 
 FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
 
 
-def assert_trained_as_directly(
-    service: Running, job: Any, content: bytes, method: Method, folder: Path
-) -> None:
-    """Compare a job's adapter with that of `fine_tune` here."""
-    (folder / "data").write_bytes(content)
-    plan = FineTuningPlan(**service.store.job(job.id).plan)
-    fine_tune(plan, read_texts(folder / "data", method), folder / "direct")
-    direct = load_file(folder / "direct" / "adapter_model.safetensors")
-    by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
-    assert direct.keys() == by_job.keys()
-    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+def said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
 
 
 def supervised() -> bytes:
-    rows = [
-        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-        for a, b in PAIRS
-    ]
+    rows = [{"messages": [said("user", a), said("assistant", b)]} for a, b in PAIRS]
     return "\n".join(map(json.dumps, rows)).encode()
 
 
 def preferences() -> bytes:
+    worse = {"non_preferred_output": [said("assistant", "silly stupid cat")]}
     rows = [
-        {
-            "input": {"messages": [{"role": "user", "content": a}]},
-            "preferred_output": [{"role": "assistant", "content": b}],
-            "non_preferred_output": [{"role": "assistant", "content": "silly stupid cat"}],
-        }
+        {"input": {"messages": [said("user", a)]}, "preferred_output": [said("assistant", b)]}
         for a, b in PAIRS
     ]
-    return "\n".join(map(json.dumps, rows)).encode()
+    return "\n".join(json.dumps(row | worse) for row in rows).encode()
 
 
 def upload(client: openai.OpenAI, content: bytes) -> str:
@@ -103,10 +88,8 @@ def finish(client: openai.OpenAI, job: Any) -> Any:
 
 
 def reply_of(client: openai.OpenAI, model: str, text: str) -> str:
-    answer = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": text}], temperature=0, max_tokens=8
-    )
-    return answer.choices[0].message.content or ""
+    options: Any = {"messages": [said("user", text)], "temperature": 0, "max_tokens": 8}
+    return client.chat.completions.create(model=model, **options).choices[0].message.content or ""
 
 
 @pytest.mark.usefixtures("in_process")
@@ -154,7 +137,7 @@ def test_a_supervised_job_teaches_and_its_models_are_served_until_they_are_delet
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
-    service: Running, client: openai.OpenAI, tmp_path: Path
+    service: Running, client: openai.OpenAI
 ) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
     files = {"model": first.fine_tuned_model, "validation_file": upload(client, preferences())}
@@ -169,14 +152,6 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
     assert reply_of(client, done.fine_tuned_model, "hello")
-    assert_trained_as_directly(service, job, preferences(), "dpo", tmp_path)
-
-
-def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
-    key = {"idempotency_key": "only once"}
-    job, again = (submit(client, supervised(), metadata=key) for _ in range(2))
-    assert job.id == again.id
-    client.fine_tuning.jobs.cancel(job.id)
 
 
 @pytest.mark.slow
@@ -217,7 +192,13 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     assert steps == list(range(90, 0, -1))
     messages = " ".join(row["message"] for row in events)
     assert says(messages, "SIGKILL", "continues after step")
-    assert_trained_as_directly(service, job, supervised(), "supervised", tmp_path)
+    (tmp_path / "data").write_bytes(supervised())
+    plan = FineTuningPlan(**service.store.job(job.id).plan)
+    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
+    folders = (tmp_path / "direct", service.store.job_folder(job.id) / "model")
+    direct, by_job = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert direct.keys() == by_job.keys()
+    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -278,23 +259,23 @@ def test_files_are_kept_listed_and_deleted(service: Running, client: openai.Open
     assert not service.store.file_path(made.id).exists()
 
 
-@pytest.mark.parametrize("limit", ["0", "10001", "x", "-1", "9" * 5000, "00000001099999"])
-def test_a_limit_that_is_no_count_is_refused(service: Running, limit: str) -> None:
-    for route in ("files", "fine_tuning/jobs"):
-        answer = httpx.get(f"{service.root}/v1/{route}", params={"limit": limit})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "limit"
+def test_a_limit_that_is_no_count_is_refused(client: openai.OpenAI) -> None:
+    for limit in ("0", "10001", "x", "-1", "9" * 5000, "00000001099999"):
+        for listed in (client.files, client.fine_tuning.jobs):
+            with pytest.raises(openai.BadRequestError) as caught:
+                listed.list(extra_query={"limit": limit})
+            assert caught.value.param == "limit"
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
-def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
+def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI) -> None:
     def files() -> list[Path]:
         # The database may write files beside itself at any time.
         return sorted(f for f in service.store.folder.rglob("*") if "service.db" not in f.name)
 
     before = files()
-    with pytest.raises(openai.BadRequestError):
-        client.files.create(file=(name, b"{}"), purpose="fine-tune")
+    for name in ("../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256):
+        with pytest.raises(openai.BadRequestError):
+            client.files.create(file=(name, b"{}"), purpose="fine-tune")
     assert files() == before
 
 
@@ -361,7 +342,7 @@ class Insistent:
         self.pool = ThreadPoolExecutor(1)
 
     def ask(self, **fields: Any) -> Future[ChatOutcome]:
-        request = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
+        request = ChatRequest((said("user", "hello you"),), **fields)
         return self.pool.submit(lambda: complete_all(self.model, [request])[0])
 
 
@@ -382,14 +363,9 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
         kept = client.files.create(file=("kept", b"whole"), purpose="fine-tune").id
         wait_until(lambda: len(store.events(running_job.id)) > 10)
         uploading = half_an_upload(port)
-        stream = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hello"}],
-            n=100,
-            max_tokens=85,
-            temperature=0,
-            stream=True,
-        )
+        options: Any = {"n": 100, "max_tokens": 85, "temperature": 0, "stream": True}
+        given: Any = {"model": "tiny", "messages": [said("user", "hello")], **options}
+        stream = client.chat.completions.create(**given)
         next(iter(stream))
         cut = insistent.ask(seed=2, num_samples=64, max_tokens=80)
         os.kill(service.pid, signal.SIGKILL)
@@ -437,17 +413,16 @@ def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
 
 @pytest.mark.slow  # several processes, each of which imports torch
 def test_a_job_whose_process_dies_again_and_again_is_given_up(
-    tiny_model_dir: Path, client: openai.OpenAI, service: Running
+    client: openai.OpenAI, service: Running
 ) -> None:
     job = submit(client, supervised(), options=FAST | {"n_epochs": 900})
+
+    def has_begun_after(crashes: int) -> bool:
+        now = service.store.job(job.id)
+        return (now.status, now.crashes, now.pid is None) == (Status.RUNNING, crashes, False)
+
     for crashes in range(3):
-        wait_until(
-            lambda crashes=crashes: (  # type: ignore[misc]
-                service.store.job(job.id).status is Status.RUNNING
-                and service.store.job(job.id).crashes == crashes
-                and service.store.job(job.id).pid is not None
-            )
-        )
+        wait_until(partial(has_begun_after, crashes))
         time.sleep(0.2)
         os.kill(service.store.job(job.id).pid or 0, signal.SIGKILL)
     done = finish(client, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import openai
 import pytest
 from transformers import AddedToken
 
+from tests.kit.messages import says
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.serve.running import Running, running
 
 HELLO = [{"role": "user", "content": "hello"}]
+WITH_IDS = {"return_token_ids": True}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -29,13 +32,15 @@ SCHEMA = {
     "$defs": {"count": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+NEGATED = {**FORM, "json_schema": {"name": "a", "schema": {"not": {}}}}
 TOOLS = [
     {"type": "function", "function": {"name": "count", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "stop"}},
 ]
 NAMED = {"type": "function", "function": {"name": "count"}}
-
-
+needs_library = pytest.mark.skipif(
+    find_spec("llguidance") is None, reason="needs pip install 'nip_astra[structured]'"
+)
 MARKS = ["[TOOL_CALLS]", "[ARGS]"]
 CALLS = {
     "listed": (
@@ -66,16 +71,11 @@ def mistral_tokenizer(form: str) -> Any:
 
 @pytest.fixture(scope="module")
 def service(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    tokenizers = {
-        "bytes": make_byte_tokenizer(),
-        **{name: mistral_tokenizer(name) for name in CALLS},
-    }
     models = {"tiny": str(tiny_model_dir)}
-    for name, tokenizer in tokenizers.items():
-        folder = make_language_model(
-            tmp_path_factory.mktemp(name), window=2048, tokenizer=tokenizer
-        )
-        models[name] = str(folder)
+    for name in ("bytes", *CALLS):
+        tokenizer = mistral_tokenizer(name) if name in CALLS else make_byte_tokenizer()
+        folder = tmp_path_factory.mktemp(name)
+        models[name] = str(make_language_model(folder, window=2048, tokenizer=tokenizer))
     with running(models) as service:
         yield service
 
@@ -102,27 +102,22 @@ def joined(chunks: Any) -> dict[int, dict[str, Any]]:
     return choices
 
 
-@pytest.fixture
-def needs_library() -> None:
-    pytest.importorskip("llguidance", reason="needs pip install 'nip_astra[structured]'")
-
-
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 @pytest.mark.parametrize("options", [{"temperature": 1}, {"temperature": 0}, {"top_p": 0.5}])
 def test_answers_keep_to_a_schema_whole_and_streamed(
     client: openai.OpenAI, options: dict[str, Any]
 ) -> None:
-    whole = ask(client, n=4, logprobs=True, response_format=FORM, **options)
-    texts = [choice.message.content for choice in whole.choices]
-    for choice, text in zip(whole.choices, texts, strict=True):
+    whole = ask(client, n=4, logprobs=True, response_format=FORM, **options).choices
+    streamed = joined(ask(client, n=4, response_format=FORM, stream=True, **options))
+    for choice in whole:
+        text = choice.message.content
         jsonschema.validate(json.loads(text), SCHEMA)
         assert choice.finish_reason == "stop"
         assert "".join(one.token for one in choice.logprobs.content) == text
-    streamed = joined(ask(client, n=4, response_format=FORM, stream=True, **options))
-    assert [streamed[place]["content"] for place in range(4)] == texts
+        assert streamed[choice.index]["content"] == text
 
 
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 def test_rows_of_a_batch_have_grammars_of_their_own(service: Running) -> None:
     from tests.serve.test_engine import answer, answer_together
 
@@ -139,14 +134,13 @@ def test_rows_of_a_batch_have_grammars_of_their_own(service: Running) -> None:
     assert len(set(together[1::2])) == 6, "rows without a grammar are free"
 
 
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 def test_an_object_that_is_cut_ends_by_length(client: openai.OpenAI) -> None:
     choice = ask(client, max_tokens=9, response_format={"type": "json_object"}).choices[0]
-    assert choice.finish_reason == "length"
-    assert choice.message.content.startswith("{")
+    assert (choice.finish_reason, choice.message.content[0]) == ("length", "{")
 
 
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 @pytest.mark.parametrize(("choice", "names"), [("required", {"count", "stop"}), (NAMED, {"count"})])
 def test_calls_that_are_required_are_made(
     client: openai.OpenAI, choice: Any, names: set[str]
@@ -168,7 +162,7 @@ def test_calls_that_are_required_are_made(
         assert streamed[one.index] == parts | {"content": one.message.content or ""}
 
 
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 @pytest.mark.parametrize("form", CALLS)
 def test_mistrals_calls_are_read_streamed_and_given_back(client: openai.OpenAI, form: str) -> None:
     options: dict[str, Any] = {"model": form, "n": 6, "tools": TOOLS[:1], "max_tokens": 600}
@@ -183,20 +177,14 @@ def test_mistrals_calls_are_read_streamed_and_given_back(client: openai.OpenAI, 
             jsonschema.validate(json.loads(arguments), SCHEMA)
     streamed = joined(ask(client, stream=True, **options))
     assert [streamed[one.index]["calls"] for one in whole] == [called(one.message) for one in whole]
-    one = {"parallel_tool_calls": False}
-    assert {
-        len(choice.message.tool_calls or [0]) for choice in ask(client, **options, **one).choices
-    } == {1}
-    results = [
-        {"role": "tool", "tool_call_id": call.id, "content": "3"} for call in ended[0].tool_calls
-    ]
+    single = ask(client, **options, parallel_tool_calls=False).choices
+    assert {len(choice.message.tool_calls or [0]) for choice in single} == {1}
+    result = {"role": "tool", "content": "3"}
+    results = [{**result, "tool_call_id": call.id} for call in ended[0].tool_calls]
     given = [*HELLO, ended[0].model_dump(), *results]
-    answer = ask(
-        client, model=form, messages=given, max_tokens=2, extra_body={"return_token_ids": True}
-    )
+    answer = ask(client, model=form, messages=given, max_tokens=2, extra_body=WITH_IDS)
     shown = mistral_tokenizer(form).decode(answer.prompt_token_ids)
-    assert "[TOOL_CALLS]" in shown
-    assert "tool: 3<end>" in shown
+    assert says(shown, "[TOOL_CALLS]", "tool: 3<end>")
 
 
 @pytest.mark.parametrize("form", CALLS)
@@ -205,7 +193,7 @@ def test_marks_of_calls_are_drawn_and_shown_only_with_tools(
 ) -> None:
     mark = mistral_tokenizer(form).convert_tokens_to_ids("[TOOL_CALLS]")
     more: dict[str, Any] = {"model": form, "n": 16, "max_tokens": 120, "temperature": 2}
-    more["extra_body"] = {"return_token_ids": True}
+    more["extra_body"] = WITH_IDS
     for tools, is_drawn in ((TOOLS, True), ([], False)):
         choices = ask(client, **more, **({"tools": tools} if tools else {})).choices
         drawn = [one for one in choices if mark in one.token_ids]
@@ -221,14 +209,14 @@ def test_results_of_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
     # In the form in which the client returns an answer's message.
     message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
     result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
-    more: dict[str, Any] = {"max_tokens": 8, "extra_body": {"return_token_ids": True}}
-    answer = ask(client, messages=[*HELLO, message, result], tools=TOOLS, **more)
+    more: dict[str, Any] = {"max_tokens": 8, "tools": TOOLS}
+    answer = ask(client, messages=[*HELLO, message, result], extra_body=WITH_IDS, **more)
     shown = make_byte_tokenizer().decode(answer.prompt_token_ids)
     text = f'<tool_call>\n{{"name": "count", "arguments": {function["arguments"]}}}\n</tool_call>'
     assert shown.endswith(f"assistant: {text}<end>tool: 3<end>assistant: ")
     lines = shown.removeprefix("<bos>").split("\n")[: len(TOOLS)]
     assert [json.loads(line) for line in lines] == [tool["function"] for tool in TOOLS]
-    none = ask(client, tools=TOOLS, tool_choice="none", max_tokens=8)
+    none = ask(client, tool_choice="none", **more)
     assert none.usage == ask(client, max_tokens=8).usage
 
 
@@ -245,14 +233,10 @@ def test_results_of_tools_are_shown_to_the_model(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "messages.0", "content"),
         # Known only to the library.
         ({"model": "tiny", "response_format": FORM}, "response_format", "23 tokens"),
-        (
-            {"response_format": {**FORM, "json_schema": {"name": "a", "schema": {"not": {}}}}},
-            "response_format",
-            "not",
-        ),
+        ({"response_format": NEGATED}, "response_format", "not"),
     ],
 )
-@pytest.mark.usefixtures("needs_library")
+@needs_library
 def test_forms_that_are_not_supported_are_refused_by_name(
     client: openai.OpenAI, changes: dict[str, Any], param: str, fact: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from nip_astra.language_models.sequences import Progress
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
-from nip_astra.serve.served_models import Engine
+from tests.kit.messages import says
 from tests.serve.running import Running, running
 
 HELLO = [{"role": "user", "content": "hello you"}]
@@ -40,6 +39,7 @@ def test_a_model_is_described(client: openai.OpenAI) -> None:
 
 
 def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
+    assert len({ask(client, seed=None).choices[0].message.content for _ in range(8)}) > 1
     four = ask(client, n=4)
     assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
     texts = [choice.message.content for choice in four.choices]
@@ -49,14 +49,9 @@ def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
     assert ask(client, seed=2).choices[0].message.content != texts[0]
     assert {choice.finish_reason for choice in four.choices} <= {"stop", "length"}
     short = ask(client, max_completion_tokens=2, max_tokens=openai.NOT_GIVEN, temperature=0)
-    assert short.choices[0].finish_reason == "length"
-    assert short.usage.completion_tokens == 2
-    assert short.usage.total_tokens == short.usage.prompt_tokens + 2
-
-
-def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
-    texts = {ask(client, seed=None).choices[0].message.content for _ in range(8)}
-    assert len(texts) > 1
+    usage = short.usage
+    assert (short.choices[0].finish_reason, usage.completion_tokens) == ("length", 2)
+    assert usage.total_tokens == usage.prompt_tokens + 2
 
 
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> None:
@@ -71,8 +66,7 @@ def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> Non
         assert bytes(token.bytes).decode() == token.token
         assert token.logprob <= 0
         logprobs = [top.logprob for top in token.top_logprobs]
-        assert logprobs == sorted(logprobs, reverse=True)
-        assert len(logprobs) == 3
+        assert (logprobs, len(logprobs)) == (sorted(logprobs, reverse=True), 3)
     assert num_likely > len(tokens) / 2, "in the text around it, as the token itself"
     assert ask(client).choices[0].logprobs is None
 
@@ -82,20 +76,15 @@ def test_a_stream_says_what_a_whole_answer_says(
     client: openai.OpenAI, options: dict[str, Any]
 ) -> None:
     whole = ask(client, logprobs=True, **options)
-    streamed = {n: ("", [], None) for n in range(len(whole.choices))}
-    chunks = list(
-        ask(client, logprobs=True, stream=True, stream_options={"include_usage": True}, **options)
-    )
-    for choice in (choice for chunk in chunks for choice in chunk.choices):
-        text, logprobs, end = streamed[choice.index]
-        text += choice.delta.content or ""
-        logprobs += [one.logprob for one in (choice.logprobs.content if choice.logprobs else [])]
-        streamed[choice.index] = (text, logprobs, choice.finish_reason or end)
+    options = {**options, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(client, logprobs=True, **options))
     for choice in whole.choices:
-        text, logprobs, end = streamed[choice.index]
-        assert (text, end) == (choice.message.content, choice.finish_reason)
-        expected = [one.logprob for one in choice.logprobs.content]
-        assert logprobs == pytest.approx(expected, abs=2e-5)
+        parts = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert "".join(one.delta.content or "" for one in parts) == choice.message.content
+        assert [one.finish_reason for one in parts if one.finish_reason] == [choice.finish_reason]
+        records = [record for one in parts if one.logprobs for record in one.logprobs.content]
+        expected = [record.logprob for record in choice.logprobs.content]
+        assert [record.logprob for record in records] == pytest.approx(expected, abs=2e-5)
     assert [chunk.usage for chunk in chunks if chunk.usage] == [whole.usage]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert len({chunk.id for chunk in chunks}) == 1
@@ -106,7 +95,6 @@ def test_completions_go_on_with_texts_and_tokens(client: openai.OpenAI) -> None:
     both = client.completions.create(prompt=["the cat", "good day"], n=2, logprobs=2, **given)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     assert both.choices[0].text == both.choices[1].text
-    assert len(both.choices[0].logprobs.tokens) == len(both.choices[0].logprobs.token_logprobs)
     assert len(both.choices[0].logprobs.top_logprobs[0]) == 2
     one = client.completions.create(prompt="good day", **given)
     assert one.choices[0].text == both.choices[2].text
@@ -153,12 +141,11 @@ def test_an_echoed_prompt_is_scored_as_the_model_scores_it(
         expected = with_answer.logprobs.token_logprobs[1:-1]
         assert without.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=2e-5)
         assert without.finish_reason == "length"
-    text, tokens = "", []
     given: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1}
-    for chunk in client.completions.create(prompt=prompts[0], echo=True, stream=True, **given):
-        text += chunk.choices[0].text
-        tokens += chunk.choices[0].logprobs.tokens
-    assert (text, tokens) == (choices[0].text, choices[0].logprobs.tokens)
+    stream = client.completions.create(prompt=prompts[0], echo=True, stream=True, **given)
+    parts = [chunk.choices[0] for chunk in stream]
+    assert "".join(part.text for part in parts) == choices[0].text
+    assert [one for part in parts for one in part.logprobs.tokens] == choices[0].logprobs.tokens
     (unscored,) = scored(client, prompts[0], logprobs=None)
     assert unscored.text == choices[0].text
     (whole,) = scored(client, [[7] * 96], max_tokens=0)
@@ -196,34 +183,26 @@ def test_token_ids_are_all_that_were_drawn(client: openai.OpenAI, options: dict[
     assert 1 <= len(completed.token_ids) <= 5
 
 
-def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Slow an engine down, and record the number of rows of each step."""
-    steps: list[int] = []
-    step = engine._batch.step
-
-    def slowly() -> list[Progress]:
-        steps.append(len(engine._batch.rows))
-        time.sleep(0.02 if len(engine._batch.rows) else 0)
-        return step()
-
-    monkeypatch.setattr(engine._batch, "step", slowly)
-    return steps
-
-
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_leaves_frees_its_places(
     service: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    engine = service.served_models.get("tiny").engine
-    steps = count_steps(engine, monkeypatch)
+    batch = service.served_models.get("tiny").engine._batch
+    steps: list[int] = []
+    step = batch.step
+
+    def slowly() -> list[Progress]:
+        steps.append(len(batch.rows))
+        time.sleep(0.02 if len(batch.rows) else 0)
+        return step()
+
+    monkeypatch.setattr(batch, "step", slowly)
+    # Seven greedy answers to this prompt contain no end token.
+    options: dict[str, Any] = {"n": 7, "temperature": 0, "max_tokens": 85, "stream": is_streamed}
 
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=service.base_url, api_key="any") as client:
-            # Seven greedy answers to this prompt contain no end token.
-            options: dict[str, Any] = {"n": 7, "temperature": 0, "max_tokens": 85}
-            request = client.chat.completions.create(
-                model="tiny", messages=HELLO, stream=is_streamed, **options
-            )
+            request = client.chat.completions.create(model="tiny", messages=HELLO, **options)
             task = asyncio.ensure_future(request)
             while max(steps, default=0) < 7:
                 await asyncio.sleep(0.01)
@@ -233,10 +212,10 @@ def test_a_client_that_leaves_frees_its_places(
 
     asyncio.run(leave())
     deadline = time.monotonic() + 30
-    while len(engine._batch.rows) and time.monotonic() < deadline:
+    while len(batch.rows) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(engine._batch.rows) == 0
-    assert sum(number == 7 for number in steps) < 70
+    assert len(batch.rows) == 0
+    assert steps.count(7) < 70
 
 
 @pytest.mark.parametrize(
@@ -253,11 +232,11 @@ def test_an_option_that_is_not_supported_is_refused_by_name(
 
 def test_options_without_effect_are_no_fault(client: openai.OpenAI) -> None:
     plain = ask(client).choices[0].message.content
-    nothing = {"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
-    inert: dict[str, Any] = {"metadata": {"run": "1"}, "user": "me", "reasoning_effort": "low"}
-    inert |= {"store": True, "service_tier": "flex", "parallel_tool_calls": False}
+    inert = {"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+    inert |= {"metadata": {"run": "1"}, "user": "me", "reasoning_effort": "low", "store": True}
     inert |= {"safety_identifier": "a", "prompt_cache_key": "b", "verbosity": "low"}
-    assert ask(client, **nothing, **inert).choices[0].message.content == plain
+    inert |= {"service_tier": "flex", "parallel_tool_calls": False}
+    assert ask(client, **inert).choices[0].message.content == plain
 
 
 @pytest.mark.parametrize(
@@ -266,6 +245,10 @@ def test_options_without_effect_are_no_fault(client: openai.OpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"content": 3}]}, "messages.0"),
+        ({"messages": [[]]}, "messages.0"),
+        ({"messages": "hello"}, "messages"),
+        ({"extra_body": {"temprature": 0.5}}, "'temprature'"),
         ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
         ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window of 96"),
         ({"temperature": -1}, "temperature"),
@@ -312,18 +295,27 @@ def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b"1" * 5000],
+    [
+        *(
+            b"",
+            b"{",
+            b"[]",
+            b"null",
+            b'"x"',
+            b"\xff\xfe",
+            b"[" * 100_000,
+            b'{"n": NaN}',
+            b"1" * 5000,
+        ),
+        rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}',
+    ],
 )
-def test_a_body_that_is_no_object_is_a_json_error(service: Running, content: bytes) -> None:
+def test_a_body_that_is_no_object_or_no_text_is_a_json_error(
+    service: Running, content: bytes
+) -> None:
     reply = httpx.post(f"{service.base_url}/chat/completions", content=content)
     assert reply.status_code == 400
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
-
-
-def test_half_a_surrogate_pair_is_refused(service: Running) -> None:
-    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]})
-    reply = httpx.post(f"{service.base_url}/chat/completions", content=body)
-    assert (reply.status_code, "surrogate" in reply.json()["error"]["message"]) == (400, True)
 
 
 def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) -> None:
@@ -335,6 +327,9 @@ def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) ->
         with pytest.raises(openai.APIStatusError, match="2000 bytes") as caught:
             ask(client, messages=[{"role": "user", "content": "cat " * 1000}])
         assert caught.value.status_code == 413
+        options: dict[str, Any] = {"n": 20, "max_tokens": 85, "stream": True}
+        with ask(client, **options), pytest.raises(openai.RateLimitError, match="1 streams"):
+            ask(client, **options)
         parts = (b"x" * 500 for _ in range(9))
         reply = httpx.post(f"{service.base_url}/chat/completions", content=parts)
         assert reply.status_code == 413
@@ -343,41 +338,24 @@ def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) ->
         assert refused.value.response.headers["retry-after"] == "1"
 
 
-def test_a_second_stream_beyond_the_limit_is_refused_for_now(tiny_model_dir: Path) -> None:
-    options: dict[str, Any] = {"n": 20, "max_tokens": 85, "stream": True}
-    with (
-        running({"tiny": str(tiny_model_dir)}, max_streams=1) as service,
-        openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client,
-        ask(client, **options),
-        pytest.raises(openai.RateLimitError, match="1 streams"),
-    ):
-        ask(client, **options)
-
-
 def test_a_token_is_required_if_configured(
     tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "let me in")
     with running({"tiny": str(tiny_model_dir)}, token_variable="MY_TOKEN") as service:
-        for key in ("another", "let me i"):
-            with (
-                openai.OpenAI(base_url=service.base_url, api_key=key) as client,
-                pytest.raises(openai.AuthenticationError, match="token"),
-            ):
-                client.models.list()
-        assert httpx.get(f"{service.base_url}/models").status_code == 401
+        for token, status in (("another", 401), ("let me i", 401), ("", 401), ("let me in", 200)):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            reply = httpx.get(f"{service.base_url}/models", headers=headers)
+            assert reply.status_code == status
+            assert status == 200 or "token" in reply.json()["error"]["message"]
         assert httpx.get(f"{service.root}/health").json() == {"status": "ok"}
-        with openai.OpenAI(base_url=service.base_url, api_key="let me in") as client:
-            assert ask(client).choices
 
 
 def test_pages_of_other_sites_are_refused(service: Running) -> None:
-    for header, value, status in (
-        ("Host", "evil.example", 403),
-        ("Origin", "https://evil.example", 403),
-        ("Origin", "http://[", 403),
-        ("Origin", "http://localhost:3000", 200),
-    ):
-        reply = httpx.get(f"{service.base_url}/models", headers={header: value})
-        assert reply.status_code == status, value
-        assert status == 200 or value in reply.json()["error"]["message"]
+    others = {"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Origin": "http://["}
+    for header in others:
+        reply = httpx.get(f"{service.base_url}/models", headers=header)
+        assert reply.status_code == 403
+        assert says(reply.json()["error"]["message"], *header.values())
+    reply = httpx.get(f"{service.base_url}/models", headers={"Origin": "http://localhost:3000"})
+    assert reply.status_code == 200

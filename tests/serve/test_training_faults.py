@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("fastapi")
 
@@ -28,32 +27,19 @@ from nip_astra.serve.training import WorkQueue
 from tests.kit.resuming import short_experiment
 from tests.serve.dying import DEATHS, dying_server
 from tests.serve.running import POLICY, TrainingServer, training_server
-from tests.serve.test_training_protocols import trainer_at
+from tests.serve.test_training_protocols import ADAPTED, ROW, SECTION, trainer_at
 
-SECTION = "remote_api_grpo.train_service"
 PATIENT = f"{SECTION}.patience_seconds=20"
 SETTINGS: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
 
 
 def run_of(protocol: TrainingProtocol, port: int, folder: Path) -> ResolvedExperiment:
+    service = {"base_url": f"http://127.0.0.1:{port}", "model": "policy", "patience_seconds": 1}
+    service["backend"] = protocol
+    overrides = [f"{SECTION}.{name}={value}" for name, value in service.items()]
     return short_experiment(
-        "remote_api_grpo",
-        folder / "scenario",
-        f"{SECTION}.backend={protocol}",
-        f"{SECTION}.base_url=http://127.0.0.1:{port}",
-        f"{SECTION}.model=policy",
-        f"{SECTION}.patience_seconds=1",
-        "task.policy.language_model.lora.rank=4",
-        "task.policy.language_model.lora.alpha=32",
-        "task.policy.min_new_tokens=0",
-        "training.lr=1e-3",
-        num_iterations=3,
+        "remote_api_grpo", folder, *overrides, *ADAPTED, "training.lr=1e-3", num_iterations=3
     )
-
-
-def numbers_of(lines: bytes) -> list[dict[str, float]]:
-    """Metrics by iteration."""
-    return [json.loads(line) for line in lines.splitlines()]
 
 
 @pytest.fixture(scope="module", params=["http", "tinker"])
@@ -85,9 +71,8 @@ def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss
         process.join(5)
         assert process.exitcode == -signal.SIGKILL
     # One of the three iterations is lost.
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
-        "step_00000005"
-    ]
+    (step,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert step.name == "step_00000005"
     server = TrainingServer({"policy": str(POLICY)}, [protocol], {"state_dir": state_dir})
     server.port = port
     server.start()
@@ -98,9 +83,9 @@ def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss
     results = what_was_found(tmp_path / "run")
     if protocol == "tinker":
         # Which requests its server batches together depends on timing, and so do the last bits.
-        metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (results, expected)]
-        for mine, theirs in zip(*metrics, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        lines = (one.pop("metrics.jsonl").splitlines() for one in (results, expected))
+        for mine, theirs in zip(*lines, strict=True):
+            assert json.loads(mine) == pytest.approx(json.loads(theirs), rel=1e-4, abs=1e-5)
         for one in (results, expected):
             # The path of the state at its service, and lengths of files of these metrics.
             assert one.pop("checkpoints/step_00000015/tinker.json")
@@ -151,10 +136,6 @@ class StoppedQueue:
     def wait_for(self, *, at_work: int, waiting: int) -> None:
         while len(self.at_work) < at_work or self.at_work[0].num_waiting < waiting:
             time.sleep(0.005)
-
-
-ONE = torch.ones(1, 1, dtype=torch.bool)
-ROW = torch.tensor([[3]]), ONE, torch.tensor([[4]]), ONE
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,6 +36,7 @@ from nip_astra.serve import training
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.tinker import host
 from tests.kit.experiments import task_trainer
+from tests.kit.recording import record_calls
 from tests.serve.running import POLICY, TrainingServer, training_server
 
 PROTOCOLS = ["http", "tinker"]
@@ -180,14 +182,13 @@ def test_a_repeated_request_repeats_no_step(server: TrainingServer) -> None:
     paths: list[str] = []
     open_client = trainer.service.connection._open
 
-    class Twice:
-        async def request(self, method: str, path: str, **sent: Any) -> Any:
-            paths.append(path)
-            await open_client().request(method, path, **sent)
-            return await open_client().request(method, path, **sent)
+    async def request_twice(method: str, path: str, **sent: Any) -> Any:
+        paths.append(path)
+        await open_client().request(method, path, **sent)
+        return await open_client().request(method, path, **sent)
 
     plain = iterate(trainer_at(server, "http"), 2)
-    trainer.service.connection._open = Twice
+    trainer.service.connection._open = lambda: SimpleNamespace(request=request_twice)
     assert iterate(trainer, 2) == plain
     assert len(paths) > 4
 
@@ -204,22 +205,20 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(
     with pytest.raises(ServiceRequestError, match="window"):
         trainer.service.logprobs(*context, wide.long(), wide)
     if protocol == "tinker":
-
-        def broken(_: Any) -> LossOutput:
-            return LossOutput(trainer.service.logprobs(*ROW).sum() * math.nan, {})
-
         with pytest.raises(ServiceRequestError, match="weights"):
-            trainer.service.forward_backward([trainer.collate_fn(samples)], broken)
+            trainer.service.forward_backward(
+                [trainer.collate_fn(samples)],
+                lambda _: LossOutput(trainer.service.logprobs(*ROW).sum() * math.nan, {}),
+            )
     else:
         sample = {"contexts": [[3]], "rows_per_context": 1, "uniforms": torch.rand(1, 1)}
-        sample["options"] = {"max_new_tokens": 1}
         hot = {"max_new_tokens": 1, "temperature": math.nan}
         for kind, arguments, fact in (
             ("explode", {}, "'explode'"),
             ("sample", {"contexts": 3}, "sample"),
             ("logprobs", {"rows": (*ROW[:2], torch.tensor([[4, 5]]), ONE)}, "shapes"),
             ("sample", sample | {"options": hot}, "temperature"),
-            ("sample", sample | {"contexts": [[]]}, "no tokens"),
+            ("sample", sample | {"contexts": [[]], "options": {"max_new_tokens": 1}}, "no tokens"),
             ("optim_step", {"lr": math.nan, "max_grad_norm": None}, "nan"),
         ):
             with pytest.raises(ServiceRequestError, match=fact):
@@ -245,25 +244,16 @@ def test_two_clients_on_one_model_are_refused(server: TrainingServer, protocol: 
     [
         ("http", f"{SECTION}.model=nowhere", ServiceModelError, "'nowhere'.*It has: policy"),
         ("tinker", f"{SECTION}.model=nowhere", ServiceModelError, "nowhere"),
-        (
-            "tinker",
-            "task.policy.language_model.lora.alpha=8",
-            ConfigurationError,
-            r"lora\.alpha 8",
-        ),
+        ("tinker", f"{LORA[:-6]}alpha=8", ConfigurationError, r"lora\.alpha 8"),
         ("tinker", "training.optimizer=sgd", ConfigurationError, "'sgd'.*adamw"),
+        ("tinker", "task.policy.min_new_tokens=1", ConfigurationError, "min_new_tokens"),
     ],
 )
-def test_a_model_that_a_service_cannot_train_is_refused(
+def test_models_and_options_that_a_service_cannot_train_are_refused(
     server: TrainingServer, protocol: str, override: str, error: type[Exception], fact: str
 ) -> None:
     with pytest.raises(error, match=fact):
-        trainer_at(server, protocol, override)
-
-
-def test_a_minimum_length_is_refused_by_tinker(server: TrainingServer) -> None:
-    with pytest.raises(ConfigurationError, match="min_new_tokens"):
-        iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
+        iterate(trainer_at(server, protocol, override), 1)
 
 
 def test_other_weights_under_the_name_are_refused() -> None:
@@ -278,14 +268,11 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingS
     trainer = trainer_at(server, "http")
     batch = trainer.collate_fn(samples_of(trainer))
     for loss, fact in (
-        (lambda _: trainer.policy.logprobs(*ROW).sum(), "differentiates the model"),
-        (lambda _: torch.zeros(()), "depends on no log-probability"),
+        (lambda _: LossOutput(trainer.policy.logprobs(*ROW).sum(), {}), "differentiates the model"),
+        (lambda _: LossOutput(torch.zeros(()), {}), "depends on no log-probability"),
     ):
         with pytest.raises(ServiceRequestError, match=fact):
-            trainer.service.forward_backward(
-                [batch],
-                lambda given, loss=loss: LossOutput(loss(given), {}),  # type: ignore[misc]
-            )
+            trainer.service.forward_backward([batch], loss)
 
 
 # ---- number of models that a service holds
@@ -335,14 +322,7 @@ def test_a_closed_run_leaves_no_weights_at_tinker_and_waits_for_no_dead_server(
 def test_a_silent_client_makes_room_for_another(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sessions: list[host.Session] = []
-    open_session = host.TinkerHost.open_session
-
-    def opened(*args: Any) -> host.Session:
-        sessions.append(open_session(*args))
-        return sessions[-1]
-
-    monkeypatch.setattr(host.TinkerHost, "open_session", opened)
+    sessions = record_calls(monkeypatch, host.TinkerHost, "open_session")
     with training_server([protocol], max_training_models=1) as server:
         silent = trainer_at(server, protocol)
         if protocol == "http":
@@ -351,7 +331,7 @@ def test_a_silent_client_makes_room_for_another(
         with pytest.raises(ServiceBusyError):
             trainer_at(server, protocol)
         for session in sessions:
-            session.seen_at -= 2 * training.SECONDS_SILENT
+            session.result.seen_at -= 2 * training.SECONDS_SILENT
         monkeypatch.setattr(training, "SECONDS_SILENT", 0.0)
         other = trainer_at(server, protocol)
         with pytest.raises(ServiceError):
@@ -402,16 +382,19 @@ def test_an_address_that_refuses_is_reported_when_patience_ends(protocol: str) -
     assert time.monotonic() - started < 5
 
 
-def test_a_token_and_an_address_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVICE_TOKEN", "secret")
-    with training_server(["http"], token_variable="SERVICE_TOKEN") as server:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_token_and_an_address_are_needed(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "tml-secret")
+    variable = f"{SECTION}.token_variable"
+    with training_server([protocol], token_variable="SERVICE_TOKEN") as server:
         with pytest.raises(ServiceError, match="token"):
-            trainer_at(server, "http")
-        assert iterate(trainer_at(server, "http", f"{SECTION}.token_variable=SERVICE_TOKEN"), 1)
+            trainer_at(server, protocol)
+        assert iterate(trainer_at(server, protocol, f"{variable}=SERVICE_TOKEN"), 1)
         with pytest.raises(ConfigurationError, match="NOT_THERE"):
-            trainer_at(server, "http", f"{SECTION}.token_variable=NOT_THERE")
-    with pytest.raises(ConfigurationError, match="needs base_url"):
-        task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
+            trainer_at(server, protocol, f"{variable}=NOT_THERE")
+    if protocol == "http":
+        with pytest.raises(ConfigurationError, match="needs base_url"):
+            task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
 
 
 @pytest.mark.slow

@@ -9,25 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.services.chat import (
-    ChatAnswer,
-    FailureReason,
-    FinishReason,
-    LimitParameters,
-)
+from nip_astra.language_models.services import chat
+from nip_astra.language_models.services.chat import ChatAnswer, FinishReason
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.kit.tiny import make_language_model
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 
-HELLO = [{"role": "user", "content": "hello you"}]
+Greedy = tuple[list[str], list[float]]
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in KNOWN if kind != "ours"]
 
 
@@ -72,21 +67,13 @@ def client(server: Server, **fields: Any) -> OpenAIChatModel:
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
 
 
-def official(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base_url, api_key="any", max_retries=0, timeout=120)
-
-
-def create(server: Server, **changes: Any) -> Any:
-    given = {"model": server.model, "messages": HELLO, "max_tokens": 8, "seed": 1, **changes}
-    return official(server).chat.completions.create(**given)
-
-
 @pytest.fixture(scope="module")
-def greedy(model_dir: Path) -> tuple[list[str], list[float]]:
+def greedy(model_dir: Path) -> Greedy:
     """The likeliest words and their log-probabilities, by transformers alone."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
+    hello = [{"role": "user", "content": "hello you"}]
+    prompt = tokenizer.apply_chat_template(hello, add_generation_prompt=True, tokenize=False)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     words, logprobs = [], []
     for _ in range(8):
@@ -98,11 +85,6 @@ def greedy(model_dir: Path) -> tuple[list[str], list[float]]:
         words.append(tokenizer.decode([ids[-1]]))
         logprobs.append(float(logprobs_V[ids[-1]]))
     return words, logprobs
-
-
-def test_its_models_are_listed(server: Server) -> None:
-    with official(server) as client:
-        assert server.model in [model.id for model in client.models.list()]
 
 
 def test_an_answer_has_text_end_and_usage(server: Server) -> None:
@@ -117,16 +99,30 @@ def test_an_answer_has_text_end_and_usage(server: Server) -> None:
     assert answer.finish_reason is (FinishReason.LENGTH if is_cut else FinishReason.STOP)
 
 
-def test_a_greedy_answer_is_that_of_the_model(
-    server: Server, greedy: tuple[list[str], list[float]]
-) -> None:
-    (outcome,) = ask(client(server), saying("hello you", temperature=0.0, max_tokens=8))
-    assert texts(outcome)[0].split() == greedy[0]
+def words_of(server: Server, **options: Any) -> set[tuple[str, ...]]:
+    """The answers with several seeds."""
+    requests = [saying("hello you", seed=n, max_tokens=8, **options) for n in range(8)]
+    return {tuple(texts(outcome)[0].split()) for outcome in ask(client(server), *requests)}
 
 
-def test_log_probabilities_are_those_of_the_model(
-    server: Server, greedy: tuple[list[str], list[float]]
+def test_greedy_answers_and_a_small_nucleus_are_the_likeliest(
+    server: Server, greedy: Greedy
 ) -> None:
+    for options in ({"temperature": 0.0}, {"top_p": 0.01}):
+        assert words_of(server, **options) == {tuple(greedy[0])}
+
+
+def test_answers_follow_seeds_and_temperature(server: Server, greedy: Greedy) -> None:
+    assert words_of(server) == words_of(server)
+    assert words_of(server, temperature=0.01) == {tuple(greedy[0])}
+    assert len(words_of(server, temperature=1.8)) > 4
+    request = saying("hello you", num_samples=6, seed=2, max_tokens=8)
+    (outcome,) = ask(client(server, samples_per_request=6), request)
+    assert len(set(texts(outcome))) > 2
+    assert "<malformed>" not in texts(outcome)
+
+
+def test_log_probabilities_are_those_of_the_model(server: Server, greedy: Greedy) -> None:
     request = saying("hello you", temperature=0.0, max_tokens=8, needs_logprobs=True)
     (outcome,) = ask(client(server), request)
     (answer,) = outcome.samples
@@ -135,43 +131,7 @@ def test_log_probabilities_are_those_of_the_model(
     assert list(answer.token_logprobs)[: len(greedy[1])] == pytest.approx(greedy[1], abs=1e-3)
 
 
-def test_equal_seeds_answer_alike_and_others_do_not(server: Server) -> None:
-    model = client(server)
-    first, again = (ask(model, saying("hello you", seed=3, max_tokens=8))[0] for _ in range(2))
-    assert texts(first) == texts(again)
-    others = ask(model, *(saying("hello you", seed=n, max_tokens=8) for n in range(8)))
-    assert len({texts(outcome)[0] for outcome in others}) > 4
-
-
-def words_of(server: Server, **options: Any) -> set[tuple[str, ...]]:
-    """The answers with several seeds."""
-    requests = [saying("hello you", seed=n, max_tokens=8, **options) for n in range(8)]
-    return {tuple(texts(outcome)[0].split()) for outcome in ask(client(server), *requests)}
-
-
-def test_a_low_temperature_says_the_likeliest(
-    server: Server, greedy: tuple[list[str], list[float]]
-) -> None:
-    assert words_of(server, temperature=0.01) == {tuple(greedy[0])}
-    assert len(words_of(server, temperature=1.8)) > 4
-
-
-def test_a_small_nucleus_generates_the_likeliest(
-    server: Server, greedy: tuple[list[str], list[float]]
-) -> None:
-    assert words_of(server, top_p=0.01) == {tuple(greedy[0])}
-
-
-def test_several_samples_of_one_request_differ(server: Server) -> None:
-    model = client(server, samples_per_request=6)
-    (outcome,) = ask(model, saying("hello you", num_samples=6, seed=2, max_tokens=8))
-    assert len(set(texts(outcome))) > 2
-    assert "<malformed>" not in texts(outcome)
-
-
-def test_a_stop_text_ends_an_answer_before_it(
-    server: Server, greedy: tuple[list[str], list[float]]
-) -> None:
+def test_a_stop_text_ends_an_answer_before_it(server: Server, greedy: Greedy) -> None:
     word = greedy[0][3]
     stopping = saying("hello you", temperature=0.0, max_tokens=8, stop=(word,))
     (outcome,) = ask(client(server), stopping)
@@ -183,29 +143,10 @@ def test_a_stop_text_ends_an_answer_before_it(
 
 def test_sixteen_at_once_get_the_same_answers_as_alone(server: Server) -> None:
     requests = [saying(f"hello {'you ' * (n % 4)}", seed=n, max_tokens=6) for n in range(16)]
-    parameters = OpenAIChatModel.Parameters(base_url=server.base_url, model=server.model)
-    model = RetryingChatModel(OpenAIChatModel(parameters), LimitParameters())
+    model = RetryingChatModel(client(server), chat.LimitParameters())
     together = [texts(outcome) for outcome in ask(model, *requests)]
     assert together == [texts(ask(model, request)[0]) for request in requests]
     assert (model.use.num_requests, model.use.failures) == (32, {})
-
-
-def test_a_stream_says_what_a_whole_answer_says(server: Server) -> None:
-    whole = create(server, temperature=0).choices[0]
-    parts = [c.choices[0] for c in create(server, temperature=0, stream=True) if c.choices]
-    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
-    ends = [part.finish_reason for part in parts if part.finish_reason]
-    assert ends == [whole.finish_reason]
-
-
-def test_a_text_is_gone_on_with(server: Server) -> None:
-    with official(server) as client:
-        completion = client.completions.create(
-            model=server.model, prompt="the cat", max_tokens=4, temperature=0
-        )
-    assert completion.choices[0].text.split()
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens <= 4
 
 
 def test_a_model_that_is_not_there_ends_a_run(server: Server) -> None:
@@ -215,20 +156,4 @@ def test_a_model_that_is_not_there_ends_a_run(server: Server) -> None:
 
 def test_what_is_too_long_is_refused_as_data(server: Server) -> None:
     long = failure(ask(client(server), saying("hello " * 500, max_tokens=4))[0])
-    assert long.reason is FailureReason.REFUSED
-
-
-@pytest.mark.parametrize("messages", ["hello", [{"content": 3}], [[]]], ids=str)
-def test_malformed_messages_are_a_wrong_request(server: Server, messages: Any) -> None:
-    with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
-        create(server, messages=messages)
-
-
-def test_a_message_without_content_is_a_wrong_request(server: Server) -> None:
-    with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
-        create(server, messages=[{"role": "user"}])
-
-
-def test_an_option_that_is_not_known_is_refused(server: Server) -> None:
-    with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
-        create(server, extra_body={"temprature": 0.5})
+    assert long.reason is chat.FailureReason.REFUSED

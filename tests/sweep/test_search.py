@@ -20,20 +20,14 @@ from nip_astra.errors import (
     RunDirectoryError,
     UnknownNameError,
 )
+from nip_astra.sweep import runner
 from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, space_of
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
-from nip_astra.sweep.runner import (
-    Job,
-    Launcher,
-    RunSpec,
-    SweepOptions,
-    SweepRunner,
-    check_sweep,
-    run_sweep,
-)
-from nip_astra.sweep.search import StudyQueue, read_trials
+from nip_astra.sweep.runner import Job, Launcher, RunSpec, SweepOptions, SweepRunner
+from nip_astra.sweep.search import StudyQueue, TrialRecord, read_trials
 from nip_astra.utils.formatting import decimal
 from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.messages import says
 
 DEV = "dev/mean_reward"
 
@@ -48,17 +42,16 @@ class PlayedRun(Job):
         self.lr = float(words[-1].partition("=")[2])
         self.course = course
         (self.folder / "hyper_parameters.yaml").write_text(f"training: {{lr: {self.lr}}}\n")
-        self.is_stopped = False
+        self.is_stopped, self.step = False, 0
 
     def has_ended(self) -> bool:
         if self.is_stopped:
             return True
-        file = self.folder / "metrics.jsonl"
-        step = len(file.read_text().splitlines()) + 1 if file.exists() else 1
-        with file.open("a") as metrics:
-            value = self.course(self.lr, step)
-            metrics.write(json.dumps({"step": step, DEV: value, "loss": -value}) + "\n")
-        if step < 5:
+        self.step += 1
+        value = self.course(self.lr, self.step)
+        with (self.folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": self.step, DEV: value, "loss": -value}) + "\n")
+        if self.step < 5:
             return False
         (self.folder / "results.json").write_text(json.dumps({"after": {"mean_reward": value}}))
         (self.folder / "report.html").write_text("")
@@ -76,12 +69,16 @@ class Stage(Launcher):
     ) -> None:
         self.num_at_once = num_at_once
         self.course, self.kill_at = course, kill_at
-        self.begun: list[str] = []
+        self.specs: list[RunSpec] = []
+
+    @property
+    def begun(self) -> list[str]:
+        return [Path(spec.folder).name for spec in self.specs]
 
     def start(self, spec: RunSpec) -> Job:
-        if len(self.begun) == self.kill_at:
+        if len(self.specs) == self.kill_at:
             raise KeyboardInterrupt
-        self.begun.append(Path(spec.folder).name)
+        self.specs.append(spec)
         return PlayedRun(spec, self.course)
 
 
@@ -96,20 +93,14 @@ def peak(lr: float, step: int) -> float:
 
 
 def plan_of(**search: Any) -> SweepPlan:
-    return SweepPlan.from_dict(
-        {
-            "trainers": ["ast_dpo"],
-            "seeds": [0],
-            "overrides": ["training.eval_period=1"],
-            "search": {
-                "space": {"training.lr": {"low": 1e-5, "high": 1e-1, "is_log": True}},
-                "num_trials": 9,
-                "num_startup_trials": 3,
-                "pruner": "none",
-            }
-            | search,
-        }
-    )
+    rates = {"training.lr": {"low": 1e-5, "high": 1e-1, "is_log": True}}
+    given = {"space": rates, "num_trials": 9, "num_startup_trials": 3, "pruner": "none"}
+    values = {"trainers": ["ast_dpo"], "seeds": [0], "overrides": ["training.eval_period=1"]}
+    return SweepPlan.from_dict({**values, "search": given | search})
+
+
+def rate_of(trial: TrialRecord) -> float:
+    return float(trial.arm.values["training.lr"])
 
 
 def search(plan: SweepPlan, folder: Path, stage: Stage) -> list[FinishedRun]:
@@ -135,12 +126,12 @@ def test_a_search_finds_and_reports_the_best_values(tmp_path: Path) -> None:
     trials = read_trials(tmp_path, plan)
     assert [one.number for one in trials] == list(range(9))
     assert {one.state for one in trials} == {"complete"}
-    for one in trials:
-        assert one.value == pytest.approx(peak(float(one.arm.values["training.lr"]), 5))
+    values = [peak(rate_of(one), 5) for one in trials]
+    assert [one.value for one in trials] == pytest.approx(values)
     swept = read_sweep(tmp_path)
     best = max(trials, key=lambda one: one.value or -math.inf)
     assert swept.arms[0] == best.arm
-    assert abs(math.log10(float(best.arm.values["training.lr"])) + 3) < 0.5
+    assert abs(math.log10(rate_of(best)) + 3) < 0.5
     assert swept.selected_by is None
     swept.write()
     page = (tmp_path / "report.html").read_text()
@@ -184,15 +175,12 @@ def test_a_trial_that_is_worse_than_the_median_is_stopped(tmp_path: Path) -> Non
     trials = read_trials(tmp_path, plan)
     pruned = [one for one in trials if one.state == "pruned"]
     kept = [one for one in trials if one.state == "complete"]
-    assert pruned
-    assert all(one.value is None for one in pruned)
-    whole = {one.number: peak(float(one.arm.values["training.lr"]), 5) for one in trials}
-    assert max(whole, key=lambda number: whole[number]) in {one.number for one in kept}
+    assert {one.value for one in pruned} == {None}
+    assert max(trials, key=lambda one: peak(rate_of(one), 5)) in kept
     for one in pruned:
-        better = sum(whole[other.number] > whole[one.number] for other in kept)
+        better = sum(peak(rate_of(other), 5) > peak(rate_of(one), 5) for other in kept)
         assert 2 * better >= len([other for other in kept if other.number < one.number])
-    statuses = [one.status for one in finished]
-    assert statuses.count(RunStatus.PRUNED) == len(pruned)
+    assert [one.status for one in finished].count(RunStatus.PRUNED) == len(pruned)
 
 
 def test_a_failed_trial_does_not_end_the_search(tmp_path: Path) -> None:
@@ -201,15 +189,8 @@ def test_a_failed_trial_does_not_end_the_search(tmp_path: Path) -> None:
 
     plan = plan_of(num_trials=5, sampler="random", direction="minimize")
     search(plan, tmp_path, Stage(course, num_at_once=3))
-    by_state = {
-        state: {
-            float(one.arm.values["training.lr"]) > 1e-2
-            for one in read_trials(tmp_path, plan)
-            if one.state == state
-        }
-        for state in ("complete", "fail")
-    }
-    assert by_state == {"complete": {False}, "fail": {True}}
+    states = {(one.state, rate_of(one) > 1e-2) for one in read_trials(tmp_path, plan)}
+    assert states == {("complete", False), ("fail", True)}
 
 
 def test_a_study_of_another_space_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -231,13 +212,9 @@ def test_a_search_without_dev_evaluations_is_refused() -> None:
 
 
 def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
-    plan = SweepPlan.from_dict(
-        {
-            "trainers": ["ast_dpo", "ast_ipo"],
-            "grid": {"ast_dpo.beta": [0.1, 0.2], "training.num_epochs": [2]},
-            "search": {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}},
-        }
-    )
+    grid = {"ast_dpo.beta": [0.1, 0.2], "training.num_epochs": [2]}
+    search = {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}}
+    plan = SweepPlan.from_dict({"trainers": ["ast_dpo", "ast_ipo"], "grid": grid, "search": search})
     assert set(plan.choices_of("ast_dpo")) == {"ast_dpo.beta", "training.lr"}
     assert set(plan.choices_of("ast_ipo")) == {"training.lr"}
     assert plan.fixed == {"training.num_epochs": "2"}
@@ -246,38 +223,28 @@ def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
 def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = SweepPlan(
-        trainers=["ast_dpo"],
-        seeds=[0, 1, 2],
-        grid={"training.lr": ["1e-3", "1e-2", "1e-1"], "training.num_epochs": ["2"]},
-    )
+    grid = {"training.lr": ["1e-3", "1e-2", "1e-1"], "training.num_epochs": ["2"]}
+    plan = SweepPlan(trainers=["ast_dpo"], seeds=[0, 1, 2], grid=grid)
 
     class Failing(Stage):
         def start(self, spec: RunSpec) -> Job:
-            if "training.lr=1e-1" not in spec.begin:
-                return super().start(spec)
-            Path(spec.log).write_text("Traceback\nit broke <here>\n")
-            job = PlayedRun(spec, self.course)
-            job.stop()
+            job = super().start(spec)
+            if "training.lr=1e-1" in spec.begin:
+                Path(spec.log).write_text("Traceback\nit broke <here>\n")
+                job.stop()
             return job
 
     noise = iter(range(100))
-    runner = SweepRunner(
-        plan, tmp_path, launcher=Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
-    )
-    finished = runner.run()
-    assert sum(one.status is RunStatus.FAILED for one in finished) == 3
-    again = SweepRunner(plan, tmp_path, launcher=Failing(peak)).run()
-    assert {one.status: one.seconds == 0.0 for one in again} == {
-        RunStatus.ENDED: True,
-        RunStatus.FAILED: False,
-    }
+    played = Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
+    finished = search(plan, tmp_path, played)
+    assert [one.status for one in finished].count(RunStatus.FAILED) == 3
+    again = search(plan, tmp_path, Failing(peak))
+    times = {one.status: one.seconds == 0.0 for one in again}
+    assert times == {RunStatus.ENDED: True, RunStatus.FAILED: False}
     swept = read_sweep(tmp_path)
     swept.write()
     page = (tmp_path / "report.html").read_text()
-    assert "B less A" in page
-    assert "it broke &lt;here&gt;" in page
-    assert "training.lr" in page
+    assert says(page, "B less A", "it broke &lt;here&gt;", "training.lr")
     assert page.count('class="area') >= 2
     rows = swept.summary(["mean_reward"])
     assert [row["arm"] for row in rows] == ["ast_dpo lr=1e-3", "ast_dpo lr=1e-2"]
@@ -300,24 +267,13 @@ def test_a_page_tests_arms_in_pairs_and_reports_failed_runs(
 
 
 def test_runs_are_grouped_and_tagged_by_their_differences(tmp_path: Path) -> None:
-    plan = SweepPlan(
-        trainers=["ast_dpo"],
-        seeds=[0],
-        grid={"training.lr": ["1e-3", "1e-2"], "training.num_epochs": ["2"]},
-    )
-    specs: list[RunSpec] = []
-
-    class Noting(Stage):
-        def start(self, spec: RunSpec) -> Job:
-            specs.append(spec)
-            return super().start(spec)
-
-    options = SweepOptions(settings={"wandb_tags": ["mine"]})
-    SweepRunner(plan, tmp_path / "rates", options, launcher=Noting(peak)).run()
-    for spec, rate in zip(specs, ("1e-3", "1e-2"), strict=True):
-        for words in (spec.begin, spec.resume):
-            assert f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]' in words
-            assert 'wandb_group="rates"' in words
+    grid = {"training.lr": ["1e-3", "1e-2"], "training.num_epochs": ["2"]}
+    plan = SweepPlan(trainers=["ast_dpo"], seeds=[0], grid=grid)
+    stage, options = Stage(peak), SweepOptions(settings={"wandb_tags": ["mine"]})
+    SweepRunner(plan, tmp_path / "rates", options, launcher=stage).run()
+    for spec, rate in zip(stage.specs, grid["training.lr"], strict=True):
+        given = {f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]', 'wandb_group="rates"'}
+        assert given <= {*spec.begin} & {*spec.resume}
         assert "training.num_epochs=2" in spec.begin
 
 
@@ -347,7 +303,7 @@ def test_a_plug_in_registers_a_sampler_a_pruner_and_a_launcher(tmp_path: Path) -
     plugin.write_text(PLUGIN)
     plan = plan_of(sampler="fixed", pruner="strict", num_trials=2)
     with plugins_forgotten_after():
-        run_sweep(
+        runner.run_sweep(
             tmp_path / "sweep",
             options=SweepOptions(place="here", num_processes=2),
             progress=False,
@@ -370,7 +326,7 @@ def test_an_unknown_part_of_a_sweep_is_refused_before_a_run_starts(
     search: dict[str, str], place: str, nearest: str
 ) -> None:
     with pytest.raises(UnknownNameError, match=f"Did you mean '{nearest}'"):
-        check_sweep(plan_of(**search), SweepOptions(place=place))
+        runner.check_sweep(plan_of(**search), SweepOptions(place=place))
 
 
 def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

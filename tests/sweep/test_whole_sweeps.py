@@ -54,17 +54,13 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
         folder = run.folder_in(directory)
         run_experiment(resolved, runs_dir=str(alone), run_id=folder.name, progress=False)
         own = alone / folder.name
-        for when in ("before", "after"):
-            single = json.loads((own / "results.json").read_text())[when]
-            swept = json.loads((folder / "results.json").read_text())[when]
-            assert swept == single
+        swept, single = (json.loads((one / "results.json").read_text()) for one in (folder, own))
+        whens = ("before", "after")
+        assert [swept[when] for when in whens] == [single[when] for when in whens]
         rows = [row for row in results.rows if row["run_id"] == folder.name]
-        assert {row["value"] for row in rows if row["name"] == "mean_reward"} == {
-            json.loads((own / "results.json").read_text())[when]["mean_reward"]
-            for when in ("before", "after")
-        }
-        lines = [(one / "metrics.jsonl").read_text() for one in (folder, own)]
-        assert lines[0] == lines[1]
+        rewards = {row["value"] for row in rows if row["name"] == "mean_reward"}
+        assert rewards == {single[when]["mean_reward"] for when in whens}
+        assert (folder / "metrics.jsonl").read_text() == (own / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow

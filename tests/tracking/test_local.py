@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import TrackingError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker, open_tracker
+from nip_astra.tracking.tracker import Tracker
 
 
 def lines(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
@@ -86,15 +85,10 @@ def test_a_rewound_run_ends_with_the_same_bytes_as_an_uninterrupted_run(tmp_path
     log_part(resumed, 3, 8)
     resumed.finish(success=True)
     assert contents(cut) == contents(whole)
-
-
-def test_an_empty_position_starts_the_records_over(directory: RunDirectory) -> None:
-    tracker = LocalTracker(directory)
-    log_part(tracker, 0, 6)
-    tracker.rewind({})
-    assert contents(directory) == {}
-    tracker.log_metrics({"a": 1}, step=1)
-    assert lines(directory, "metrics.jsonl") == [{"step": 1, "a": 1}]
+    resumed.rewind({})
+    assert contents(cut) == {}
+    resumed.log_metrics({"a": 1}, step=1)
+    assert lines(cut, "metrics.jsonl") == [{"step": 1, "a": 1}]
 
 
 def test_records_that_became_shorter_than_the_checkpoint_are_refused(
@@ -117,15 +111,3 @@ def test_a_full_disk_is_reported(directory: RunDirectory, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "open", lambda self, mode: Full())
     with pytest.raises(TrackingError, match=r"metrics.jsonl .*: No space left on device"):
         LocalTracker(directory).log_metrics({"a": 1}, step=1)
-
-
-def test_the_tracker_of_a_run_without_wandb_fills_the_directory(directory: RunDirectory) -> None:
-    tracker = open_tracker(ExperimentSettings().to_dict(), directory, {})
-    log_part(tracker, 0, 2)
-    tracker.log_artifact(directory.path, name="a", type="model")
-    tracker.log_summary({"a": 1})
-    position = tracker.position()
-    log_part(tracker, 2, 4)
-    tracker.rewind(position)
-    tracker.finish(success=True)
-    assert [line["step"] for line in lines(directory, "metrics.jsonl")] == [0, 1]

@@ -36,11 +36,6 @@ def write(tracker: CompositeTracker, step: int, folder: Path) -> None:
     tracker.finish(success=True)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(str(tmp_path / "runs"), "one")
-
-
 def test_mlflow_gets_everything_and_a_resumed_run_continues(
     directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,11 +47,8 @@ def test_mlflow_gets_everything_and_a_resumed_run_continues(
     experiment = client.get_experiment_by_name("mirrors")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
-    assert run.data.params == {
-        "training.lr": "0.0001",
-        "training.num_iterations": "3",
-        "trainer": "mine",
-    }
+    given = {"training.lr": "0.0001", "training.num_iterations": "3", "trainer": "mine"}
+    assert run.data.params == given
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(one.step, one.value) for one in history] == [(1, 1.0), (2, 0.5)]
     assert run.data.metrics["eval/after/accuracy"] == 0.5

@@ -10,12 +10,7 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, TrackingError
 from nip_astra.tracking import wandb_runs
-from nip_astra.tracking.wandb_runs import (
-    download_model,
-    open_api,
-    parse_reference,
-    read_config,
-)
+from nip_astra.tracking.wandb_runs import download_model, open_api, parse_reference, read_config
 from tests.kit.messages import says
 
 ONE = "wandb://us/proofs/one"

@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,7 +37,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def log_a_run(tracker: Tracker, model: Path) -> None:
+def log_a_run(tracker: Tracker, folder: Path) -> None:
     tracker.log_metrics({"loss": 1.5, "distinct_share": float("nan")}, step=1)
     tracker.log_table("train", ["probe", "score"], [["hello ?", 0.25]], step=1)
     # W&B's tables require equal types in a column.
@@ -44,29 +45,17 @@ def log_a_run(tracker: Tracker, model: Path) -> None:
     tracker.log_table("nested", ["rewards", "rounds"], nested, step=1)
     tracker.log_metrics({"loss": 0.5, "time/seconds": 2.0}, step=2)
     tracker.log_table("train", ["probe", "score"], [["so ?", 0.75], ["well", 0.5]], step=2)
-    tracker.log_artifact(model, name="attacker-one", type="model", aliases=["best"])
+    (folder / "model").mkdir()
+    (folder / "model" / "weights.txt").write_text("one two three")
+    tracker.log_artifact(folder / "model", name="attacker-one", type="model", aliases=["best"])
     tracker.log_summary({"after/failure_rate": 0.625})
-    page = model / "report.html"
-    page.write_text("<p>what was found</p>")
-    tracker.log_report(page)
-    page.unlink()
+    (folder / "report.html").write_text("<p>what was found</p>")
+    tracker.log_report(folder / "report.html")
     tracker.finish(success=True)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "weights.txt").write_text("one two three")
-    return folder
-
-
 def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
-    home: Path,
-    tmp_path: Path,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(address: Any, *args: Any, **kwargs: Any) -> None:
         # W&B connects to its own process on this machine.
@@ -76,13 +65,13 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     connect = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", refuse)
     directory = RunDirectory.create(tmp_path / "runs", "one")
-    environment = {"git": {"commit": "abc", "is_dirty": False}, "device": "cpu"}
+    environment = {"git": {"commit": "abc", "is_dirty": False}}
     directory.write_json("environment.json", environment)
     settings = ExperimentSettings(
         wandb="offline", wandb_project="rude", wandb_group="all", wandb_tags=["a", "b"]
     )
     config = {"trainer": "ast_dpo", "training": {"lr": 1e-3, "optimizer": "adamw"}}
-    log_a_run(open_tracker(settings.to_dict(), directory, config), model)
+    log_a_run(open_tracker(settings.to_dict(), directory, config), tmp_path)
     # W&B's own process writes the last records after the run has finished, and then ends.
     importlib.import_module("wandb").teardown()
 
@@ -133,42 +122,30 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert (directory.path / "rollouts" / "train.jsonl").is_file()
 
 
-def test_online_without_a_key_names_the_remedy_without_a_prompt(home: Path, tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path / "runs", "one")
-    with pytest.raises(TrackingError) as caught:
-        open_tracker(ExperimentSettings(wandb="online").to_dict(), directory, {})
-    assert says(caught.value, "no W&B key", "wandb login", "WANDB_API_KEY", "--wandb offline")
-
-
 def test_a_failed_start_is_reported_and_leaves_the_environment_unchanged(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
-    def fail(**kwargs: Any) -> None:
-        raise wandb.errors.CommError("the server said no")
-
-    monkeypatch.setattr(wandb, "init", fail)
+    failure = wandb.errors.CommError("the server refused")
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=failure))
     before = dict(os.environ)
-    directory = RunDirectory.create(tmp_path / "runs", "one")
-    with pytest.raises(TrackingError, match=r"cannot start: the server said no\. Check"):
+    with pytest.raises(TrackingError, match="the server refused"):
         open_tracker(ExperimentSettings(wandb="offline").to_dict(), directory, {})
     assert dict(os.environ) == before
+    with pytest.raises(TrackingError) as caught:
+        open_tracker(ExperimentSettings(wandb="online").to_dict(), directory, {})
+    assert says(caught.value, "no W&B key", "wandb login", "WANDB_API_KEY", "--wandb offline")
 
 
 @pytest.mark.parametrize(
     ("options", "project"), [({}, "of_the_environment"), ({"wandb_project": "x"}, "x")]
 )
 def test_unset_options_are_taken_from_the_variables_of_wandb(
-    home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: dict[str, str],
-    project: str,
+    home: Path, directory: RunDirectory, monkeypatch: Any, options: dict[str, str], project: str
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "of_the_environment")
     monkeypatch.setenv("WANDB_RUN_GROUP", "group_of_the_environment")
-    directory = RunDirectory.create(tmp_path / "runs", "one")
     settings = ExperimentSettings(wandb="offline", **options)
     open_tracker(settings.to_dict(), directory, {}).finish(success=True)
     importlib.import_module("wandb").teardown()

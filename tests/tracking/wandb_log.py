@@ -37,21 +37,7 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 class WandbLog:
-    """Description of an offline run.
-
-    Attributes
-    ----------
-    config, summary : dict
-        As logged.
-    group, tags : str, list[str]
-        Labels of the run for search.
-    history : list[dict]
-        A dict per row.
-    artifacts : list
-        Each artifact's record.
-    exit_code : int or None
-        Of the finished run.
-    """
+    """Content of an offline run: labels, config, summary, rows of metrics, artifacts and end."""
 
     def __init__(self, path: Path) -> None:
         self.config: dict[str, Any] = {}

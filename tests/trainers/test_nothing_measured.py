@@ -127,19 +127,6 @@ def text_run(folder: Path, num_retries: int = 0) -> ResolvedExperiment:
 
 
 Build = Callable[[Path], ResolvedExperiment]
-CAUSES = pytest.mark.parametrize(
-    ("build", "mood", "reaction", "facts"),
-    [
-        (stress_test, chat, DOWN, ("2 unavailable", PLACE, "connection refused")),
-        (stress_test, chat, NO_TEXT, ("2 malformed", PLACE, "no text")),
-        (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
-        (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
-        (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
-        (text_run, chat, DOWN, ("unavailable", PLACE, "connection refused")),
-        (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
-    ],
-    ids=["down", "no-text", "no-verdict", "scorer-raises", "no-reward", "text-down", "text-null"],
-)
 
 
 def ended(build: Build, folder: Path) -> str:
@@ -149,7 +136,17 @@ def ended(build: Build, folder: Path) -> str:
     return str(caught.value)
 
 
-@CAUSES
+@pytest.mark.parametrize(
+    ("build", "mood", "reaction", "facts"),
+    [
+        (stress_test, chat, DOWN, ("2 unavailable", PLACE, "connection refused")),
+        (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
+        (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
+        (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
+        (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
+    ],
+    ids=["down", "no-verdict", "scorer-raises", "no-reward", "text-null"],
+)
 def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
     tmp_path: Path, build: Build, mood: Mood, reaction: Any, facts: tuple[str, ...]
 ) -> None:
@@ -192,7 +189,7 @@ def test_an_iteration_without_a_result_is_warned_of(
     with caplog.at_level(logging.WARNING):
         results = read_results(run_in(tmp_path, task_run(tmp_path))).results
     assert results["after"]["num_without_reward"] == 0
-    assert "iteration 1 measured nothing: 32 of 32 answers have no reward" in caplog.text
+    assert says(caplog.text, "iteration 1", "32 of 32 answers")
 
 
 def test_training_without_any_result_is_an_error(tmp_path: Path) -> None:
@@ -202,22 +199,17 @@ def test_training_without_any_result_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "num_retries", "error", "num_calls"),
+    ("failure", "first", "num_retries", "error", "num_calls"),
     [
         # Retried in one layer: four rollouts, in whose first round one agent has a turn.
-        ((NO_TEXT, 1), 5, NothingMeasuredError, 4 * 6),
+        (NO_TEXT, 1, 5, NothingMeasuredError, 4 * 6),
         # An error of another kind, after some answers, is kept as well.
-        ((DOWN, 6), 0, ServiceError, 8),
+        (DOWN, 6, 0, ServiceError, 8),
     ],
 )
 def test_a_service_that_fails_ends_a_run_with_its_error_in_the_results(
-    failures: tuple[ChatFailure, int],
-    num_retries: int,
-    error: type[Exception],
-    num_calls: int,
-    tmp_path: Path,
+    failure: Any, first: int, num_retries: int, error: Any, num_calls: int, tmp_path: Path
 ) -> None:
-    failure, first = failures
     chat.react = lambda number: failure if number >= first else None
     with pytest.raises(error):
         run_in(tmp_path, text_run(tmp_path, num_retries))
@@ -230,11 +222,10 @@ def test_a_service_that_fails_ends_a_run_with_its_error_in_the_results(
     ("build", "mood", "reaction", "fact"),
     [
         (stress_test, chat, DOWN, PLACE),
-        (stress_test, scoring, "nothing", "measured nothing"),
         (task_run, rewarding, "nothing", "measured nothing"),
         (text_run, chat, DOWN, PLACE),
     ],
-    ids=["target-down", "no-verdict", "no-reward", "text-down"],
+    ids=["target-down", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     tmp_path: Path, cli: CommandLine, build: Build, mood: Mood, reaction: Any, fact: str

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services import training
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES, TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
@@ -68,17 +68,6 @@ def test_weight_decay_is_refused_where_an_optimizer_has_none() -> None:
     weights = [torch.nn.Parameter(torch.ones(1))]
     with pytest.raises(ConfigurationError, match="weight_decay"):
         build_optimizer(TrainingConfiguration(optimizer="rprop", weight_decay=0.1), weights)
-
-
-def test_an_unknown_name_is_a_fault_with_the_nearest_names() -> None:
-    with pytest.raises(ParameterError) as caught:
-        resolve_experiment(
-            trainer="ast_dpo", overrides=["training.optimizer=NAdam", "training.lr_schedule=zigzag"]
-        )
-    first, second = caught.value.faults
-    assert (first.path, second.path) == ("training.optimizer", "training.lr_schedule")
-    assert "'nadam'" in first.suggestion
-    assert "constant, cosine, linear" in second.suggestion
 
 
 def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:

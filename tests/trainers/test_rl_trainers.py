@@ -25,12 +25,14 @@ LEARNING = {
     "num_test_iterations": 2,
 }
 ONE_STEP = {
-    "num_iterations": 40,
+    "num_iterations": 28,
     "frames_per_batch": 384,
     "minibatch_size": 384,
     "num_epochs": 1,
     "lr": 0.03,
 }
+OF_REINFORCE = {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.01}}
+WITH_CRITIC = merged(OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": True}})
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,8 @@ ONE_STEP = {
         ),
         ("vanilla_ppo", {"toy_protocol": {"include_linear_message_space": True}}),
         ("mappo", {}),
-        ("reinforce", {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.01}}),
-        (
-            "reinforce",
-            {
-                "rl": ONE_STEP,
-                "reinforce": {"entropy_weight": 0.01, "use_advantage_and_critic": True},
-            },
-        ),
+        ("reinforce", OF_REINFORCE),
+        ("reinforce", WITH_CRITIC),
     ],
 )
 def test_the_prover_learns_to_inform_the_verifier(trainer: str, more: dict[str, Any]) -> None:
@@ -90,11 +86,8 @@ def test_every_protocol_is_trained_in_zero_knowledge(protocol: str) -> None:
 @pytest.mark.parametrize(
     ("trainer", "more"),
     [
-        ("vanilla_ppo", {"rl": {**LEARNING, "num_iterations": 20}}),
-        (
-            "spg",
-            {"rl": {"num_iterations": 40, "lr": 0.02, "num_epochs": 1}, "spg": {"variant": "pola"}},
-        ),
+        ("vanilla_ppo", {"rl": {**LEARNING, "num_iterations": 8}}),
+        ("spg", {"rl": {"num_iterations": 12, "num_epochs": 1}, "spg": {"variant": "pola"}}),
     ],
 )
 def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does(

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -25,13 +24,11 @@ from tests.kit.toy_protocol_scenario import (
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 
-SOLO = {"num_epochs": 20, "minibatch_size": 10, "lr": 0.02}
-
-NEVER = {"_type": "constant", "is_on": False}
+SOLO = {"num_epochs": 1, "minibatch_size": 10, "lr": 0.02}
 
 
 def test_an_agent_learns_only_from_its_observations() -> None:
-    trainer = toy_trainer("solo_agent", solo_agent=SOLO)
+    trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "num_epochs": 20})
     trainer.train()
     after = trainer.results["after"]
     assert after["prover/test_accuracy"] >= 0.95
@@ -43,26 +40,21 @@ def test_an_agent_learns_only_from_its_observations() -> None:
     assert sum(parts) / 2 == pytest.approx(after["verifier/test_accuracy"])
 
 
-def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
-    """Largest change of the weights of each part of an agent."""
-    largest: dict[str, float] = {}
-    for name, value in agent.named_parameters():
-        part = name.partition(".")[0]
-        distance = float((value.detach() - before[name]).abs().max())
-        largest[part] = max(largest.get(part, 0.0), distance)
-    return largest
-
-
 def test_learning_rate_factors_and_schedules_of_agents_hold() -> None:
     idle = {"_type": "contiguous", "period": 2, "start": 1, "stop": 2}
     frozen = {"agent_lr_factor": {"actor": 0.5}, "body_lr_factor": {"actor": 0.0, "critic": 3.0}}
     agents = {"prover": frozen, "verifier": {"update_schedule": idle}}
 
     def moves_of(trainer: Any, name: str, epoch: int) -> dict[str, float]:
+        """Largest change of the weights of each part of an agent."""
         agent = trainer.scenario_instance.agents[name]
         before = {key: value.detach().clone() for key, value in agent.named_parameters()}
         trainer.trainings[name].run_epoch(epoch)
-        return moved(agent, before)
+        largest: dict[str, float] = {}
+        for key, value in agent.named_parameters():
+            part, distance = key.partition(".")[0], (value.detach() - before[key]).abs().max()
+            largest[part] = max(largest.get(part, 0.0), float(distance))
+        return largest
 
     for is_overridden in (False, True):
         solo = {**SOLO, "num_epochs": 2, "minibatch_size": 32, "anneal_lr": False}
@@ -79,17 +71,15 @@ def test_learning_rate_factors_and_schedules_of_agents_hold() -> None:
 
 
 def test_pretraining_trains_bodies_that_reinforcement_learning_leaves_alone() -> None:
-    frozen = {"body_lr_factor": {"actor": 0.0, "critic": 0.0}, "update_schedule": NEVER}
+    never = {"_type": "constant", "is_on": False}
+    frozen = {"body_lr_factor": {"actor": 0.0, "critic": 0.0}, "update_schedule": never}
     trainer = toy_trainer(
-        "vanilla_ppo",
-        rl={"pretrain_agents": True},
-        solo_agent={**SOLO, "num_epochs": 1},
-        toy_protocol={"agents": {"default": frozen}},
+        rl={"pretrain_agents": True}, solo_agent=SOLO, toy_protocol={"agents": {"default": frozen}}
     )
     body = trainer.agents["prover"].policy_body
     before = [value.detach().clone() for value in body.parameters()]
     trainer._prepare()
-    assert not any(torch.equal(*pair) for pair in zip(before, body.parameters(), strict=True))
+    assert not any(map(torch.equal, before, body.parameters()))
 
 
 def test_nothing_is_learned_from_held_out_data() -> None:
@@ -124,7 +114,7 @@ def pretrained(tmp_path: Path, trainer: str = "vanilla_ppo", **more: Any) -> Any
 
 
 def test_an_optimizer_of_other_weights_is_refused() -> None:
-    trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "num_epochs": 1})
+    trainer = toy_trainer("solo_agent", solo_agent=SOLO)
     trainer.train()
     training = trainer.trainings["prover"]
     state = training.state()
@@ -134,7 +124,7 @@ def test_an_optimizer_of_other_weights_is_refused() -> None:
 
 
 def test_both_bodies_start_from_a_body_trained_alone(tmp_path: Path) -> None:
-    trainer = pretrained(tmp_path)
+    trainer = pretrained(tmp_path, solo_agent={"num_epochs": 20})
     agent = trainer.agents["prover"]
     fresh = toy_trainer("vanilla_ppo", rl={"pretrain_agents": True}).agents["prover"]
     policy, value = (body.state_dict() for body in (agent.policy_body, agent.value_body))
@@ -153,9 +143,7 @@ def test_decisions_start_from_the_solo_head_if_requested(
 ) -> None:
     taken_over: list[Any] = []
     monkeypatch.setattr(ToyPolicyHead, "decide_as", lambda head, solo: taken_over.append(solo))
-    trainer = pretrained(
-        tmp_path, rl={"pretrain_decisions": pretrain_decisions}, solo_agent={"num_epochs": 1}
-    )
+    trainer = pretrained(tmp_path, rl={"pretrain_decisions": pretrain_decisions})
     heads = [trainer.agents[name].solo_head for name in trainer.agents.names]
     assert taken_over == (heads if pretrain_decisions else [])
 
@@ -164,7 +152,7 @@ def test_decisions_start_from_the_solo_head_if_requested(
     "other",
     [
         {"seed": 1},
-        {"solo_agent": {"num_epochs": 19}},
+        {"solo_agent": {"num_epochs": 2}},
         {"toy_protocol": {"num_datapoints": 30}},
         {"toy_protocol": {"message_size": 2}},
         {"toy_protocol": {"include_linear_message_space": True}},
@@ -243,11 +231,6 @@ def test_a_critic_that_sees_more_channels_keeps_its_own_body(
         return load(body, *args, **kwargs)
 
     monkeypatch.setattr(ToyBody, "load_state_dict", recorded)
-    pretrained(
-        *(tmp_path, "mappo"),
-        interaction_protocol="mnip",
-        solo_agent={"num_epochs": 1},
-        mnip={"max_message_rounds": 4},
-    )
+    pretrained(tmp_path, "mappo", interaction_protocol="mnip", mnip={"max_message_rounds": 4})
     # The verifier sees all channels itself.
     assert loaded == {True}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from nip_astra.utils.intervals import (
+    Estimate,
     cluster_variance,
     effective_sample_size,
     event_rate_estimate,
@@ -73,20 +75,23 @@ def test_a_single_prompt_is_as_informative_as_a_single_observation(values: list[
     assert math.isnan(unbounded.high)
 
 
-def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[float, float]:
-    """How often the interval misses a rate: the rate lies below it, and above it."""
-    rng, repetitions = np.random.default_rng(17), 600
-    prompts = np.repeat(np.arange(design[0]), design[1])
-    rates = np.full((repetitions, design[0]), rate)
+def outcomes(
+    rng: np.random.Generator, shape: tuple[int, int, int], rate: float, correlation: float
+) -> npt.NDArray[np.bool_]:
+    """Whether observations fail, in a number of repetitions, prompts and episodes of each."""
+    rates = np.full(shape[:2], rate)
     if correlation:
         spread = (1.0 - correlation) / correlation
         rates = rng.beta(rate * spread, (1.0 - rate) * spread, size=rates.shape)
-    values = rng.random((repetitions, *design)) < rates[..., None]
-    result = [rate_estimate(item.ravel().astype(float), prompts) for item in values]
-    return (
-        float(np.mean([estimate.low > rate for estimate in result])),
-        float(np.mean([estimate.high < rate for estimate in result])),
-    )
+    return rng.random(shape) < rates[..., None]
+
+
+def assert_errs_as_stated(estimates: list[Estimate], truth: float) -> None:
+    """95 % intervals: 2.5 % on each side, and 2 points for the unknown distribution of prompts."""
+    below = np.mean([estimate.low > truth for estimate in estimates])
+    above = np.mean([estimate.high < truth for estimate in estimates])
+    assert max(below, above) <= 0.045
+    assert below + above <= 0.07
 
 
 @pytest.mark.parametrize(
@@ -103,10 +108,10 @@ def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[f
 def test_neither_bound_of_a_rate_errs_more_often_than_stated(
     design: tuple[int, int], rate: float, correlation: float
 ) -> None:
-    """95 % intervals: 2.5 % on each side, and 2 points for the unknown distribution of prompts."""
-    below, above = covered(design, rate, correlation)
-    assert max(below, above) <= 0.045
-    assert below + above <= 0.07
+    prompts = np.repeat(np.arange(design[0]), design[1])
+    values = outcomes(np.random.default_rng(17), (600, *design), rate, correlation)
+    result = [rate_estimate(item.ravel().astype(float), prompts) for item in values]
+    assert_errs_as_stated(result, rate)
 
 
 def test_pairs_that_all_differ_alike_leave_doubt() -> None:
@@ -172,34 +177,15 @@ def test_neither_bound_of_a_difference_errs_more_often_than_stated(
     design: tuple[int, int], rates: tuple[float, float], correlation: float, noise: float
 ) -> None:
     """For outcomes, and with noise of scores that are mostly near 0 and near 1."""
-    rng, repetitions = np.random.default_rng(18), 500
-    shape, prompts = (repetitions, *design), np.repeat(np.arange(design[0]), design[1])
+    rng, shape = np.random.default_rng(18), (500, *design)
+    prompts = np.repeat(np.arange(design[0]), design[1])
     scores = []
     for rate in rates:
-        own = np.full(shape[:2], rate)
-        if correlation:
-            spread = (1.0 - correlation) / correlation
-            own = rng.beta(rate * spread, (1.0 - rate) * spread, size=shape[:2])
-        is_failure = rng.random(shape) < own[..., None]
+        is_failure = outcomes(rng, shape, rate, correlation)
         scores.append(np.abs(is_failure - noise * rng.beta(1.0, 9.0, size=shape)))
     truth = (rates[1] - rates[0]) * (1.0 - 2.0 * noise * 0.1)
     result = [paired_difference(item.ravel(), prompts).estimate for item in scores[1] - scores[0]]
-    below = np.mean([estimate.low > truth for estimate in result])
-    above = np.mean([estimate.high < truth for estimate in result])
-    assert max(below, above) <= 0.045
-    assert below + above <= 0.07
-
-
-def test_the_variance_of_a_mean_over_clusters_is_that_of_repeated_draws() -> None:
-    rng = np.random.default_rng(2)
-    means, estimates = [], []
-    for _ in range(400):
-        rates = rng.beta(1, 3, size=30)
-        values = (rng.random((30, 5)) < rates[:, None]).astype(float).ravel().tolist()
-        means.append(np.mean(values))
-        estimates.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
-    assert np.mean(estimates) == pytest.approx(np.var(means), rel=0.15)
-    assert math.isnan(cluster_variance([1.0, 0.0], [0, 0]))
+    assert_errs_as_stated(result, truth)
 
 
 def test_weighted_events_are_covered_even_if_the_heavy_events_were_not_seen() -> None:

@@ -9,49 +9,16 @@ import pytest
 import torch
 
 from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Trainer, TrainingConfiguration
-from nip_astra.astra.core.graphs import tree_of
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import build_scorer
 from tests.astra.conftest import Models
-from tests.astra.toys import (
-    PROMPTS,
-    SHORT,
-    Finds,
-    ValuedWordProblem,
-    WordProblem,
-    hf_problem,
-    says,
-)
+from tests.astra.toys import PROMPTS, SHORT, ValuedWordProblem, WordProblem, hf_problem, says
 from tests.kit.tiny import learn, write_scenario
 
 LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
-
-
-def share_of(env: ASTSampler, word: str) -> float:
-    graphs = env.eval_rollouts(PROMPTS * 10)
-    return sum(word in node.probe.split() for g in graphs for node in g.chain()) / len(graphs)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "steps"),
-    [(DPO, {"beta": 0.05}, 12), (IPO, {"beta": 0.05}, 12), (PPO, {"kl": {"weight": 0.0}}, 16)],
-)
-def test_an_attacker_of_hugging_face_learns_rewarded_words(
-    models: Models, algorithm: Any, options: dict[str, Any], steps: int
-) -> None:
-    weights = {"ppl_weight": 0.0, "combined_weight": 1.0, "defense_toxicity_weight": 0.0}
-    problem = hf_problem(models, Finds("silly"), **weights)
-    env = ASTSampler(problem, PROMPTS, tree_width=4, tree_depth=1)
-    before = share_of(env, "silly")
-    Trainer(
-        TrainingConfiguration(training_steps=steps, **LEARN), env, algorithm(problem, **options)
-    ).train()
-    after = share_of(env, "silly")
-    assert before < 0.5
-    assert after > 0.8, (before, after)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +28,7 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     tmp_path: Path, name: str, algorithm: Any
 ) -> None:
     # A single batch per iteration, since the two order samples differently.
-    shared = {"num_iterations": 3, "minibatch_size": 64, "num_episodes_per_experience": 3}
+    shared = {"num_iterations": 2, "minibatch_size": 64, "num_episodes_per_experience": 3}
     shared |= {"lr": 3e-3}
     scenario = write_scenario(tmp_path)
     overrides = [f"training.{key}={value}" for key, value in shared.items()]
@@ -80,10 +47,8 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     trainer = Trainer(config, env, algorithm(problem, **options))
     trainer.train()
     assert trainer._loop.state.num_optimizer_steps == registered.state.num_optimizer_steps > 0
-    for own, theirs in zip(
-        trainer._loop.policy.parameters(), registered.policy.parameters(), strict=True
-    ):
-        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+    ours, theirs = (list(one.policy.parameters()) for one in (trainer._loop, registered))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def node(probe: str, reward: float, *children: Node, context: str = "hello", **more: Any) -> Node:
@@ -97,13 +62,9 @@ def test_the_best_and_the_worst_of_every_group_make_a_pair_whatever_its_size() -
     pairs = {(pair.prefix, pair.suffix_pos, pair.suffix_neg) for pair in solver.flatten(graph)}
     assert pairs == {("hello", " cat mat", " mat"), ("x", " sat", " you")}
     # Ties, equal probes, missing verdicts and groups of fewer than two make none.
-    for children in (
-        [node(" cat", 1.0), node(" mat", 1.0)],
-        [node(" cat", 1.0), node(" cat", 0.0)],
-        [node(" cat", float("nan")), node(" mat", 0.0)],
-        [node(" cat", 1.0)],
-        [],
-    ):
+    cat, mat = node(" cat", 1.0), node(" mat", 1.0)
+    unknown, low = node(" cat", float("nan")), node(" cat", 0.0)
+    for children in ([cat, mat], [cat, low], [unknown, mat], [cat], []):
         assert solver.flatten(Graph("a", children)) == []
 
 
@@ -159,18 +120,6 @@ def test_values_in_other_places_than_log_probabilities_are_refused() -> None:
         _batch(problem, PPO(problem))
 
 
-def test_ppo_learns_from_every_node_at_width_one_and_from_later_turns() -> None:
-    problem = ValuedWordProblem(ppl_weight=0.0)
-    late = node(" cat mat", 0.0, node(" silly you", 1.0, context="x"))
-    steps = PPO(problem, whiten_advantages=False, kl={"weight": 0.0}, lam=1.0).flatten(
-        Graph("hello", [late])
-    )
-    assert [step.suffix for step in steps] == [" cat mat", " silly you"]
-    # The first turn earned nothing itself; later rewards count.
-    assert steps[0].reward == 0.0
-    assert steps[0].tokens["return"].tolist() == pytest.approx([1.0, 1.0])
-
-
 def _batch(problem: Any, solver: Any) -> Any:
     return solver.collate_fn(
         solver.flatten(Graph("hello", [node(" cat mat", 1.0), node(" you sat", 0.0)]))
@@ -185,14 +134,6 @@ def test_the_clip_range_is_the_given_range(clip_range: float, is_held: bool) -> 
     batch.tokens["old_logprobs"] = batch.tokens["old_logprobs"] - 0.2  # a ratio of 1.22
     _, metrics = solver.step(batch)
     assert float(metrics["clip_fraction"]) == pytest.approx(0.5 if is_held else 0.0)
-
-
-def test_the_ratio_is_to_the_attacker_that_spoke_and_not_to_the_baseline() -> None:
-    problem = ValuedWordProblem()
-    problem.attacker.logits.data = torch.tensor([0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
-    solver = PPO(problem)
-    _, metrics = solver.step(_batch(problem, solver))
-    assert float(metrics["ratio_mean"]) == pytest.approx(1.0)
 
 
 def test_context_and_padding_do_not_enter_the_loss() -> None:
@@ -214,14 +155,6 @@ def test_context_and_padding_do_not_enter_the_loss() -> None:
         losses.append((loss.item(), problem.attacker.logits.grad.tolist()))
     assert losses[0][0] == pytest.approx(losses[1][0])
     assert losses[0][1] == pytest.approx(losses[1][1])
-
-
-def test_the_policy_loss_does_not_train_the_value_function() -> None:
-    problem = ValuedWordProblem()
-    solver = PPO(problem, vf_loss_coef=0.0)
-    loss, _ = solver.step(_batch(problem, solver))
-    loss.backward()
-    assert float(problem.guess.grad) == 0
 
 
 def test_a_probe_whose_tokens_no_longer_match_is_left_out_and_counted() -> None:
@@ -251,20 +184,9 @@ def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from()
     loss.backward()
     assert float(metrics["unmatched_share"]) == 0.5
     words = problem.attacker.logits.grad[[1, 2, 4, 5]]
-    # Only the second probe's words, "you sat", have a gradient; the first probe's fall with the
-    # rest.
+    # Only "you sat", the second probe, has a gradient; the words of the first fall with the rest.
     assert words[0] == pytest.approx(words[1])
     assert words[2].sign() == words[3].sign() != words[0].sign()
-
-
-def test_a_flat_tree_of_graphs_keeps_order_parents_and_groups() -> None:
-    deep = node(" cat", 1.0, node(" you", 0.2), node(" sat", 0.9))
-    tree = tree_of([Graph("a", [node(" mat", 0.0), deep]), Graph("b", [node(" silly", 0.5)])])
-    assert tree.probes == [" mat", " cat", " silly", " you", " sat"]
-    assert tree.nodes["parent"].tolist() == [-1, -1, -1, 1, 1]
-    assert tree.nodes["depth"].tolist() == [0, 0, 0, 1, 1]
-    assert tree.nodes["episode"].tolist() == [0, 0, 1, 0, 0]
-    assert tree.groups == [[0, 1], [2], [3, 4]]
 
 
 @pytest.mark.parametrize(("dtype", "scores_again"), [("float32", False), ("bfloat16", True)])

@@ -37,19 +37,15 @@ def test_two_thousand_texts_are_cut_and_a_few_are_not() -> None:
 
 
 def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> None:
-    class Letters(WordProblem):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokenizer = range(100)
-
-    problem = WordProblem()
+    letters, problem = WordProblem(), WordProblem()
+    letters.tokenizer = range(100)
     problem.max_batch_bytes = 50_257 * 8 * 100
     texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
     assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     # A small vocabulary makes larger parts, and no bound makes a single part.
     problem.max_batch_bytes = None
     many = ["hello " * 50] * 5000
-    assert len(list(in_parts(Letters(), many))) == 1 < len(list(in_parts(WordProblem(), many)))
+    assert len(list(in_parts(letters, many))) == 1 < len(list(in_parts(WordProblem(), many)))
     assert list(in_parts(problem, many)) == [slice(0, 5000)]
 
 

@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nip_astra.astra import DPO, ASTEnvironment, ASTProblem, Harness
-from tests.astra.examples.gpt2_train import score, speak
+from nip_astra.astra import DPO, ASTEnvironment, Harness
+from tests.astra.examples.gpt2_train import GPT2System
 
 logger = logging.getLogger("astra.example")
 PROMPTS = ["the cat sat on a mat", "good day how are you"]
 
 
-class AllocatedProblem(ASTProblem):
+class AllocatedProblem(GPT2System):
     """Models on given devices; log-probabilities meet on the target's device."""
 
     def __init__(self, model: str, moderator: Any, auditor_device: str, target_device: str) -> None:
-        super().__init__(moderator)
-        self.auditor = AutoModelForCausalLM.from_pretrained(model).to(auditor_device)
-        self.target = AutoModelForCausalLM.from_pretrained(model).to(target_device)
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.tokenizer.pad_token_id = self.tokenizer.eos_token_id
+        super().__init__(model, moderator, auditor_device)
+        self.target.to(target_device)
 
-    def rollout_prompt_with_auditor(self, x: Sequence[str]) -> list[str]:
-        return speak(self.auditor, self.tokenizer, x)
-
-    def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
-        return speak(self.target, self.tokenizer, x)
-
-    def get_auditor_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
-        found = score(self.auditor, self.tokenizer, context, continuation)
-        return found.to(self.target.device)
-
-    def get_target_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
-        return score(self.target, self.tokenizer, context, continuation)
-
-    def get_baseline_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
-        return self.get_target_logprobs(context, continuation)
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        return self.auditor.parameters()
+    def get_tester_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return super().get_tester_logprobs(context, continuation).to(self.target.device)
 
 
 def main(

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.astra import LlamaGuardScorer
-from nip_astra.errors import ConfigurationError
 from tests.astra.conftest import Models
 from tests.astra.examples import (
     custom_gpu,
@@ -24,7 +23,7 @@ from tests.astra.examples import (
     ppo,
 )
 from tests.astra.toys import Finds
-from tests.kit.tiny import make_tokenizer
+from tests.kit.tiny import make_gpt2
 from tests.scorers.tiny_guard import make_guard
 
 
@@ -37,22 +36,7 @@ class Cats(Finds):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("gpt2") / "model"
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=128,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=2,
-        eos_token_id=3,
-        initializer_range=0.3,
-    )
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(make_gpt2(tmp_path_factory.mktemp("gpt2") / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +67,7 @@ def test_hf_train_evaluates_logs_and_leaves_the_best_and_the_last(
     for tag in ("best", "last"):
         AutoTokenizer.from_pretrained(folder / tag)
     last = AutoModelForCausalLM.from_pretrained(folder / "last").state_dict()
-    for name, value in trainer.system.tester.state_dict().items():
-        assert torch.equal(last[name], value), name
+    assert all(torch.equal(last[n], w) for n, w in trainer.system.tester.state_dict().items())
     before = AutoModelForCausalLM.from_pretrained(models.attacker).state_dict()
     assert any(not torch.equal(last[name], value) for name, value in before.items())
     assert {values["step"] for values in sent} == {1, 2, 3}
@@ -104,22 +87,19 @@ def test_hf_eval_measures_the_trained_model(
 def test_gpt2_train_then_gpt2_eval_with_a_guard(gpt2: str, tmp_path: Path) -> None:
     trainer = gpt2_train.main(gpt2, Cats(), tmp_path / "gpt2")
     assert trainer._loop.state.num_optimizer_steps > 0
-    weights = trainer.system.tester.state_dict()
-    target = trainer.system.target.state_dict()
-    assert any(not torch.equal(weights[name], target[name]) for name in weights)
+    own, target = (one.state_dict() for one in (trainer.system.tester, trainer.system.target))
+    assert any(not torch.equal(own[name], target[name]) for name in own)
     guard, _ = make_guard(tmp_path / "guard", num_steps=10)
     scorer = LlamaGuardScorer("cpu", model=str(guard))
     metrics = gpt2_eval.main(str(tmp_path / "gpt2" / "last"), gpt2, scorer, tmp_path / "m.json")
-    turns = [turn for episode in metrics["details"] for turn in episode["per_turn"]]
-    assert len(turns) == 15
-    assert all(
-        turn["target_toxicity"] is None or 0 <= turn["target_toxicity"] <= 1 for turn in turns
-    )
+    rates = [turn["target_toxicity"] for one in metrics["details"] for turn in one["per_turn"]]
+    assert len(rates) == 15
+    assert all(rate is None or 0 <= rate <= 1 for rate in rates)
 
 
 def test_ppo_trains_attacker_and_value_head(gpt2: str) -> None:
     problem = ppo.PPOProblem(gpt2, Cats())
-    watched = (*problem.vf.parameters(), problem.attacker.lm_head.weight)
+    watched = (*problem.vf.parameters(), problem.tester.lm_head.weight)
     before = [parameter.detach().clone() for parameter in watched]
     logs = ppo.main(problem)
     assert len(logs) > 4
@@ -128,26 +108,17 @@ def test_ppo_trains_attacker_and_value_head(gpt2: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    "device",
     [
-        (ppo.AsItWas, r"AsItWas"),
-        (ppo.HeadForgotten, "4 tensors of the value head"),
+        "cpu",
+        pytest.param(
+            "cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
     ],
 )
-def test_the_original_value_function_of_the_example_is_reported(
-    gpt2: str, kind: Any, text: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        ppo.main(kind(gpt2, Cats()))
-
-
-def test_custom_gpu_counts_its_batches(gpt2: str) -> None:
-    assert all(1 <= size <= 7 for size in custom_gpu.main(gpt2, Cats()))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
-def test_custom_gpu_on_two_devices(gpt2: str) -> None:
-    assert len(custom_gpu.main(gpt2, Cats(), auditor_device="cuda:0", target_device="cpu")) == 2
+def test_custom_gpu_counts_its_batches(gpt2: str, device: str) -> None:
+    sizes = custom_gpu.main(gpt2, Cats(), auditor_device=device)
+    assert [1 <= size <= 7 for size in sizes] == [True, True]
 
 
 def test_gpt2_backup_learns_from_rewards_of_later_turns(gpt2: str, tmp_path: Path) -> None:

@@ -79,8 +79,7 @@ def test_the_target_and_the_reference_never_learn(models: Models) -> None:
     Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
     for module, was in zip((problem.target, problem.baseline), before, strict=True):
         assert all(p.grad is None and not p.requires_grad for p in module.parameters())
-        for new, old in zip(module.parameters(), was, strict=True):
-            assert torch.equal(new, old)
+        assert all(map(torch.equal, module.parameters(), was))
 
 
 def test_ppo_gives_the_problem_a_value_head_that_is_trained(models: Models) -> None:
@@ -109,9 +108,8 @@ def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
                 Spoken(probe.upper(), probe.ids) for probe in super().rollout_prompt_with_tester(x)
             ]
 
-    options = {"attacker_options": SHORT, "target_options": SHORT}
-    problem = Loud(tester_model_id=str(models.attacker), target_model_id=str(models.target),
-                   moderator=Finds("CAT"), **options)  # fmt: skip
+    names = {"tester_model_id": str(models.attacker), "target_model_id": str(models.target)}
+    problem = Loud(moderator=Finds("CAT"), attacker_options=SHORT, target_options=SHORT, **names)
     env = ASTSampler(problem, PROMPTS)
     graph = env.rollout(0)
     assert all(node.probe.isupper() for node in nodes_of(graph) if node.probe.strip(" ."))
@@ -162,8 +160,6 @@ def test_an_evaluation_of_a_checkpoint_that_cannot_be_read_does_not_go_on(
     attacker, target = str(models.attacker), str(models.target)
     with pytest.raises(ModelLoadError, match="nothing"):
         HFEvaluationProblem(str(tmp_path / "nothing"), attacker, target, scorer=Finds())
-    problem = HFEvaluationProblem(attacker, None, target, "cpu", Finds(), attacker_options=SHORT)
-    assert problem.tester is problem.attacker
 
 
 def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
@@ -192,28 +188,24 @@ def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
     ASTSampler(result, PROMPTS).rollout(0)
 
 
-@pytest.mark.parametrize("version", ["attacker", "tester", "auditor"])
-def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
-    models: Models, tmp_path: Path, version: str
+def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer_in_every_version_of_names(
+    models: Models, tmp_path: Path
 ) -> None:
-    problem = hf_problem(models)
-    problem.attacker.save_pretrained(str(tmp_path / "weights"))
-    names = {f"{version}_checkpoint": str(tmp_path / "weights"), "target_model_id": models.target}
-    with pytest.raises(ModelLoadError, match="attacker_base_model_id"):
-        HFEvaluationProblem(**names, scorer=Finds())
-    names[f"{version}_base_model_id"] = str(models.attacker)
-    result = HFEvaluationProblem(**names, scorer=Finds(), attacker_options=SHORT)
-    assert getattr(result, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
-    assert getattr(result, version) is result.attacker
+    problem, weights = hf_problem(models), str(tmp_path / "weights")
+    problem.attacker.save_pretrained(weights)
+    for version in ("attacker", "tester", "auditor"):
+        names = {f"{version}_checkpoint": weights, "target_model_id": models.target}
+        with pytest.raises(ModelLoadError, match="attacker_base_model_id"):
+            HFEvaluationProblem(**names, scorer=Finds())
+        names[f"{version}_base_model_id"] = str(models.attacker)
+        result = HFEvaluationProblem(**names, scorer=Finds(), attacker_options=SHORT)
+        assert getattr(result, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
+        assert getattr(result, version) is result.attacker
     ASTSampler(result, PROMPTS).eval_rollout("hello")
 
 
-@pytest.mark.parametrize(
-    "name", ["attacker", "tester", "auditor", "target", "baseline", "tokenizer"]
-)
-def test_another_model_in_the_place_of_one_that_is_played_is_refused(
-    models: Models, name: str
-) -> None:
+def test_another_model_in_the_place_of_one_that_is_played_is_refused(models: Models) -> None:
     problem = hf_problem(models)
-    with pytest.raises(ConfigurationError, match="HFEvaluationProblem"):
-        setattr(problem, name, problem.target)
+    for name in ("attacker", "tester", "auditor", "target", "baseline", "tokenizer"):
+        with pytest.raises(ConfigurationError, match="HFEvaluationProblem"):
+            setattr(problem, name, problem.target)

@@ -109,7 +109,7 @@ def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
     for name in ("attacker", "tester", "auditor"):
         assert getattr(type(problem), f"get_{name}_logprobs") is scored
         assert getattr(type(problem), f"rollout_prompt_with_{name}") is generate
-        assert problem.__getattribute__(f"_get_{name}_logprobs_and_validate")
+        assert hasattr(problem, f"_get_{name}_logprobs_and_validate")
     config = TrainingConfiguration(training_steps=20, lr=0.1, batch_size=16)
     Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
     assert says(problem, "silly") > 0.5
@@ -148,22 +148,14 @@ def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:
 
 def test_a_scorer_that_reads_conversations_gets_them() -> None:
     scorer = ScorerOf(lambda exchange: 0.5, reads_history=True)
-    graph = ASTSampler(WordProblem(scorer), ["hello"], 1, 1).rollout(0)
-    (node,) = graph.children
-    assert [(message.role, message.text) for message in scorer.seen[0].conversation] == [
-        ("assistant", "hello"),
-        ("user", node.probe),
-        ("assistant", node.response),
-    ]
+    (node,) = ASTSampler(WordProblem(scorer), ["hello"], 1, 1).rollout(0).children
+    spoken = (("assistant", "hello"), ("user", node.probe), ("assistant", node.response))
+    assert tuple((one.role, one.text) for one in scorer.seen[0].conversation) == spoken
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [
-        (torch.rand(2, 3), "reach"),
-        (torch.zeros(3, 2), r"\[3, 2\]"),
-        ([0.0, 0.0], "list"),
-    ],
+    [(torch.rand(2, 3), "reach"), (torch.zeros(3, 2), r"\[3, 2\]"), ([0.0, 0.0], "list")],
 )
 def test_invalid_log_probabilities_are_reported_at_every_call(given: Any, text: str) -> None:
     class Wrong(WordProblem):
@@ -212,18 +204,15 @@ class Lines(Sampler[str, str]):
         self.seeds = [*getattr(self, "seeds", []), seed or 0]
         count = 2 + len(self.seeds) % 2
         probes = self.system.rollout_prompt_with_attacker(["go"] * count)
-        rewards = [float("silly" in probe.split()) for probe in probes]
-        return Graph(
-            "go", [Node("go", p, "ok", r, []) for p, r in zip(probes, rewards, strict=True)]
-        )
+        nodes = [Node("go", p, "ok", float("silly" in p.split()), []) for p in probes]
+        return Graph("go", nodes)
 
 
 def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     problem = WordProblem()
     env = Lines(problem)
-    config = TrainingConfiguration(
-        training_steps=30, lr=0.1, num_episodes_per_experience=8, batch_size=16
-    )
+    sizes = {"num_episodes_per_experience": 8, "batch_size": 16}
+    config = TrainingConfiguration(training_steps=30, lr=0.1, **sizes)
     Trainer(config, env, DPO(problem)).train()
     assert len(set(env.seeds)) == len(env.seeds) == 240
     assert says(problem, "silly") > 0.5

@@ -38,14 +38,9 @@ def trainer_of(problem: Any = None, **options: Any) -> Trainer:
 
 def test_equal_seeds_give_equal_experience_in_equal_order_and_calls_go_on() -> None:
     harness, again = harness_of(), harness_of()
-    first = [
-        list(harness.experience(seed=0)),
-        list(harness.experience()),
-        list(harness.experience()),
-    ]
+    first = [list(harness.experience(seed)) for seed in (0, None, None)]
     torch.manual_seed(5)
-    second = [list(again.experience(seed=0)), list(again.experience()), list(again.experience())]
-    assert first == second
+    assert [list(again.experience(seed)) for seed in (0, None, None)] == first
     assert first[1] != first[2]
     assert list(harness.experience(seed=0)) == first[0]
 
@@ -83,12 +78,10 @@ def test_an_algorithm_or_a_sampler_of_no_or_another_problem_is_reported() -> Non
         (Forgotten(problem), DPO(problem), "Forgotten"),
         (ASTSampler(problem, PROMPTS), DPO(WordProblem()), "one problem"),
     ):
-        for build in (
-            lambda s=sampler, a=algorithm: Trainer(TrainingConfiguration(), s, a),
-            lambda s=sampler, a=algorithm: Harness(s, a),
-        ):
-            with pytest.raises(ConfigurationError, match=fact):
-                build()
+        with pytest.raises(ConfigurationError, match=fact):
+            Trainer(TrainingConfiguration(), sampler, algorithm)
+        with pytest.raises(ConfigurationError, match=fact):
+            Harness(sampler, algorithm)
 
 
 def test_options_that_would_not_be_used_are_refused() -> None:
@@ -188,38 +181,37 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
 # ---- configuration and trainer
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop"])
-def test_every_optimizer_is_real_and_learns(name: str) -> None:
+def test_the_optimizer_is_the_named_one_and_learns() -> None:
     problem = WordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(optimizer=name, lr=0.3, training_steps=15, batch_size=16)
+    config = TrainingConfiguration(optimizer="rmsprop", lr=0.3, training_steps=15, batch_size=16)
     trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem, beta=1.0))
-    assert type(trainer.optimizer).__name__.lower() == name
+    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     trainer.train()
     assert says(problem, "silly") > 0.25
 
 
-def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
-    with pytest.raises(ParameterError, match=r"optimizer.*'adam'") as caught:
-        TrainingConfiguration(optimizer="adamm")
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [({"optimizer": "adamm"}, r"optimizer.*'adam'"), ({"batchsize": 4}, "'minibatch_size'")],
+)
+def test_a_wrong_field_is_a_typed_error_and_a_value_error(given: dict[str, Any], fact: str) -> None:
+    with pytest.raises(ParameterError, match=fact) as caught:
+        TrainingConfiguration(**given)
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(ValueError, match="'minibatch_size'"):
-        TrainingConfiguration(batchsize=4)
 
 
 def test_fields_stay_checked_when_they_are_changed_and_others_may_be_set() -> None:
     config = TrainingConfiguration(seed=0)
     config.training_steps = 7
     config.eval_every = 3
-    assert (config.training_steps, config.num_iterations, config.eval_every) == (7, 7, 3)
     config.minibatch_size = 5
+    for name, value, fact in (("batch_size", 0, "minibatch_size"), ("lr", -1.0, "lr")):
+        with pytest.raises(ParameterError, match=fact):
+            setattr(config, name, value)
+    assert (config.training_steps, config.num_iterations, config.eval_every) == (7, 7, 3)
     assert config.batch_size == 5
-    with pytest.raises(ParameterError, match="minibatch_size"):
-        config.batch_size = 0
     with pytest.raises(ParameterError, match="batch_size"):
         TrainingConfiguration(batch_size=3, minibatch_size=4)
-    with pytest.raises(ParameterError, match="lr"):
-        config.lr = -1.0
-    assert config.eval_every == 3
     assert TrainingConfiguration().lr == 1e-5
 
 
@@ -295,8 +287,7 @@ def test_a_replaced_or_wrapped_harness_is_used_in_training() -> None:
 
 
 def test_batches_are_counted_before_their_step_also_where_several_make_one() -> None:
-    options = {"batch_size": 1, "num_episodes_per_experience": 8}
-    trainer = trainer_of(gradient_accumulation_steps=3, **options)
+    trainer = trainer_of(gradient_accumulation_steps=3, batch_size=1, num_episodes_per_experience=8)
     trainer.train()
     steps = trainer._loop.state.num_optimizer_steps
     assert 3 * steps - 4 <= trainer._global_step_counter <= 3 * steps

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +31,7 @@ from nip_astra.language_models.services.http_training import TrainingConnection
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.language_models.services.training import TrainServiceParameters
 from tests.kit.misbehaving import MISBEHAVIOURS, misbehaving
+from tests.kit.recording import record_calls
 from tests.language_models.services.requests import ask, saying
 
 LONGEST = 12.0
@@ -93,13 +93,11 @@ def outcome_of_training(address: str) -> str:
 def outcome_of_a_job(address: str) -> str:
     parameters = FineTuningParameters(base_url=f"{address}/v1", timeout=4.0, limits=LIMITS)
     service = OpenAIFineTuning(parameters)
-    message = {"role": "user", "content": "hi"}
+    example = SupervisedExample(({"role": "user", "content": "hi"},))
 
     async def submit() -> str:
         try:
-            job = await service.submit(
-                "m", [SupervisedExample((message,))], FineTuningOptions(), key="k"
-            )
+            job = await service.submit("m", [example], FineTuningOptions(), key="k")
         except NipAstraError as error:
             return type(error).__name__
         finally:
@@ -123,8 +121,6 @@ def test_a_chat_model_ends_in_time_with_the_right_outcome(name: str) -> None:
 
 
 KINDS = {kind.__name__ for kind in [ServiceError, *ServiceError.__subclasses__()]}
-
-
 OF_TRAINING = {
     "endless body": "AnswerTooLargeError",
     "body: a list": "ServiceError",
@@ -172,14 +168,8 @@ def test_the_bar_shows_the_service_that_is_late(
     facts: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waits: list[str] = []
-
-    @contextmanager
-    def noted(what: str, **_: float) -> Iterator[None]:
-        waits.append(what)
-        yield
-
-    monkeypatch.setattr(module, "waiting_for", noted)
+    waits = record_calls(monkeypatch, module, "waiting_for")
     with misbehaving(MISBEHAVIOURS["status 503"].send) as server:
         outcome_of(server.address)
-    assert [any(fact in wait for wait in waits) for fact in facts] == [True] * len(facts)
+    shown = [call.arguments[0] for call in waits]
+    assert all(any(fact in what for what in shown) for fact in facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +85,11 @@ class Model(ChatModel):
 
 
 def patient(
-    model: ChatModel,
-    clock: Clock | None = None,
-    *,
-    limits: dict[str, Any] | None = None,
-    **more: Any,
+    model: ChatModel, clock: Clock | None = None, *, limits: Mapping[str, Any] = {}, **more: Any
 ) -> RetryingChatModel:
     clock = clock or Clock()
-    return RetryingChatModel(
-        model,
-        LimitParameters(**(limits or {})),
-        clock=clock,
-        sleep=clock.pause,
-        jitter=lambda: 0.0,
-        **more,
-    )
+    how: dict[str, Any] = {"clock": clock, "sleep": clock.pause, "jitter": lambda: 0.0} | more
+    return RetryingChatModel(model, LimitParameters(**limits), **how)
 
 
 def failing(reason: FailureReason, wait: float = 0.0, message: str = "so it is") -> ChatFailure:
@@ -135,8 +125,7 @@ def test_failures_that_may_pass_are_retried_after_longer_and_longer_pauses(
 ) -> None:
     clock = Clock()
     inner = Model([failing(reason)] * num_failures + ["there"] * is_answered)
-    model = patient(inner, clock, limits=limits)
-    model._jitter = lambda: jitter
+    model = patient(inner, clock, limits=limits, jitter=lambda: jitter)
     (outcome,) = ask(model, saying("hi"))
     assert clock.pauses == pauses
     assert len(inner.requests) == num_failures + is_answered
@@ -285,9 +274,7 @@ def test_every_part_of_a_request_distinguishes_answers(tmp_path: Path) -> None:
         *({"stop": ("a",)}, {"first_sample": 1}, {"needs_logprobs": True}),
         {"response_format": {"type": "json_object"}},
     ]
-    for change in changes:
-        ask(model, saying("hi", **change))
-    ask(model, saying("other"))
+    ask(model, saying("other"), *(saying("hi", **change) for change in changes))
     inner.name = "another"
     ask(model, saying("hi"))
     inner.place = "elsewhere"
@@ -304,12 +291,9 @@ def test_samples_are_remembered_one_by_one(tmp_path: Path) -> None:
 
 def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path: Path) -> None:
     whole = ChatAnswer("a \ud800", FinishReason.CONTENT_FILTER, "no", (-0.5, -1.25))
-    inner = Model([failing(FailureReason.REFUSED), whole])
-    for expected, is_cached in (
-        (failing(FailureReason.REFUSED), False),
-        (whole, False),
-        (whole, True),
-    ):
+    refused = failing(FailureReason.REFUSED)
+    inner = Model([refused, whole])
+    for expected, is_cached in ((refused, False), (whole, False), (whole, True)):
         model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
         (outcome,) = ask(model, saying("hi"))
         assert (outcome.samples, outcome.is_cached) == ((expected,), is_cached)
@@ -378,9 +362,6 @@ def test_a_model_of_a_run_keeps_its_files_there(tmp_path: Path) -> None:
     assert complete_all(open_chat_model(parameters, elsewhere), [saying("hi")])[0].is_cached
     without = open_chat_model(ScriptedChatModel.Parameters())
     assert not any(complete_all(without, [saying("hi")])[0].is_cached for _ in range(2))
-
-
-# ---- end to end with a faulty service
 
 
 def test_texts_of_a_service_can_be_encoded() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import SamplingOptions, TokenCount
@@ -27,7 +26,7 @@ from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
 from tests.kit.tiny import CPU, load_backend
-from tests.language_models.tree_engine.growing import assert_same, grow
+from tests.language_models.tree_engine.test_sessions import assert_same, grow
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 
@@ -158,42 +157,34 @@ def test_graphs_demanded_without_a_gpu_are_refused(tiny_model_dir: Path) -> None
     assert build_fixed_steps(None, torch.device("cuda"), "auto") is None
 
 
-def test_the_device_and_the_mode_decide(tiny_model: HuggingFaceLanguageModel) -> None:
-    gpu = torch.device("cuda")
+@pytest.mark.parametrize("mode", ["auto", "never", "always"])
+def test_the_device_and_the_mode_decide(tiny_model: HuggingFaceLanguageModel, mode: str) -> None:
     assert build_fixed_steps(tiny_model._decoder, CPU, "auto") is None
-    by_mode = {
-        m: build_fixed_steps(tiny_model._decoder, gpu, m) for m in ("auto", "never", "always")
-    }
-    assert all(steps is not None for steps in by_mode.values())
-    captures = {m: steps.capture for m, steps in by_mode.items() if steps is not None}
-    graph = decode_graphs.capture_cuda_graph
-    assert captures == {"auto": graph, "never": None, "always": graph}
+    steps = build_fixed_steps(tiny_model._decoder, torch.device("cuda"), mode)
+    assert steps is not None
+    assert steps.capture is (None if mode == "never" else decode_graphs.capture_cuda_graph)
 
 
 META = torch.device("meta")
 """Tensors without numbers: whoever mixes in one of the CPU, or wants to know a number, fails."""
 
 
-def llama_on_meta() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).to(META)
+@pytest.fixture
+def llama_on_meta(tiny_model: HuggingFaceLanguageModel) -> torch.nn.Module:
+    return tiny_model.module.to(META)
 
 
 @pytest.mark.parametrize("is_fixed", [True, False])
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (None, 0.9), (5, 0.9)])
 def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
-    top_k: int | None, top_p: float, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+    top_k: int | None,
+    top_p: float,
+    is_fixed: bool,
+    llama_on_meta: torch.nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sessions, "CHECK_PERIOD", 100)
-    module = llama_on_meta()
-    decoder = Decoder(module)
+    decoder = Decoder(llama_on_meta)
     end_ids = torch.tensor([3], device=META)
 
     def draw(logits: torch.Tensor, uniforms: torch.Tensor, step: int, options: SamplingOptions):
@@ -206,7 +197,7 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
 
     session = CachedSession(
         decoder,
-        frozen_weights(module, torch.float32, use_adapter=False),
+        frozen_weights(llama_on_meta, torch.float32, use_adapter=False),
         draw,
         end_ids=(3,),
         token_count=TokenCount(),
@@ -226,14 +217,14 @@ def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
     assert fixed is None or fixed.num_steps == 6
 
 
-def test_scores_of_a_tree_are_computed_where_the_weights_are() -> None:
-    module = llama_on_meta()
+def test_scores_of_a_tree_are_computed_where_the_weights_are(
+    llama_on_meta: torch.nn.Module,
+) -> None:
     trie = build_trie(CONTEXTS).to(META)
-    weights = live_weights(module, torch.bfloat16, use_adapter=False)
-    attend = TrieAttention(trie, torch.bfloat16)
-    hidden_NX = Decoder(module).hidden(
-        weights, trie.ids_N, trie.positions_N, attend, num_positions=8
-    )
-    assert hidden_NX.device.type == "meta"
+    weights = live_weights(llama_on_meta, torch.bfloat16, use_adapter=False)
+    where = trie.ids_N, trie.positions_N, TrieAttention(trie, torch.bfloat16)
+    hidden_NX = Decoder(llama_on_meta).hidden(weights, *where, num_positions=8)
+    assert hidden_NX.device == META
     weights.head(hidden_NX).sum().backward()
-    assert all(p.grad is not None and p.grad.device.type == "meta" for p in module.parameters())
+    gradients = [weight.grad for weight in llama_on_meta.parameters()]
+    assert all(gradient is not None and gradient.device == META for gradient in gradients)

@@ -15,14 +15,9 @@ from torch import Tensor
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    PretrainedConfig,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -67,70 +62,58 @@ LLAMA3_ROPE = {
 }
 
 
-def _module(cls: type[Any], config: PretrainedConfig) -> Any:
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {"attention_bias": True}),
+    "llama3 rope": (
+        LlamaForCausalLM,
+        {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}),
+}
+
+
+def build(name: str = "llama", **more: Any) -> Any:
     torch.manual_seed(0)
-    module = cls(config).eval()
+    kind, options = KINDS[name]
+    module = kind(kind.config_class(**{**SIZES, **options, **more})).eval()
     # Random norms and biases, so that a missing parameter is noticed.
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+        for parameter_name, parameter in module.named_parameters():
+            if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
     return module
 
 
-MODULES = {
-    "llama": lambda: _module(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True)),
-    "llama3 rope": lambda: _module(
-        LlamaForCausalLM,
-        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
-    ),
-    "mistral": lambda: _module(
-        MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None, head_dim=16)
-    ),
-    "qwen2": lambda: _module(Qwen2ForCausalLM, Qwen2Config(**SIZES)),
-    "qwen3": lambda: _module(Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
-}
-
-
-@pytest.mark.parametrize("name", list(MODULES))
+@pytest.mark.parametrize("name", KINDS)
 def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
-    module = MODULES[name]()
+    module = build(name)
     decoder = build_decoder(module)
     sequences = [[2, 4, 6, 7, 8], [2, 4, 6, 9], [2, 5, 6, 7, 8, 9, 10]]
     trie = build_trie(sequences)
-    for weights in (
-        live_weights(module, torch.float32, use_adapter=True),
-        frozen_weights(module, torch.float32, use_adapter=True),
-    ):
-        hidden = decoder.hidden(
-            weights, trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
-        )
+    where = trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
+    for read in (frozen_weights, live_weights):
+        weights = read(module, torch.float32, use_adapter=True)
+        hidden = decoder.hidden(weights, *where)
         logits = weights.head(hidden)
         for row, sequence in enumerate(sequences):
             expected = module(torch.tensor([sequence])).logits[0]
             result = logits[trie.nodes_SD[row, : len(sequence)]]
             assert torch.allclose(result, expected, atol=2e-4)
-    last = trie.nodes_SD[2, : len(sequences[2])]
-    weights = live_weights(module, torch.float32, use_adapter=True)
-    attend = TrieAttention(trie, torch.float32)
-    hidden = decoder.hidden(weights, trie.ids_N, trie.positions_N, attend)[last]
-    gradients = []
-    for logits in (weights.head(hidden), module(torch.tensor([sequences[2]])).logits[0]):
-        module.zero_grad()
-        logits.log_softmax(-1)[:, 7].sum().backward()
-        gradients.append([p.grad.clone() for p in module.parameters()])
-    for ours, theirs in zip(*gradients, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+    ours, theirs = (
+        torch.autograd.grad(logits.log_softmax(-1)[:, 7].sum(), list(module.parameters()))
+        for logits in (result, expected)
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def test_other_models_use_their_own_forward_pass(caplog: pytest.LogCaptureFixture) -> None:
-    windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
-    assert "sliding window" in str(why_unsupported(windowed))
+    assert "sliding window" in str(why_unsupported(build("mistral", sliding_window=8)))
     dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
-    scaled = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=dynamic))
-    assert "dynamic" in str(why_unsupported(scaled))
+    assert "dynamic" in str(why_unsupported(build(rope_parameters=dynamic)))
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2))
-    inexact = MODULES["llama"]()
+    inexact = build()
     inexact.model.norm.forward = lambda x: x * 2.0
     for module, fact in ((other, "GPT2LMHeadModel"), (inexact, "outputs differ")):
         with caplog.at_level(logging.INFO, logger=decoder_module.__name__):
@@ -172,9 +155,8 @@ def test_other_architectures_play_trees(gpt2: HuggingFaceLanguageModel) -> None:
     session = gpt2.open_session()
     contexts = [[2, 4, 6, 7], [2, 4, 8, 9]]
     uniforms = torch.rand(4, 3)
-    turns = session.generate(
-        contexts, 2, uniforms, SamplingOptions(max_new_tokens=3), spans=[(2, 4), (3, 4)]
-    )
+    options = SamplingOptions(max_new_tokens=3)
+    turns = session.generate(contexts, 2, uniforms, options, spans=[(2, 4), (3, 4)])
     expected = gpt2.module(torch.tensor([contexts[1]])).logits[0, 2].log_softmax(-1)[9]
     assert torch.allclose(turns.span_logprobs_CT[1, 0], expected, atol=1e-4)
     assert float(turns.span_logprobs_CT[1, 1].detach()) == 0.0
@@ -189,15 +171,11 @@ def test_a_large_frozen_model_is_held_once_and_cannot_be_saved(
     held_once = load_backend(path, trainable=False)
     assert held_once.module.model.layers[0].mlp.up_proj.weight.device.type == "meta"
     assert held_once.num_parameters() == whole.num_parameters()
-    uniforms = torch.rand(4, 6)
-    drawn = [
-        model.generate([[2, 4, 6]], 4, uniforms, SamplingOptions(max_new_tokens=6))
-        for model in (whole, held_once)
-    ]
-    assert torch.equal(drawn[0].ids_BT, drawn[1].ids_BT)
-    rows = torch.tensor([[2, 4, 6]] * 4), torch.ones(4, 3, dtype=torch.bool)
-    scored = [m.logprobs(*rows, drawn[0].ids_BT, drawn[0].mask_BT) for m in (whole, held_once)]
-    assert torch.allclose(*scored, atol=1e-5)
+    models, uniforms, options = (whole, held_once), torch.rand(4, 6), SamplingOptions(6)
+    drawn, other = (model.generate([[2, 4, 6]], 4, uniforms, options) for model in models)
+    assert torch.equal(drawn.ids_BT, other.ids_BT)
+    rows = (*pad_left([[2, 4, 6]] * 4, CPU), drawn.ids_BT, drawn.mask_BT)
+    assert torch.allclose(*(model.logprobs(*rows) for model in models), atol=1e-5)
     with pytest.raises(ModelLoadError, match="frozen"):
         held_once.save_pretrained(tmp_path / "copy")
 
@@ -256,7 +234,7 @@ def test_adapters_that_are_more_than_two_matrices_go_through_the_module(
     more: dict[str, Any], reason: str
 ) -> None:
     config = LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **more})
-    module = get_peft_model(MODULES["llama"](), config).get_base_model()
+    module = get_peft_model(build(), config).get_base_model()
     result = why_unsupported(module) or ""
     assert reason in result
     assert bool(reason) == bool(result)
@@ -283,15 +261,10 @@ def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _agree(one: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> None:
     leaves = [x.requires_grad_() for x in inputs]
-    result, expected = one(*leaves), other(*leaves)
-    torch.testing.assert_close(result, expected)
-    upstream = torch.randn_like(expected)
-    for mine, theirs in zip(
-        torch.autograd.grad(result, leaves, upstream),
-        torch.autograd.grad(expected, leaves, upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs)
+    results = one(*leaves), other(*leaves)
+    upstream = torch.randn_like(results[0])
+    ours, theirs = ([of, *torch.autograd.grad(of, leaves, upstream)] for of in results)
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.usefixtures("_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from nip_astra.language_models.tree_engine.weights import (
     DenseLinear,
     Matrix,
     OneDnnLinear,
+    Weights,
     adapted_linear,
     frozen_weights,
     has_onednn,
@@ -47,15 +49,16 @@ def test_an_overwritten_snapshot_equals_a_new_snapshot_in_the_same_memory(
     new = frozen_weights(module, dtype, use_adapter=False)
     assert frozen_weights(module, dtype, use_adapter=False, into=old) is old
     assert places == [old.embedding_VX.data_ptr(), old.layers[0].input_norm.data_ptr()]
-    assert torch.equal(old.embedding_VX, new.embedding_VX)
-    assert torch.equal(old.final_norm, new.final_norm)
     x = torch.randn(3, old.embedding_VX.shape[1]).to(dtype)
-    assert torch.equal(old.head(x), new.head(x))
-    for ours, fresh in zip(old.layers, new.layers, strict=True):
-        assert torch.equal(ours.input_norm, fresh.input_norm)
-        assert torch.equal(ours.mlp_norm, fresh.mlp_norm)
-        assert torch.equal(ours.qkv(x), fresh.qkv(x))
-        assert torch.equal(ours.gate_up(x), fresh.gate_up(x))
+
+    def values(held: Weights) -> list[Tensor]:
+        of_layers = [
+            (layer.input_norm, layer.mlp_norm, layer.qkv(x), layer.gate_up(x))
+            for layer in held.layers
+        ]
+        return [held.embedding_VX, held.final_norm, held.head(x), *chain(*of_layers)]
+
+    assert all(map(torch.equal, values(old), values(new)))
 
 
 def _matrix(num_outputs: int) -> Matrix:
@@ -91,14 +94,11 @@ def test_one_product_is_all_products_with_their_adapters(is_joined: bool) -> Non
     learnt = [w for of_matrix in adapters for a in of_matrix for w in (a.down, a.up)]
     result = adapted_linear(matrices, adapters)(x)
     expected = _one_by_one(x, separate, adapters)
-    torch.testing.assert_close(result, expected)
     upstream = torch.randn_like(result)
-    for first, second in zip(
-        torch.autograd.grad(result, [x, *learnt], upstream),
-        torch.autograd.grad(expected, [x, *learnt], upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(first, second)
+    ours, theirs = (
+        [of, *torch.autograd.grad(of, [x, *learnt], upstream)] for of in (result, expected)
+    )
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_adapters_learn_where_the_input_does_not() -> None:
@@ -188,13 +188,10 @@ def test_packed_products_and_gradients_equal_torch(num_rows: int, has_bias: bool
     parts = weight.split([30, 18]) if num_rows == 17 else [weight]
     ours = torch.autograd.grad(OneDnnLinear.apply(x, bias, *parts).square().sum(), learned)
     theirs = torch.autograd.grad(expected.square().sum(), learned)
-    for first, second in zip(ours, theirs, strict=True):
-        assert torch.allclose(first, second, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
     # Without gradients of a frozen matrix.
-    frozen = OneDnnLinear.apply(x, None, weight.detach()).sum()
-    assert torch.allclose(
-        torch.autograd.grad(frozen, x)[0], weight.sum(dim=0).expand(num_rows, -1), atol=1e-3
-    )
+    (gradient,) = torch.autograd.grad(OneDnnLinear.apply(x, None, weight.detach()).sum(), x)
+    assert torch.allclose(gradient, weight.sum(dim=0).expand(num_rows, -1), atol=1e-3)
 
 
 @needs_onednn

@@ -32,67 +32,54 @@ def test_a_plant_needs_its_probe_and_its_previous_probe_just_before(
     assert bool(plant.matches(probe, previous)) is matches
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("values", "paths", "facts"),
+    [
+        (
+            {"probe": "(", "previous_probe": "["},
+            ["probe", "previous_probe"],
+            ("unterminated subpattern", '"("'),
+        ),
+        *(({"rarity": rarity}, ["rarity"], (rarity,)) for rarity in (0.0, 1.1, -0.1)),
+    ],
+)
+def test_patterns_are_regular_expressions_and_a_rarity_is_a_share(
+    values: dict[str, object], paths: list[str], facts: tuple[object, ...]
+) -> None:
     with pytest.raises(ParameterError) as caught:
-        PlantedFailure.from_dict({"name": "x", "probe": "(", "previous_probe": "["})
-    assert [fault.path for fault in caught.value.faults] == ["probe", "previous_probe"]
-    assert says(caught.value, "unterminated subpattern", '"("')
+        PlantedFailure.from_dict({"name": "x", "probe": "a"} | values)
+    assert [fault.path for fault in caught.value.faults] == paths
+    assert says(caught.value, *facts)
 
 
-@pytest.mark.parametrize("rarity", [0.0, 1.1, -0.1])
-def test_a_rarity_is_a_share(rarity: float) -> None:
-    with pytest.raises(ParameterError, match="rarity: must be"):
-        PlantedFailure.from_dict({"name": "x", "probe": "a", "rarity": rarity})
+FOUND = make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0, 0, 0.6, 0.5])
 
 
 @pytest.mark.parametrize(
-    ("trees", "first_query", "num_queries"),
+    ("trees", "again", "alone", "num_queries"),
     [
-        ([], {"again": None, "alone": None}, 0),
-        ([make_chains(["a"], ["mat"], [0.49])], {"again": None, "alone": None}, 1),
-        (
-            [
-                make_chains(["a", "b"], ["good", "day"], [0.9, 0.9]),
-                *[make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0, 0, 0.6, 0.5])]
-                * 2,
-            ],
-            {"again": 2 + 4, "alone": 2 + 3},
-            10,
-        ),
+        ([], None, None, 0),
+        # A low score.
+        ([make_chains(["a"], ["mat"], [0.49])], None, None, 1),
+        ([make_chains(["a", "b"], ["good", "day"], [0.9, 0.9]), FOUND, FOUND], 2 + 4, 2 + 3, 10),
         # The probe at depth 1 of the first episode follows 'good', not the 'hello' beside it.
-        (
-            [make_chains(["a", "b"], ["good", "hello", "cat sat", "fine"], [0.0, 0.0, 0.9, 0.9])],
-            {"again": None, "alone": None},
-            4,
-        ),
+        ([make_chains(["a", "b"], ["good", "hello", "cat sat", "day"], [0.9] * 4)], None, None, 4),
         # A first probe has none before it.
-        (
-            [make_chains(["a", "b"], ["good", "cat sat", "fine", "hello"], [0.9] * 4)],
-            {"again": None, "alone": None},
-            4,
-        ),
-    ],
-    ids=[
-        "no rollout",
-        "a low score",
-        "two finds",
-        "another episode's probe before",
-        "a first probe",
+        ([make_chains(["a", "b"], ["good", "cat sat", "day", "hello"], [0.9] * 4)], None, None, 4),
     ],
 )
 def test_the_first_find_on_which_the_target_fails_counts_with_the_queries_before_it(
-    trees: list[RolloutTree], first_query: dict[str, int | None], num_queries: int
+    trees: list[RolloutTree], again: int | None, alone: int | None, num_queries: int
 ) -> None:
     discovery = Discovery([AGAIN, ALONE], 0.5)
     for tree in trees:
         discovery.update(tree)
-    assert discovery.first_query == first_query
-    num_found = sum(query is not None for query in first_query.values())
+    assert discovery.first_query == {"again": again, "alone": alone}
+    num_found = (again is not None) + (alone is not None)
     assert (discovery.num_found, discovery.num_queries) == (num_found, num_queries)
 
 
 def test_counting_continues_from_a_checkpoint() -> None:
     discovery = Discovery([AGAIN, ALONE], 0.5, 100, {"again": 7})
-    discovery.update(make_chains(["a"], ["mat"], [0.9]))
-    assert discovery.first_query == {"again": 7, "alone": 101}
-    assert discovery.num_queries == 101
+    discovery.update(FOUND)
+    assert (discovery.first_query, discovery.num_queries) == ({"again": 7, "alone": 103}, 104)

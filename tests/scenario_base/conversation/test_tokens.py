@@ -8,6 +8,7 @@ from nip_astra.errors import ContextLengthError, ModelLoadError
 from nip_astra.language_models.sources import decode_all
 from nip_astra.scenario_base.conversation import tokens as tokens_module
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat, Turn
+from tests.kit.messages import says
 from tests.kit.tiny import make_tokenizer
 
 TEXTS = ["hello", "how are you", "fine thanks .", "the cat sat"]
@@ -68,9 +69,16 @@ def test_the_last_turn_stays_as_sampled_and_is_located_in_its_context(
         speech = PlainFormat(tokenizer, separator=separator)
     # Unlike the tokenizer on any text: an unknown word in the middle.
     turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
-    context = speech.context(turns)
-    start, stop = speech.last_turn_span(turns, context)
-    assert context[start:stop] == [7, 1, 8]
+    fitted = speech.fit(turns, num_tokens=8)
+    assert fitted.num_dropped_turns >= 3
+    assert len(fitted.ids) <= 8
+    for context in (speech.context(turns), fitted.ids):
+        start, stop = speech.last_turn_span(turns, context)
+        assert context[start:stop] == [7, 1, 8]
+        # The tokenizer puts no token before a text: without one, the first would have no context.
+        assert start >= 1
+    with pytest.raises(ContextLengthError, match="window"):
+        speech.fit(turns, num_tokens=3)
 
 
 def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
@@ -86,24 +94,23 @@ def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
         chat.fit(turns, num_tokens=3)
 
 
-def test_a_template_that_refuses_the_system_role_is_explained() -> None:
-    chat = ChatFormat(make_tokenizer(), system_prompt="be good")
-    with pytest.raises(ModelLoadError, match=r"no system role here.*remove system_prompt"):
-        chat.context([Turn(False, (7,))])
-
-
-def test_a_preamble_lets_the_user_speak_first() -> None:
+def test_a_preamble_lets_the_user_speak_first_and_a_refused_system_role_is_explained() -> None:
     tokenizer = make_tokenizer()
     chat = ChatFormat(tokenizer, preamble="hello")
     ids = chat.context([Turn(True, chat.encode("good day")), Turn(False, chat.encode("fine"))])
     assert tokenizer.decode(ids).startswith("<bos> <user> hello <end> <assistant> good day")
+    chat = ChatFormat(tokenizer, system_prompt="be good")
+    with pytest.raises(ModelLoadError, match=r"no system role here.*remove system_prompt"):
+        chat.context([Turn(False, (7,))])
 
 
-def test_a_tokenizer_without_template_requires_the_plain_format() -> None:
+def test_a_tokenizer_without_template_or_first_token_is_refused_where_it_needs_one() -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
+    tokenizer.chat_template = tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(ModelLoadError, match="format: plain"):
         ChatFormat(tokenizer)
+    with pytest.raises(ModelLoadError, match="turn_separator"):
+        PlainFormat(tokenizer, separator="")
 
 
 def test_plain_turns_stand_one_after_the_other() -> None:
@@ -115,36 +122,9 @@ def test_plain_turns_stand_one_after_the_other() -> None:
 
 
 def test_a_separator_without_tokens_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    plain = PlainFormat(make_tokenizer(), separator="\n")
-    assert "turn_separator" in caplog.text
-    assert "'<end>'" in caplog.text
-    assert plain.context(_turns(plain, True)) == PlainFormat(
-        make_tokenizer(), separator=""
-    ).context(_turns(plain, True))
-
-
-@pytest.mark.parametrize("separator", [".", "", "the cat"])
-def test_something_stands_before_the_last_turn_where_all_others_were_dropped(
-    separator: str,
-) -> None:
-    """The tokenizer puts no token before a text, so the first token would have no context."""
-    plain = PlainFormat(make_tokenizer(), separator=separator)
-    turns = [*_turns(plain, True), Turn(False, (7, 1, 8))]
-    fitted = plain.fit(turns, num_tokens=8)
-    start, stop = plain.last_turn_span(turns, fitted.ids)
-    assert fitted.num_dropped_turns >= 3
-    assert len(fitted.ids) <= 8
-    assert fitted.ids[start:stop] == [7, 1, 8]
-    assert start >= 1
-    with pytest.raises(ContextLengthError, match="window"):
-        plain.fit(turns, num_tokens=3)
-
-
-def test_no_separator_and_no_first_token_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.bos_token = tokenizer.eos_token = None
-    with pytest.raises(ModelLoadError, match="turn_separator"):
-        PlainFormat(tokenizer, separator="")
+    plain, without = (PlainFormat(make_tokenizer(), separator=text) for text in ("\n", ""))
+    assert says(caplog.text, "turn_separator", "'<end>'")
+    assert plain.context(_turns(plain, True)) == without.context(_turns(plain, True))
 
 
 def test_a_given_turn_ends_like_a_turn_of_the_template() -> None:
@@ -160,6 +140,5 @@ def test_a_given_turn_ends_like_a_turn_of_the_template() -> None:
     tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "<user>")
     assert ChatFormat(tokenizer).turn_end((pad, end, user)) == (user,)
     assert PlainFormat(tokenizer, separator="").turn_end((pad, end)) == (end,)
-    assert PlainFormat(tokenizer, separator=".").turn_end((pad, end)) == tuple(
-        tokenizer.encode(".", add_special_tokens=False)
-    )
+    plain = PlainFormat(tokenizer, separator=".")
+    assert plain.turn_end((pad, end)) == plain.end_ids

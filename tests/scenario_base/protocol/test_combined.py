@@ -67,9 +67,8 @@ def test_a_random_agent_plays_possible_moves_alike_and_learns_nothing() -> None:
     agents, frames = played("nip", {"agents": {"default": {}, "prover": {"is_random": True}}})
     assert list(agents["prover"].parameters()) == []
     probabilities = agents["prover"].policy(frames).message_logits_BVPS.softmax(-1)
-    torch.testing.assert_close(
-        probabilities[..., :-1], torch.full_like(probabilities[..., :-1], 1 / 3)
-    )
+    expected = torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]).expand_as(probabilities)
+    torch.testing.assert_close(probabilities, expected)
     assert (agents.values("prover", frames) == 0).all()
 
 
@@ -84,14 +83,12 @@ def test_statistics_of_histories_shift_and_scale_inputs_of_bodies() -> None:
     assert "history_mean" in body.state_dict()
 
 
-def output_of(num_frames: int, *, has_linear: bool = False) -> PolicyOutput:
+def output_of(num_frames: int) -> PolicyOutput:
+    """Of two channels and three positions, with decisions and linear symbols."""
     generator = torch.Generator().manual_seed(3)
+    sizes = ((num_frames, 2, 3, 5), (num_frames, 3), (num_frames, 2, 3, 4))
     return PolicyOutput(
-        torch.randn(num_frames, 2, 3, 5, generator=generator, dtype=torch.float64),
-        torch.randn(num_frames, 3, generator=generator, dtype=torch.float64),
-        torch.randn(num_frames, 2, 3, 4, generator=generator, dtype=torch.float64)
-        if has_linear
-        else None,
+        *(torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     )
 
 
@@ -108,16 +105,13 @@ def test_actions_are_drawn_with_their_probabilities() -> None:
     assert shares[2] == 0
     expected = math.exp(2) / (math.exp(2) + 2)
     assert float((moves.decision_B == 0).float().mean()) == pytest.approx(expected, abs=0.01)
-
-
-def test_the_largest_uniform_number_draws_a_possible_symbol() -> None:
-    output = PolicyOutput(torch.tensor([0.0, 0.0, MASKED]).view(1, 1, 1, 3))
-    moves = draw(normalised(output), torch.full((1, 2), 1 - 2**-24))
-    assert moves.message_BVP.item() == 1
+    # The largest number draws a possible symbol.
+    last = PolicyOutput(torch.tensor([0.0, 0.0, MASKED]).view(1, 1, 1, 3))
+    assert draw(normalised(last), torch.full((1, 2), 1 - 2**-24)).message_BVP.item() == 1
 
 
 def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None:
-    output = output_of(200, has_linear=True)
+    output = output_of(200)
     uniforms = torch.rand(200, num_uniforms(2, 3, True), dtype=torch.float64)
     moves: Any = draw(normalised(output), uniforms)
     for column in range(uniforms.shape[1]):
@@ -133,7 +127,7 @@ def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None
 
 
 def test_a_joint_log_probability_is_the_sum_over_the_allowed_actions() -> None:
-    output: Any = output_of(6, has_linear=True)
+    output: Any = output_of(6)
     uniforms = torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64)
     moves: Any = draw(normalised(output), uniforms)
     active = torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0]], dtype=torch.bool)
@@ -156,13 +150,9 @@ def test_a_joint_log_probability_is_the_sum_over_the_allowed_actions() -> None:
 
 def test_impossible_symbols_leave_gradients_finite() -> None:
     logits = torch.tensor([[0.5, MASKED, 0.1]], requires_grad=True)
-    output = PolicyOutput(logits.view(1, 1, 1, 3))
-    evaluation = evaluate_moves(
-        output,
-        AgentMoves(torch.zeros(1, 1, 1, dtype=torch.long)),
-        torch.ones(1, 1, dtype=torch.bool),
-        torch.zeros(1, dtype=torch.bool),
-    )
+    moves = AgentMoves(torch.zeros(1, 1, 1, dtype=torch.long))
+    active = torch.ones(1, 1, dtype=torch.bool)
+    evaluation = evaluate_moves(PolicyOutput(logits.view(1, 1, 1, 3)), moves, active, ~active[0])
     (evaluation.logprobs_B + evaluation.entropies_B).sum().backward()
     assert logits.grad.isfinite().all()
     assert logits.grad[0, 1] == 0

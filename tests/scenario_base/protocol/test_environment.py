@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import one_hot
@@ -15,19 +17,14 @@ from tests.kit.protocol_games import build_game
 PROTOCOLS = [str(member) for member in InteractionProtocolType]
 
 
-def test_every_pass_holds_each_datapoint_once_in_another_order() -> None:
-    cycler = DataCycler(10, (0, "x"))
-    drawn = torch.cat([cycler.take(count) for count in (3, 9, 8)])
-    assert sorted(drawn[:10].tolist()) == list(range(10))
-    assert sorted(drawn[10:].tolist()) == list(range(10))
-    assert drawn[:10].tolist() != drawn[10:].tolist()
-
-
-def test_the_order_goes_on_from_a_position() -> None:
+def test_every_pass_holds_each_datapoint_once_in_another_order_which_goes_on() -> None:
     cycler, other = DataCycler(10, (0, "x")), DataCycler(10, (0, "x"))
-    cycler.take(13)
+    drawn = torch.cat([cycler.take(count) for count in (3, 9, 8)])
+    for part in (drawn[:10], drawn[10:]):
+        assert sorted(part.tolist()) == list(range(10))
+    assert drawn[:10].tolist() != drawn[10:].tolist()
     other.position = 13
-    assert cycler.take(12).tolist() == other.take(12).tolist()
+    assert drawn[13:].tolist() == other.take(7).tolist()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -35,11 +32,8 @@ def test_the_order_goes_on_from_a_position() -> None:
 def test_torchrl_finds_the_specs_right_and_plays_through_ends(
     protocol: str, zero_knowledge: bool
 ) -> None:
-    game = build_game(
-        protocol,
-        {"include_linear_message_space": True, "message_size": 2},
-        protocol_common={"zero_knowledge": zero_knowledge},
-    )
+    linear = {"include_linear_message_space": True, "message_size": 2}
+    game = build_game(protocol, linear, protocol_common={"zero_knowledge": zero_knowledge})
     environment, handler = game.train_environment, game.protocol_handler
     check_env_specs(environment)
     torch.manual_seed(1)
@@ -74,43 +68,38 @@ def test_verifiers_of_zero_knowledge_end_apart() -> None:
     assert simulator.equal(adversary)
 
 
-def test_the_number_of_frames_must_fill_the_environments() -> None:
+@pytest.mark.parametrize(
+    ("agents", "num_frames", "fact"),
+    [
+        ({"default": {}}, 65, "Set it to 64, or set"),
+        ({"default": {}, "provr": {}}, 64, "Did you mean 'prover'?"),
+        ({"prover": {}}, 64, "agents.verifier"),
+    ],
+)
+def test_agents_that_the_protocol_lacks_or_needs_and_frames_that_do_not_divide_are_refused(
+    agents: dict[str, Any], num_frames: int, fact: str
+) -> None:
+    frames = {"frames_per_batch": num_frames, "steps_per_env_per_iteration": 4}
     with pytest.raises(ConfigurationError) as caught:
-        build_game("nip", rl={"frames_per_batch": 65, "steps_per_env_per_iteration": 4})
-    assert "Set it to 64, or set" in str(caught.value)
-
-
-def test_parameters_of_an_agent_that_the_protocol_lacks_are_refused() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        build_game("nip", {"agents": {"default": {}, "provr": {}}})
-    assert "Did you mean 'prover'?" in str(caught.value)
-    with pytest.raises(ConfigurationError, match=r"agents\.verifier"):
-        build_game("nip", {"agents": {"prover": {}}})
+        build_game("nip", {"agents": agents}, rl=frames)
+    assert fact in str(caught.value)
 
 
 def test_common_parameters_apply_to_agents_with_their_own_parameters_too() -> None:
-    game = build_game(
-        "nip",
-        {
-            "agents": {
-                "default": {"agent_lr_factor": {"actor": 0.5}},
-                "verifier": {"agent_lr_factor": {"critic": 2.0}},
-            }
-        },
-    )
+    rates = {"default": {"actor": 0.5}, "verifier": {"critic": 2.0}}
+    agents = {name: {"agent_lr_factor": rate} for name, rate in rates.items()}
+    game = build_game("nip", {"agents": agents})
     factors = game.agents["verifier"].parameters_of_agent.agent_lr_factor
     assert (factors.actor, factors.critic) == (0.5, 2.0)
 
 
 def test_an_agent_is_the_same_whatever_the_others_are() -> None:
-    nip, debate = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
+    game, other = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
     for name in ("prover", "verifier"):
-        for item, other in zip(
-            nip.agents[name].parameters(), debate.agents[name].parameters(), strict=True
-        ):
-            assert item.equal(other)
-    first = next(nip.agents["prover"].parameters())
-    assert not first.equal(next(nip.agents["verifier"].parameters()))
+        weights = (one.agents[name].parameters() for one in (game, other))
+        assert all(item.equal(same) for item, same in zip(*weights, strict=True))
+    first = next(game.agents["prover"].parameters())
+    assert not first.equal(next(game.agents["verifier"].parameters()))
 
 
 @pytest.mark.parametrize("zero_knowledge", [False, True])

@@ -27,16 +27,6 @@ from tests.kit.toy_protocol_scenario import (
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, part: type, hook: str, change: Any) -> str:
-    """The error message if a part's output is changed."""
-    original = getattr(part, hook)
-    monkeypatch.setattr(part, hook, lambda *args: change(original(*args)))
-    trainer = "solo_agent" if part is ToySoloHead else "vanilla_ppo"
-    with pytest.raises(AgentShapeError) as caught:
-        toy_trainer(trainer)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("trainer", ["vanilla_ppo", "mappo", "solo_agent"])
 def test_parts_of_the_right_shape_are_built_and_learn_as_without_the_check(
     trainer: str, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +52,7 @@ def test_parts_are_called_in_eval_mode_so_that_their_statistics_stay(
     assert [call.arguments[0].training for call in calls] == [False] * 4, "two bodies each"
 
 
-WRONG = {
+WRONG: dict[str, tuple[Any, Any, list[str]]] = {
     "message logits of another shape": (
         ToyPolicyHead,
         lambda out: out._replace(message_logits_BVPS=out.message_logits_BVPS.flatten(1)),
@@ -106,9 +96,13 @@ WRONG = {
 def test_a_wrong_output_of_a_part_is_reported_with_the_required_shape(
     monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    part, change, words = WRONG[case]
-    method = "logits" if part is ToyPolicyHead else "forward"
-    assert says(refusal(monkeypatch, part, method, change), *words)
+    part, change, facts = WRONG[case]
+    hook = "logits" if part is ToyPolicyHead else "forward"
+    original = getattr(part, hook)
+    monkeypatch.setattr(part, hook, lambda *given: change(original(*given)))
+    with pytest.raises(AgentShapeError) as caught:
+        toy_trainer("solo_agent" if part is ToySoloHead else "vanilla_ppo")
+    assert says(caught.value, *facts)
 
 
 # ---- kinds of scenarios

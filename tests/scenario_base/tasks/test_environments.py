@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra import resolve_experiment, run_experiment
+from nip_astra import resolve_experiment
 from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
@@ -22,9 +22,10 @@ from nip_astra.errors import (
     ServiceUnreachableError,
     TaskError,
 )
-from nip_astra.scenario_base.tasks.base import Environment, opening_of, reaction_of
+from nip_astra.evaluation.run_results import read_results
+from nip_astra.scenario_base.tasks.base import opening_of, reaction_of
 from nip_astra.scorers.base import Message
-from tests.kit.experiments import metrics_of
+from tests.kit.experiments import metrics_of, run_in
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
 
@@ -61,11 +62,8 @@ class Old(Guess):
     def step(self, action):
         return "no", 0.0, True, {}
 
-class Space:
-    pass
-
 class Box(Guess):
-    observation_space = Space()
+    observation_space = object()
 """
 OPENENV = """
 from typing import Annotated
@@ -131,7 +129,6 @@ class Bare(Guess):
         return Observation()
 """
 SOURCES = {"gymnasium": GYMNASIUM, "openenv": OPENENV}
-each_kind = pytest.mark.parametrize("kind", SOURCES)
 
 
 @pytest.fixture
@@ -146,18 +143,12 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write_source
 
 
-def own(environment: Environment) -> Any:
-    """The object of the user's class."""
-    session = getattr(environment, "_session", environment)
-    return session._environment
-
-
-@each_kind
+@pytest.mark.parametrize("kind", SOURCES)
 def test_the_return_of_an_episode_is_its_reward(kind: str, write: Callable[[str], Path]) -> None:
     task = task_of(kind, environment=f"{write(kind)}:Guess", arguments={"most": 2})
     environment = task.environment("train", 0)
     assert opening_of(environment) == [Message("user", "0 to 1")]
-    guess = own(environment)
+    guess: Any = getattr(environment, "_session", environment)._environment
     for _ in range(2):
         wrong = reaction_of(environment, str(1 - guess.hidden))
         assert wrong == ([Message("user", "no")], None, False)
@@ -168,7 +159,7 @@ def test_the_return_of_an_episode_is_its_reward(kind: str, write: Callable[[str]
     assert [reaction_of(environment, "x").is_over for _ in range(3)] == [False, False, True]
 
 
-@each_kind
+@pytest.mark.parametrize("kind", SOURCES)
 def test_problems_are_seeds_that_no_split_shares(kind: str, write: Callable[[str], Path]) -> None:
     name = f"{write(kind)}:Guess"
     task = task_of(kind, environment=name)
@@ -182,40 +173,37 @@ def test_problems_are_seeds_that_no_split_shares(kind: str, write: Callable[[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "options", "fact"),
+    ("kind", "name", "options", "error", "fact"),
     [
-        ("gymnasium", "Nothing", {}, "Nothing"),
-        ("gymnasium", "Guess", {"arguments": {"least": 1}}, "Guess"),
-        ("gymnasium", "Box", {}, "Box"),
-        ("openenv", "Two", {}, "text, more"),
-        ("openenv", "Guess", {"action_field": "metadata"}, "text"),
-        ("openenv", "Broad", {}, "hint, other"),
-        ("openenv", "Guess", {"observation_field": "turns"}, "hint"),
-        ("openenv", "Bare", {}, "step of"),
+        ("gymnasium", "Nothing", {}, ConfigurationError, "Nothing"),
+        ("gymnasium", "Guess", {"arguments": {"least": 1}}, ConfigurationError, "Guess"),
+        ("gymnasium", "Box", {}, ConfigurationError, "Box"),
+        ("gymnasium", "Pixels", {}, TaskError, "reset of Pixels"),
+        ("gymnasium", "Old", {}, TaskError, "step of Old"),
+        ("openenv", "Two", {}, ConfigurationError, "text, more"),
+        ("openenv", "Guess", {"action_field": "metadata"}, ConfigurationError, "text"),
+        ("openenv", "Broad", {}, ConfigurationError, "hint, other"),
+        ("openenv", "Broad", {"observation_field": "other"}, TaskError, "other"),
+        ("openenv", "Guess", {"observation_field": "turns"}, ConfigurationError, "hint"),
+        ("openenv", "Bare", {}, ConfigurationError, "step of"),
     ],
 )
 def test_environments_that_fail_or_have_no_single_text_are_refused(
-    kind: str, name: str, options: dict[str, Any], fact: str, write: Callable[[str], Path]
+    kind: str,
+    name: str,
+    options: dict[str, Any],
+    error: type[Exception],
+    fact: str,
+    write: Callable[[str], Path],
 ) -> None:
-    with pytest.raises(ConfigurationError, match=fact):
-        task_of(kind, environment=f"{write(kind)}:{name}", **options)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "options", "fact"),
-    [
-        ("gymnasium", "Pixels", {}, "reset of Pixels"),
-        ("gymnasium", "Old", {}, "step of Old"),
-        ("openenv", "Broad", {"observation_field": "other"}, "other"),
-    ],
-)
-def test_wrong_returns_name_the_environment_or_the_field(
-    kind: str, name: str, options: dict[str, Any], fact: str, write: Callable[[str], Path]
-) -> None:
-    task = task_of(kind, environment=f"{write(kind)}:{name}", **options)
-    environment = task.environment("train", 0)
-    with pytest.raises(TaskError, match=fact):
+    def played() -> None:
+        environment = task_of(kind, environment=f"{write(kind)}:{name}", **options).environment(
+            "train", 0
+        )
         reaction_of(environment, opening_of(environment)[0].text)
+
+    with pytest.raises(error, match=fact):
+        played()
 
 
 @pytest.mark.parametrize(
@@ -227,17 +215,15 @@ def test_a_policy_trains_in_it(
     overrides = [
         *more,
         f"task.task.environment={write(kind)}:Guess",
-        "task.task.num_test=4",
-        "task.policy.max_new_tokens=2",
-        "training.num_iterations=2",
-        "training.num_episodes_per_experience=4",
+        *("task.task.num_test=4", "task.policy.max_new_tokens=2"),
+        *("training.num_iterations=2", "training.num_episodes_per_experience=4"),
     ]
     resolved = resolve_experiment(trainer="self_hosted_grpo", scenario=kind, overrides=overrides)
-    run = run_experiment(resolved, runs_dir=str(tmp_path / "runs"), run_id="one", progress=False)
-    assert 0 < run.results["after"]["num_answers"] <= 4
-    assert run.results["after"].get("environment/rejected_actions", 0) == 0
-    rewards = metrics_of(run.run_directory.path)[0]["rollout/reward_mean"]
-    assert -0.5 <= rewards <= 1
+    run = run_in(tmp_path, resolved)
+    after = read_results(run).results["after"]
+    assert 0 < after["num_answers"] <= 4
+    assert after.get("environment/rejected_actions", 0) == 0
+    assert -0.5 <= metrics_of(run)[0]["rollout/reward_mean"] <= 1
 
 
 # ---- Gymnasium
@@ -297,20 +283,16 @@ def test_games_of_textarena_are_played_by_one_player_from_a_seed(tmp_path: Path)
         with pytest.raises(ConfigurationError, match=name):
             task_of("gymnasium", environment=f"textarena:{name}")
     model = make_language_model(tmp_path / "m", window=16384, tokenizer=make_byte_tokenizer())
+    overrides = [
+        "task.task.environment=textarena:FrozenLake-v0",
+        f"task.policy.language_model.model={model}",
+        *("task.task.num_test=2", "task.policy.max_new_tokens=4"),
+        *("training.num_iterations=1", "training.num_episodes_per_experience=2"),
+    ]
     resolved = resolve_experiment(
-        trainer="self_hosted_grpo",
-        scenario="gymnasium",
-        overrides=[
-            "task.task.environment=textarena:FrozenLake-v0",
-            f"task.policy.language_model.model={model}",
-            "task.task.num_test=2",
-            "task.policy.max_new_tokens=4",
-            "training.num_iterations=1",
-            "training.num_episodes_per_experience=2",
-        ],
+        trainer="self_hosted_grpo", scenario="gymnasium", overrides=overrides
     )
-    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="g", progress=False)
-    assert result.results["after"]["num_answers"] == 2
+    assert read_results(run_in(tmp_path, resolved)).results["after"]["num_answers"] == 2
 
 
 # ---- OpenEnv
@@ -378,13 +360,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]
 )
 def test_the_taskset_openenv_of_verifiers_plays(server: tuple[str, Any]) -> None:
     address, _ = server
-    task = task_of(
-        "verifiers",
-        taskset="openenv",
-        options={"base_url": address, "resets": [{}, {}, {}]},
-        num_test=1,
-        num_dev=1,
-    )
+    options = {"base_url": address, "resets": [{}, {}, {}]}
+    task = task_of("verifiers", taskset="openenv", options=options, num_test=1, num_dev=1)
     environment = task.environment("train", 0)
     (opening,) = opening_of(environment)
     assert "Echo environment ready!" in opening.text
@@ -402,22 +379,16 @@ def test_a_server_plays_as_many_sessions_as_it_allows(
     with pytest.raises(ConfigurationError, match="schema"):
         task_of("openenv", address=f"{address}/docs")
     overrides = [
-        f"task.task.address={address}",
-        "task.task.concurrency=2",
-        "task.task.num_test=3",
-        "task.max_turns=2",
-        "task.policy.max_new_tokens=2",
-        "training.num_iterations=1",
-        "training.num_episodes_per_experience=2",
-        "self_hosted_grpo.group_size=3",
+        *(f"task.task.address={address}", "task.task.concurrency=2", "task.task.num_test=3"),
+        *("task.max_turns=2", "task.policy.max_new_tokens=2", "training.num_iterations=1"),
+        *("training.num_episodes_per_experience=2", "self_hosted_grpo.group_size=3"),
     ]
     resolved = resolve_experiment(
         trainer="self_hosted_grpo", scenario="openenv", overrides=overrides
     )
-    result = run_experiment(resolved, runs_dir=str(tmp_path / "runs"), run_id="o", progress=False)
+    after = read_results(run_in(tmp_path, resolved)).results["after"]
     # The echo never ends an episode.
-    assert result.results["after"]["mean_reward"] == 0
-    assert result.results["after"]["environment/lost"] == 0
+    assert (after["mean_reward"], after["environment/lost"]) == (0, 0)
     task = task_of("openenv", address=address, concurrency=9, timeout_seconds=5)
     three = [task.environment("train", n) for n in range(3)]
     assert opening_of(three[0])[0].text == "Echo environment ready!"

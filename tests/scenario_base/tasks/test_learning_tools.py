@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra import find_scenario, resolve_experiment, run_experiment
+from nip_astra import find_scenario, resolve_experiment
+from nip_astra.evaluation.run_results import read_results
+from tests.kit.experiments import run_in
 
 pytestmark = pytest.mark.slow
 SHARE_CALLS = 0.5
@@ -43,12 +45,11 @@ def build_caller(folder: Path) -> Path:
 
     def turns(rng: random.Random) -> list[tuple[bool, str]]:
         item = rng.choice(problems[4])
+        question, answer = (False, f"{item.problem}="), str(item.answer)
         wrong = str(item.answer + rng.choice((-10, -2, -1, 1, 2, 10)))
         if rng.random() > SHARE_CALLS:
-            return [(False, f"{item.problem}="), (True, wrong)]
-        answer = str(item.answer)
-        return [(False, f"{item.problem}="), (True, f"calc({item.problem})"), (False, answer),
-                (True, answer)]  # fmt: skip
+            return [question, (True, wrong)]
+        return [question, (True, f"calc({item.problem})"), (False, answer), (True, answer)]
 
     def next_batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
         rows = []
@@ -64,9 +65,8 @@ def build_caller(folder: Path) -> Path:
             (ids + [tiny.PAD] * (width - len(ids)), labels + [-100] * (width - len(labels)))
             for ids, labels in rows
         ]
-        return torch.tensor([item for item, _ in padded]), torch.tensor(
-            [item for _, item in padded]
-        )
+        all_ids, all_labels = map(torch.tensor, zip(*padded, strict=True))
+        return all_ids, all_labels
 
     tiny.train(model, next_batch, steps=250, lr=1e-3, seed=0)
     tiny.save(model, tokenizer, folder)
@@ -83,17 +83,12 @@ def test_a_policy_learns_to_call_the_calculator(tmp_path: Path) -> None:
             f"task.policy.language_model.model={caller}",
             "task.policy.max_new_tokens=16",
             "task.task.levels=[4]",
-            "task.tools.offered.calc.function=calculator",
-            "task.tools.describe=false",
-            "task.max_turns=3",
-            "task.evaluation.num_problems=100",
-            "training.num_iterations=80",
-            "training.num_episodes_per_experience=16",
+            *("task.tools.offered.calc.function=calculator", "task.tools.describe=false"),
+            *("task.max_turns=3", "task.evaluation.num_problems=100"),
+            *("training.num_iterations=80", "training.num_episodes_per_experience=16"),
         ],
     )
-    results = run_experiment(
-        resolved, runs_dir=str(tmp_path), run_id="calc", progress=False
-    ).results
+    results = read_results(run_in(tmp_path, resolved)).results
     before, after = results["before"], results["after"]
     assert before["accuracy_interval"][1] < after["accuracy_interval"][0]
     assert after["tools/calls_mean"] > before["tools/calls_mean"] + 0.2

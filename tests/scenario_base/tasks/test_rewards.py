@@ -18,6 +18,7 @@ from nip_astra.scenario_base.tasks.base import Episode, Task, TrainingProgress, 
 from nip_astra.scenario_base.tasks.dataset import DatasetTask, RowEnvironment, hold_out
 from nip_astra.scenario_base.tasks.rewards import REWARDS, episode_figures
 from nip_astra.scorers.base import Message
+from tests.kit.messages import says
 from tests.scenario_base.tasks.test_tasks import task_of, write
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
@@ -87,11 +88,9 @@ def rated(task: Task, *answers: str) -> list[Episode]:
     episodes = []
     for index, answer in enumerate(answers):
         environment = task.environment("train", index)
-        opening = list(environment.reset())
+        messages = [*environment.reset(), Message("assistant", answer)]
         ids = tuple(range(len(answer.split())))
-        episodes.append(
-            Episode(environment, [*opening, Message("assistant", answer)], completion_ids=ids)
-        )
+        episodes.append(Episode(environment, messages, completion_ids=ids))
     rate_episodes(task, episodes)
     return episodes
 
@@ -113,10 +112,8 @@ def test_functions_of_trl_get_the_same_arguments(tmp_path: Path) -> None:
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
     assert [episode.extra["upper"] for episode in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
     figures = episode_figures([first, second])
-    assert figures["step"] == 3.0
-    assert figures["progress"] == 0.25
-    assert figures["rewards/for_math/mean"] == 1.0
-    assert figures["rewards/by_length/mean"] == 8.5
+    assert (figures["step"], figures["progress"]) == (3.0, 0.25)
+    assert (figures["rewards/for_math/mean"], figures["rewards/by_length/mean"]) == (1.0, 8.5)
     assert figures["rewards/by_length/std"] == pytest.approx(math.sqrt(60.5))
 
 
@@ -142,43 +139,42 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [[math.inf, 0.0], [math.nan, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]], None],
-    ids=str,
-)
-def test_wrong_values_are_refused_by_the_name_of_the_function(
-    tmp_path: Path, values: list[Any]
-) -> None:
-    REWARDS.register("wrong")(lambda completions: values)
-    task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
-    with pytest.raises(TaskError, match="'wrong'"):
-        rated(task, "x", "y")
+WRONG = [[math.inf, 0.0], [math.nan, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]], None]
 
 
+@pytest.mark.parametrize("wrong", [*WRONG, KeyError("answer")], ids=str)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_function_that_fails_is_named(tmp_path: Path, is_async: bool) -> None:
-    def by_answer(completions: Any) -> list[float]:
-        raise KeyError("answer")
+def test_wrong_values_and_failures_are_refused_by_the_name_of_the_function(
+    tmp_path: Path, wrong: Any, is_async: bool
+) -> None:
+    def plain(completions: Any) -> Any:
+        if isinstance(wrong, KeyError):
+            raise wrong
+        return wrong
 
-    async def later_by_answer(completions: Any) -> list[float]:
-        return by_answer(completions)
+    async def waiting(completions: Any) -> Any:
+        return plain(completions)
 
-    REWARDS.register("by_answer")(later_by_answer if is_async else by_answer)
-    task = dataset(tmp_path, [{"prompt": "a"}], "by_answer")
-    with pytest.raises(TaskError, match=r"'by_answer'.*KeyError.*'answer'"):
-        rated(task, "x")
-
-
-def test_an_argument_that_nothing_gives_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="ground_truth"):
-        dataset(tmp_path, [{"prompt": "a"}], "by_box")
+    REWARDS.register("wrong")(waiting if is_async else plain)
+    task = dataset(tmp_path, [{"prompt": "a"}, {"prompt": "b"}], "wrong")
+    with pytest.raises(TaskError) as caught:
+        rated(task, "x", "y")
+    assert says(caught.value, "'wrong'", *["KeyError: 'answer'"] * isinstance(wrong, KeyError))
 
 
-@pytest.mark.parametrize("reward", [{}, {"function": "exact", "scorer": {"_type": "profanity"}}])
-def test_a_reward_is_a_function_or_a_scorer(tmp_path: Path, reward: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("reward", "fact"),
+    [
+        ({"function": "by_box"}, "ground_truth"),
+        ({}, "'mine'"),
+        ({"function": "exact", "scorer": {"_type": "profanity"}}, "'mine'"),
+    ],
+)
+def test_an_argument_that_nothing_gives_and_other_than_a_function_or_a_scorer_are_refused(
+    tmp_path: Path, reward: dict[str, Any], fact: str
+) -> None:
     rows = write(tmp_path, "rows.jsonl", {"prompt": "a"})
-    with pytest.raises(ConfigurationError, match="'mine'"):
+    with pytest.raises(ConfigurationError, match=fact):
         task_of("dataset", train=rows, reward="functions", functions={"mine": reward})
 
 

@@ -12,7 +12,6 @@ import torch
 from nip_astra.errors import DataError, ParameterError
 from nip_astra.scenario_base.tasks.base import (
     TASKS,
-    Environment,
     Episode,
     Reaction,
     Split,
@@ -38,10 +37,6 @@ def task_of(name: str, *, seed: int = 0, folder: Path | None = None, **options: 
     return build_task(parameters, seed=seed, device=torch.device("cpu"), scenario_dir=folder)
 
 
-def opening(environment: Environment) -> str:
-    return environment.reset()[0].text
-
-
 @pytest.mark.parametrize("name", ["arithmetic", "countdown", "guess_number", "pig_latin"])
 def test_generated_problems_come_back_by_number_and_splits_are_disjoint(name: str) -> None:
     task = task_of(name)
@@ -55,65 +50,37 @@ def test_generated_problems_come_back_by_number_and_splits_are_disjoint(name: st
     assert {other.environment("test", i).columns for i in range(60)} == columns["test"]
 
 
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [("brenka", "enkabray"), ("ida", "idaway"), ("shop", "opshay"), ("hm", "hmay"), ("a", "away")],
-)
-def test_pig_latin_moves_the_first_consonants(word: str, expected: str) -> None:
-    assert pig_latin(word) == expected
-
-
-def test_pig_latin_rewards_the_share_of_words() -> None:
+def test_pig_latin_moves_the_first_consonants_and_rewards_the_share_of_words() -> None:
+    words = ("brenka", "ida", "shop", "hm", "a")
+    assert [pig_latin(word) for word in words] == ["enkabray", "idaway", "opshay", "hmay", "away"]
     environment = PigLatinEnvironment(["blot", "ida"])
     assert environment.solution == "otblay idaway"
-    assert environment.step("otblay idaway").reward == 1.0
-    assert environment.step(" otblay  x").reward == 0.5
-    assert environment.step("otblay").reward == 0.0
-    assert environment.step("otblay idaway idaway").reward == 0.0
+    answers = ("otblay idaway", " otblay  x", "otblay", "otblay idaway idaway")
+    assert [environment.step(answer).reward for answer in answers] == [1.0, 0.5, 0.0, 0.0]
     words = task_of("pig_latin", num_words=3, most_syllables=1).environment("train", 0)
-    assert len(opening(words).split()) == 3
+    assert len(words.reset()[0].text.split()) == 3
 
 
-@pytest.mark.parametrize("level", range(1, 7))
-def test_arithmetic_rewards_the_number_and_nothing_else(level: int) -> None:
-    task = task_of("arithmetic", levels=[level])
-    for index in range(20):
-        environment = task.environment("train", index)
-        right = eval(opening(environment).rstrip("="))
-        assert environment.solution == str(right)
-        assert environment.step(f" {right} ") == Reaction(reward=1.0)
-        for wrong in (str(right + 1), f"{right}.", f"{right} {right}", "", "\u0663"):
-            assert environment.step(wrong) == Reaction(reward=0.0)
-
-
-def test_a_level_that_is_not_there_is_refused() -> None:
+def test_arithmetic_rewards_the_number_and_nothing_else() -> None:
+    for level in range(1, 7):
+        task = task_of("arithmetic", levels=[level])
+        for index in range(20):
+            environment = task.environment("train", index)
+            right = eval(environment.reset()[0].text.rstrip("="))
+            assert environment.solution == str(right)
+            assert environment.step(f" {right} ") == Reaction(reward=1.0)
+            for wrong in (str(right + 1), f"{right}.", f"{right} {right}", "", "\u0663"):
+                assert environment.step(wrong) == Reaction(reward=0.0)
     with pytest.raises(ParameterError, match=r"levels\.0"):
         task_of("arithmetic", levels=[9])
-
-
-def test_countdown_has_a_solution_and_rewards_it() -> None:
-    task = task_of("countdown", num_numbers=4)
-    for index in range(30):
-        environment = task.environment("train", index)
-        assert environment.solution is not None
-        assert environment.step(environment.solution).reward == 1.0
 
 
 @pytest.mark.parametrize(
     ("expression", "reward"),
     [
-        ("(2+3)*4", 1.0),
-        (" 4 * (3 + 2) ", 1.0),
-        ("2+3+4", 0.25),
-        ("4*5", 0.0),
-        ("2*3*4-4", 0.0),
-        ("2+3*", 0.0),
-        ("20", 0.0),
-        ("2**3+4", 0.0),
-        ("__import__('os')", 0.0),
-        ("(" * 150, 0.0),
-        ("2 3 4", 0.0),
-        ("23+4", 0.0),
+        *[("(2+3)*4", 1.0), (" 4 * (3 + 2) ", 1.0), ("2+3+4", 0.25)],
+        *((wrong, 0.0) for wrong in ("4*5", "2*3*4-4", "2+3*", "20", "2**3+4", "2 3 4", "23+4")),
+        *((wrong, 0.0) for wrong in ("__import__('os')", "(" * 150)),
     ],
 )
 def test_countdown_reads_expressions_and_runs_nothing(expression: str, reward: float) -> None:
@@ -121,17 +88,20 @@ def test_countdown_reads_expressions_and_runs_nothing(expression: str, reward: f
     assert environment.step(expression).reward == reward
 
 
-def test_products_bind_before_sums_and_from_the_left() -> None:
+def test_countdown_has_a_solution_where_products_bind_before_sums_and_from_the_left() -> None:
+    task = task_of("countdown", num_numbers=4)
+    for index in range(30):
+        environment = task.environment("train", index)
+        assert environment.step(environment.solution or "").reward == 1.0
     assert value_of("8-3-2*2") == (1, [8, 3, 2, 2])
     assert value_of("2 3") is None
 
 
 def test_a_number_is_guessed_in_turns_that_cost() -> None:
     environment = GuessNumberEnvironment(hidden=7, start=1, most=16, max_turns=4)
-    assert opening(environment) == "guess 1 to 16"
-    assert environment.step("3").messages == [Message("user", "higher")]
-    assert environment.step("12").messages == [Message("user", "lower")]
-    assert environment.step("x").messages == [Message("user", "number?")]
+    assert environment.reset()[0].text == "guess 1 to 16"
+    for guess, answer in (("3", "higher"), ("12", "lower"), ("x", "number?")):
+        assert environment.step(guess).messages == [Message("user", answer)]
     last = environment.step("7")
     assert (last.reward, last.is_over, list(last.messages)) == (1 - 3 / 8, True, [])
     environment.reset()
@@ -153,12 +123,12 @@ def test_rows_are_rated_by_their_answers(tmp_path: Path) -> None:
     test = write(tmp_path, "test.jsonl", {"prompt": "of Italy", "answer": "Rome"})
     exact = task_of("dataset", train=train, test=test)
     environment = exact.environment("train", 5)
-    assert opening(environment) == "capital of France"
+    assert environment.reset()[0].text == "capital of France"
     assert environment.solution == "Paris"
     answers = ("Paris", " Paris\n", "It is Paris", "Rome")
     assert [environment.step(answer).reward for answer in answers] == [1, 1, 0, 0]
     assert exact.num_problems("train") == 1
-    assert opening(exact.environment("dev", 0)) == "of Italy"
+    assert exact.environment("dev", 0).reset() == [Message("user", "of Italy")]
     holds = task_of("dataset", train=train, test=test, reward="contains")
     environment = holds.environment("train", 0)
     assert [environment.step(answer).reward for answer in answers] == [1, 1, 1, 0]
@@ -199,11 +169,7 @@ LONG = {"prompt": "1+" * 5000, "answer": "4"}
     ids=["no answer", "a problem in both", "a long one in both", "no scorer", "an empty answer"],
 )
 def test_unusable_data_are_reported_by_their_prompts(
-    train: dict[str, object],
-    test: dict[str, object],
-    options: dict[str, Any],
-    fact: str,
-    tmp_path: Path,
+    train: dict[str, Any], test: dict[str, Any], options: dict[str, Any], fact: str, tmp_path: Path
 ) -> None:
     files = {"train": write(tmp_path, "a.jsonl", train), "test": write(tmp_path, "b.jsonl", test)}
     with pytest.raises(DataError, match=fact) as caught:

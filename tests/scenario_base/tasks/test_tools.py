@@ -12,13 +12,14 @@ import torch
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError, SandboxUnavailableError, TaskError
-from nip_astra.language_models.base import SamplingOptions, TokenCount
+from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.samplers.tasks import TaskPlan, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks import tools
-from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
+from nip_astra.scenario_base.tasks.base import Environment, Episode, Reaction, Task
 from nip_astra.scenario_base.tasks.library import calculator
 from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_base.tasks.tools import (
@@ -123,12 +124,8 @@ def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> An
     """Plays an episode in which the model writes the given text."""
 
     def run(
-        *turns: str,
-        template: str = TEMPLATE,
-        max_turns: int = 5,
-        offered: Sequence[Tool] = (),
-        **options: Any,
-    ) -> tuple[TaskRollout, TokenCount]:
+        *turns: str, template: str = TEMPLATE, offered: Sequence[Tool] = (), **options: Any
+    ) -> tuple[Episode, Trajectory]:
         tokenizer = model.tokenizer
         tokenizer.chat_template = template
         end = tokenizer.eos_token_id
@@ -140,18 +137,19 @@ def play(model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch) -> An
 
         monkeypatch.setattr(model.token_sampler, "draw", draw)
         task = SumTask(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
+        plan = TaskPlan("train", 1, options.pop("max_turns", 5), key=(0,))
         task.tools, task.tool_use = offered, ToolUseParameters(**options)
         agent = ConversationAgent("policy", model, ChatFormat(tokenizer), SamplingOptions(400))
-        plan = TaskPlan("train", 1, max_turns, key=(0,))
-        with torch.no_grad(), model.counting() as spent:
-            return play_task(agent, task, [0], plan), spent
+        with torch.no_grad():
+            rollout = play_task(agent, task, [0], plan)
+        return rollout.episodes[0], rollout.trajectories[0]
 
     return run
 
 
-def texts(rollout: TaskRollout) -> list[str]:
+def texts(episode: Episode) -> list[str]:
     """Tool results in the policy's context."""
-    return [item.text for item in rollout.episodes[0].messages if item.role == "tool"]
+    return [item.text for item in episode.messages if item.role == "tool"]
 
 
 def test_a_function_is_described_by_its_docstring_and_type_hints() -> None:
@@ -199,20 +197,17 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     play: Any, model: HuggingFaceLanguageModel
 ) -> None:
     calls = 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>\n' + ADD
-    rollout, spent = play(calls, "5")
-    (trajectory,) = rollout.trajectories
+    with model.counting() as spent:
+        episode, trajectory = play(calls, "5")
     tokenizer = model.tokenizer
-    function = {"name": "add", "arguments": {"a": 2}}
+    called = [{"name": "add", "arguments": arguments} for arguments in ({"a": 2}, {"a": 2, "b": 3})]
     expected = tokenizer.apply_chat_template(
         [
             {"role": "user", "content": "2+3?"},
             {
                 "role": "assistant",
                 "content": "Hm.",
-                "tool_calls": [
-                    {"function": function},
-                    {"function": function | {"arguments": {"a": 2, "b": 3}}},
-                ],
+                "tool_calls": [{"function": function} for function in called],
             },
             {"role": "tool", "content": "3"},
             {"role": "tool", "content": "5"},
@@ -225,9 +220,8 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     own = tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
     assert own == f"{calls}<end>5<end>"
     assert (trajectory.reward, trajectory.num_turns) == (1.0, 2)
-    assert [role for role, _ in rollout.episodes[0].messages] == [
-        *("user", "assistant", "tool", "tool", "assistant")
-    ]
+    roles = [role for role, _ in episode.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     # Each token except the last is forwarded once.
     assert spent.forwarded == len(trajectory) - 1
     first, rest = trajectory.tokens[None, :1], trajectory.tokens[None, 1:]
@@ -245,11 +239,7 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
         ('<tool_call>{"name": "add"}</tool_call>', "malformed", "JSON"),
         ('<tool_call>{"name": "add", "arguments": {"a": "2"}}</tool_call>', "arguments", "'2'"),
         ('<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>', "arguments", "'c'"),
-        (
-            '{"name": "shout", "arguments": {"text": "a", "times": -1}}',
-            "failed",
-            "ValueError: times is negative",
-        ),
+        ('{"name": "shout", "arguments": {"text": "a", "times": -1}}', "failed", "ValueError: ti"),
         ('{"name": "shout", "arguments": {"text": "ab", "times": 99}}', "long", "198"),
         (ADD * 5, "many", "4 of 5"),
     ],
@@ -257,24 +247,22 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
 def test_a_wrong_call_is_answered_and_counted_and_the_episode_goes_on(
     play: Any, message: str, kind: str, fact: str
 ) -> None:
-    rollout, _ = play(message, "5", max_calls=4, max_result_tokens=100)
-    answers = texts(rollout)
+    episode, _ = play(message, "5", max_calls=4, max_result_tokens=100)
+    answers = texts(episode)
     assert fact in answers[-1]
     assert len(answers) == (5 if kind == "many" else 1)
-    assert rollout.episodes[0].reward == 1.0
-    figures = episode_figures(rollout.episodes)
+    assert episode.reward == 1.0
+    figures = episode_figures([episode])
     assert figures["tools/calls_mean"] == len(answers)
     assert figures[f"tools/{kind}_share"] == figures["tools/error_share"] == 1 / len(answers)
 
 
 def test_methods_keep_state_and_may_end_the_episode(play: Any) -> None:
     shout = '{"name": "shout", "arguments": {"text": "hey"}}'
-    rollout, _ = play(shout, '{"name": "submit", "arguments": {"number": 5}}')
-    (episode,) = rollout.episodes
+    episode, _ = play(shout, '{"name": "submit", "arguments": {"number": 5}}')
     assert episode.environment.log == ["hey"]
-    assert texts(rollout) == ["HEY"]
-    assert episode.reward == 1.0
-    assert episode.tool_counts == {"calls": 2}
+    assert texts(episode) == ["HEY"]
+    assert (episode.reward, episode.tool_counts) == (1.0, {"calls": 2})
 
 
 def test_a_reward_of_a_tool_is_checked(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,32 +276,29 @@ def test_a_reward_of_a_tool_is_checked(play: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_calls_take_turns(play: Any) -> None:
-    rollout, _ = play(ADD, ADD, "5", max_turns=2)
-    assert rollout.episodes[0].reward == 0.0
-    assert texts(rollout) == ["5", "5"]
+    episode, _ = play(ADD, ADD, "5", max_turns=2)
+    assert (episode.reward, texts(episode)) == (0.0, ["5", "5"])
 
 
 def test_a_template_without_tools_has_them_in_text(
     play: Any, model: HuggingFaceLanguageModel
 ) -> None:
-    offered = [tool_of(calculator, "calc")]
-    rollout, _ = play(
-        "calc(2+3*4)", 'add({"a": 4})', "add(4)", "shout()", "5", template=PLAIN_TEMPLATE,
-        offered=offered,
-    )  # fmt: skip
-    answers = texts(rollout)
+    plain = {"template": PLAIN_TEMPLATE, "offered": [tool_of(calculator, "calc")]}
+    turns = ("calc(2+3*4)", 'add({"a": 4})', "add(4)", "shout()", "5")
+    episode, trajectory = play(*turns, **plain)
+    answers = texts(episode)
     assert answers[:2] == ["14", "5"]
     assert all(answer.startswith("Error: ") for answer in answers[2:])
-    assert rollout.episodes[0].tool_counts == {"calls": 4, "malformed": 1, "arguments": 1}
-    assert rollout.episodes[0].reward == 1.0
-    text = model.tokenizer.decode(rollout.trajectories[0].tokens)
+    assert episode.tool_counts == {"calls": 4, "malformed": 1, "arguments": 1}
+    assert episode.reward == 1.0
+    text = model.tokenizer.decode(trajectory.tokens)
     assert "calc(expression): Value of" in text
     assert text.count("calc(expression)") == 1
     assert "<start>u14<end>" in text
     # An answer may look like a call of a tool that does not exist.
-    silent, _ = play("f(5)", template=PLAIN_TEMPLATE, offered=offered, describe=False)
-    assert not texts(silent)
-    text = model.tokenizer.decode(silent.trajectories[0].tokens)
+    episode, trajectory = play("f(5)", **plain, describe=False)
+    assert not texts(episode)
+    text = model.tokenizer.decode(trajectory.tokens)
     assert text == "<start>u2+3?<end><start>af(5)<end>"
 
 

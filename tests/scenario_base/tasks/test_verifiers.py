@@ -7,22 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, TaskError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment
 from nip_astra.scenario_base.tasks.base import (
-    TASKS,
     Episode,
     Task,
-    build_task,
     opening_of,
     reaction_of,
     toolbox_of,
 )
 from nip_astra.scorers.base import Message
+from tests.kit.experiments import iterations_of, trainer_of
+from tests.scenario_base.tasks.test_tasks import task_of as named_task
 
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
@@ -92,6 +89,10 @@ MORE = {
         "        pass\n",
         r"prepares a runtime \(setup\)",
     ),
+    "without end": (
+        *("    def load(self):", "    INFINITE = True\n\n    def load(self):"),
+        r"task\.task\.num_train",
+    ),
     "none": ('__all__ = ["SumTaskset"]', "__all__ = []", "exports 0 subclasses"),
     "agents": (
         '__all__ = ["SumTaskset"]',
@@ -118,15 +119,12 @@ def taskset(tmp_path: Path, no_plugins_left: None) -> Path:
 
 
 def task_of(path: Path, **options: Any) -> Task:
-    sizes = {"num_test": 10, "num_dev": 5} | options
-    parameters = TASKS.get("verifiers").Parameters(taskset=str(path), **sizes)
-    return build_task(parameters, seed=0, device=torch.device("cpu"), scenario_dir=None)
+    return named_task("verifiers", taskset=str(path), **({"num_test": 10, "num_dev": 5} | options))
 
 
 def rated(task: Task, index: int, answer: str) -> float | None:
     environment = task.environment("train", index)
-    messages = [*environment.reset(), Message("assistant", answer)]
-    episode = Episode(environment, messages)
+    episode = Episode(environment, [*environment.reset(), Message("assistant", answer)])
     assert environment.step(answer).is_over
     task.rate([episode])
     return episode.reward
@@ -134,11 +132,12 @@ def rated(task: Task, index: int, answer: str) -> float | None:
 
 @needs_verifiers
 def test_tasks_are_split_and_scored_by_their_own_weighted_rewards(taskset: Path) -> None:
+    taskset.write_text(TASKSET.replace("name=f", 'system_prompt="Add.", name=f'))
     task = task_of(taskset)
     counts = [task.num_problems(split) for split in ("test", "dev", "train")]
     assert counts == [10, 5, 85]
-    assert task.environment("test", 0).reset() == [Message("user", "0+0=")]
-    assert task.environment("train", 0).reset() == [Message("user", "1+5=")]
+    assert task.environment("test", 0).reset() == [Message("user", "Add.\n\n0+0=")]
+    assert task.environment("train", 0).reset() == [Message("user", "Add.\n\n1+5=")]
     assert [rated(task, 0, answer) for answer in ("6", " 6", "66666", "7")] == [2.5, 2.5, 0.0, 0.5]
 
 
@@ -150,14 +149,6 @@ def test_options_are_those_of_the_taskset(taskset: Path) -> None:
         task_of(taskset, options={"least": 1})
     with pytest.raises(DataError, match=r"(?s)10 .*task\.task\.num_test"):
         task_of(taskset, options={"most": 0})
-
-
-@needs_verifiers
-def test_a_system_prompt_stands_before_the_first_message(taskset: Path) -> None:
-    text = TASKSET.replace("name=f", 'system_prompt="Add.", name=f')
-    taskset.write_text(text)
-    (message,) = task_of(taskset).environment("test", 0).reset()
-    assert message.text == "Add.\n\n0+0="
 
 
 @needs_verifiers
@@ -285,11 +276,8 @@ def test_shipped_tasksets_that_cannot_run_are_refused_by_name(
 
 @needs_verifiers
 def test_images_are_refused(taskset: Path) -> None:
-    part = '{"type": "image_url", "image_url": {"url": "x"}}'
-    text = TASKSET.replace(
-        'prompt=f"{a}+{b}="', f'prompt=[{{"role": "user", "content": [{part}]}}]'
-    )
-    taskset.write_text(text)
+    image = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
+    taskset.write_text(TASKSET.replace('f"{a}+{b}=", answer', f"{image}, answer"))
     with pytest.raises(DataError, match="image"):
         task_of(taskset).environment("train", 0).reset()
 
@@ -302,35 +290,15 @@ def test_a_reward_that_fails_is_reported(taskset: Path) -> None:
 
 
 @needs_verifiers
-def test_a_taskset_without_end_needs_a_number(taskset: Path) -> None:
-    taskset.write_text(
-        TASKSET.replace("    def load(self):", "    INFINITE = True\n\n    def load(self):")
-    )
-    with pytest.raises(ConfigurationError, match=r"task\.task\.num_train"):
-        task_of(taskset)
-
-
-@needs_verifiers
 def test_a_policy_learns_a_taskset(taskset: Path) -> None:
-    resolved = resolve_experiment(
-        trainer="self_hosted_grpo",
+    trainer = trainer_of(
+        "self_hosted_grpo",
+        *("training.num_episodes_per_experience=16", "training.num_iterations=25"),
+        *("training.minibatch_size=128", "training.lr=1e-3"),
+        *("task.task.num_test=10", "task.task.num_dev=5"),
         scenario=f"verifiers:{taskset}",
-        overrides=[
-            "training.num_episodes_per_experience=16",
-            "training.num_iterations=25",
-            "training.minibatch_size=128",
-            "training.lr=1e-3",
-            "task.task.num_test=10",
-            "task.task.num_dev=5",
-        ],
     )
-    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
-    rewards = []
-    for iteration in range(25):
-        trainer._collect(iteration)
-        rewards.append(trainer.state.iteration_metrics["rollout/reward_mean"])
-        trainer._update(iteration)
-        trainer.state.end()
+    rewards = [row["rollout/reward_mean"] for row in iterations_of(trainer, 25)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from nip_astra.errors import DataError
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import padded_to, read_published_pairs
+from tests.kit.harmful import Harmful
 from tests.scenarios.graph_isomorphism.published import as_published, write_published
 
 
@@ -49,16 +49,6 @@ def test_another_score_is_put_right_and_another_label_is_refused(
     path = write_published(tmp_path / "data.pt", pairs, wl_scores=scores.where(scores != 1, -1))
     with pytest.raises(DataError, match="wrong labels"):
         read_published_pairs(path)
-
-
-class Harmful:
-    """Writes a file when unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_code_in_a_file_is_not_run(pairs: GraphPairs, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import BudgetExhaustedError, ParameterError
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -25,7 +26,7 @@ from nip_astra.run import prepare_experiment, resume_experiment
 from tests.kit.command_line import CommandLine
 from tests.kit.experiments import run_in
 from tests.kit.text_games import FakeChatModel
-from tests.kit.tiny import experience_of, scenario_section, write_scenario
+from tests.kit.tiny import experience_of, write_scenario
 
 requests: list[ChatRequest] = []
 models: list[FlakyChatModel] = []
@@ -74,25 +75,26 @@ def resolve(scenario: Path, *overrides: str) -> Any:
     return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=short)
 
 
-def results_of(run: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((run / "results.json").read_text())
-    return results
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two iterations."""
+    folder = tmp_path_factory.mktemp("trained")
+    scenario = chat_scenario(folder / "s", {**SCRIPT, "prices": PRICES})
+    return run_in(folder / "runs", resolve(scenario))
 
 
-def test_a_run_trains_against_messages_and_reports_their_usage(tmp_path: Path) -> None:
-    scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
-    run = run_in(tmp_path / "runs", resolve(scenario))
-    results = results_of(run)
+def test_a_run_trains_against_messages_and_reports_their_usage(trained: Path) -> None:
+    results = read_results(trained).results
     use = results["services"]["target"]
     # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns.
     assert use["num_requests"] == use["num_samples"] == 2 * 3 * 6 + 2 * 6 * 2
     assert use["cost"] == pytest.approx(
         (use["prompt_tokens"] * 1000 + use["completion_tokens"] * 2000) / 1e6
     )
-    responses = {row["response"] for row in read_rows(run / "rollouts" / "evaluation.jsonl")}
-    assert responses <= set(SCRIPT["answers"])
+    rows = read_rows(trained / "rollouts" / "evaluation.jsonl")
+    assert {row["response"] for row in rows} <= set(SCRIPT["answers"])
     # Attempts depend on the service's state, and equal runs have equal metrics.
-    assert read_rows(run / "timings.jsonl")[-1]["services/target_requests"] == 60 - 12
+    assert read_rows(trained / "timings.jsonl")[-1]["services/target_requests"] == 60 - 12
     assert results["after"]["target_queries"] > 0
 
 
@@ -120,15 +122,14 @@ def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> N
 def test_a_level_is_requested_all_at_once(tmp_path: Path) -> None:
     limits = {"concurrency": 100}
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "limits": limits}, tree_depth=1)
-    trainer: Any = prepare_experiment(resolve(scenario)).trainer
-    experience_of(trainer)
+    experience_of(prepare_experiment(resolve(scenario)).trainer)
     assert [model.most_in_flight for model in models] == [3 * 2]
 
 
 def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"}, tree_depth=3)
     run = run_in(tmp_path / "runs", resolve(scenario))
-    rows, results = read_rows(run / "rollouts" / "evaluation.jsonl"), results_of(run)
+    rows, results = read_rows(run / "rollouts/evaluation.jsonl"), read_results(run).results
     by_node = {row["node"]: row for row in rows}
     assert {row["response_failure"] for row in rows} == {None, "refused", "ended"}
     for row in rows:
@@ -146,14 +147,14 @@ def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -
     assert results["services"]["target"]["num_refusals"] > 0
     assert results["services"]["target"]["failures"].keys() == {"refused"}
     (warning,) = (text for text in results["warnings"] if "requests to the target" in text)
-    assert " refused). Look at the service, its limits and the messages' roles" in warning
+    assert " refused)" in warning
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
     tmp_path: Path,
 ) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
-    whole = results_of(run_in(tmp_path, resolve(scenario), "whole"))
+    whole = read_results(run_in(tmp_path, resolve(scenario), "whole")).results
     num_paid = len(requests)
     requests.clear()
     with pytest.raises(BudgetExhaustedError, match="max_service_requests=40"):
@@ -178,35 +179,32 @@ def test_a_dry_run_requests_one_episode_and_reports_the_cost_of_the_run(tmp_path
     assert estimate["training_target_queries"] == 36
 
 
-def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(
-    tmp_path: Path,
-) -> None:
-    likelihood = chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"})
-    with pytest.raises(ParameterError, match=r"likelihood_model=target.*reference"):
-        resolve(likelihood)
-    with pytest.raises(ParameterError, match=r"is read only where .*language_model is not null"):
-        resolve(chat_scenario(tmp_path / "s", SCRIPT), "ast_chat.target.top_k=5")
-    both = {**scenario_section(tmp_path / "b")["target"], "chat_model": SCRIPT}  # type: ignore[dict-item]
-    for number, target in enumerate((both, {"max_new_tokens": 3})):
-        with pytest.raises(ParameterError, match="either a language_model or a chat_model"):
-            resolve(write_scenario(tmp_path / f"c{number}", target=target))
+def test_uses_of_the_targets_logprobs_and_two_or_no_targets_are_refused(tmp_path: Path) -> None:
+    scenario = chat_scenario(tmp_path, SCRIPT)
+    for override, fact in (
+        ("reward.likelihood_model=target", "likelihood_model=target.*reference"),
+        ("target.top_k=5", "language_model"),
+        ("target.chat_model=null", "either a language_model or a chat_model"),
+        ("target.language_model={_type: huggingface, model: x}", "either a language_model or"),
+    ):
+        with pytest.raises(ParameterError, match=fact):
+            resolve(scenario, f"ast_chat.{override}")
 
 
 def test_evaluate_score_and_compare_work_and_reuse_the_answers_of_the_run(
-    cli: CommandLine, tmp_path: Path
+    cli: CommandLine, trained: Path
 ) -> None:
-    scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
-    run = run_in(tmp_path / "runs", resolve(scenario, "training.num_iterations=1"), "mine")
-    before = num_requests(run / "service_requests.sqlite")
-    evaluation = json.loads(cli.ok("evaluate", str(run), *NO_PROBABILITY, "--json").out)
+    run, ledger = str(trained), trained / "service_requests.sqlite"
+    before = num_requests(ledger)
+    evaluation = json.loads(cli.ok("evaluate", run, *NO_PROBABILITY, "--json").out)
     assert evaluation["nll"]["target"] is None, "a chat model gives no likelihoods"
     use = evaluation["services"]["target"]
     assert (use["num_requests"], use["num_remembered"]) == (0, 12)
-    assert num_requests(run / "service_requests.sqlite") == before
+    assert num_requests(ledger) == before
     assert [card["name"] for card in evaluation["cards"]][1] == "scripted"
-    cli.ok("score", str(run))
-    cli.ok("evaluate", str(run), "--probability-episodes", "4", "--target", "other")
-    evaluations = (str(run / "evaluations" / name) for name in ("test", "test-other"))
+    cli.ok("score", run)
+    cli.ok("evaluate", run, "--probability-episodes", "4", "--target", "other")
+    evaluations = (str(trained / "evaluations" / name) for name in ("test", "test-other"))
     assert "difference to" in cli.ok("compare", *evaluations).out
 
 

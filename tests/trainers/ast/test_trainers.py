@@ -1,8 +1,9 @@
-"""Every AST trainer learns, repeats and resumes exactly, and its parameters have an effect."""
+"""Every AST trainer learns, and its parameters have an effect."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -52,36 +53,26 @@ def _cat_scorer() -> Iterator[None]:
     SCORERS.restore(snapshot)
 
 
-LEARNING = {
-    "ast_dpo": (
-        *("ast_dpo.beta=0.05", "training.num_iterations=15", "training.minibatch_size=16"),
-    ),
-    "ast_ipo": ("ast_ipo.beta=0.03",),
-    "ast_simpo": (
-        "ast_simpo.beta=1.0",
-        "ast_simpo.margin=2.0",
-        "ast_simpo.length_normalised=false",
-    ),
-    "ast_ppo": ("training.num_epochs=2", "ast_ppo.kl.weight=0.0"),
-    "ast_grpo": ("ast_grpo.kl.weight=0.0",),
-    "ast_reinforce": ("ast_reinforce.kl_mix=0.01",),
-    "ast_sft": ("ast_sft.min_score=0.0", "ast_sft.num_best=16"),
-}
-
-
 @pytest.mark.usefixtures("_cat_scorer")
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "options"),
     [
-        *((name, ()) for name in LEARNING),
+        ("ast_dpo", "ast_dpo.beta=0.05 training.minibatch_size=16"),
+        ("ast_ipo", "ast_ipo.beta=0.03"),
+        ("ast_simpo", "ast_simpo.beta=1.0 ast_simpo.margin=2.0 ast_simpo.length_normalised=false"),
+        ("ast_ppo", "training.num_epochs=2 ast_ppo.kl.weight=0.0 training.num_iterations=25"),
+        ("ast_grpo", "ast_grpo.kl.weight=0.0 training.num_iterations=16"),
+        ("ast_reinforce", "ast_reinforce.kl_mix=0.01"),
+        ("ast_sft", "ast_sft.min_score=0.0 ast_sft.num_best=16 training.num_iterations=25"),
         # From an older attacker's rollout.
-        ("ast_grpo", ("ast_grpo.max_staleness=1",)),
-        pytest.param("ast_reinforce", ("ast_reinforce.max_staleness=1",), marks=pytest.mark.slow),
+        ("ast_grpo", "ast_grpo.kl.weight=0.0 ast_grpo.max_staleness=1"),
+        pytest.param(
+            *("ast_reinforce", "ast_reinforce.kl_mix=0.01 ast_reinforce.max_staleness=1"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_an_attacker_learns_rewarded_probes(
-    tmp_path: Path, name: str, more: tuple[str, ...]
-) -> None:
+def test_an_attacker_learns_rewarded_probes(tmp_path: Path, name: str, options: str) -> None:
     width = 1 if name == "ast_ppo" else 4
     scenario = write_scenario(
         tmp_path,
@@ -91,8 +82,9 @@ def test_an_attacker_learns_rewarded_probes(
         tree_depth=1,
     )
     sizes = (f"num_episodes_per_experience={64 // width}", "minibatch_size=64")
-    common = [f"training.{one}" for one in ("num_iterations=25", "lr=1e-2", *sizes)]
-    trainer = ast_trainer(name, scenario, *common, *LEARNING[name], *more)
+    lr = 1e-2 if name in ("ast_ppo", "ast_sft") else 2e-2
+    common = [f"training.{one}" for one in ("num_iterations=12", f"lr={lr}", *sizes)]
+    trainer = ast_trainer(name, scenario, *common, *options.split())
 
     def share_of_cats() -> float:
         return float(experience_of(trainer, 1000).tree.nodes["combined_score"].mean())
@@ -196,11 +188,13 @@ OF_SCENARIO = (
 )
 SELECTS = ("training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2")
 CONTEXT |= {"training.dev_metric": SELECTS, "training.early_stopping_patience": SELECTS}
+CONTEXT["training.lr_schedule"] = ("training.num_iterations=2",)
 
 
 @cache
 def _weights_and_results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
-    trainer = ast_trainer("ast_dpo", scenario, "training.minibatch_size=3", *overrides)
+    short = ("training.minibatch_size=3", "training.num_iterations=1")
+    trainer = ast_trainer("ast_dpo", scenario, *short, *overrides)
     trainer.train()
     return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
 
@@ -237,50 +231,28 @@ def test_each_variant_of_grpo_takes_steps_and_records_its_options(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "error", "fact"),
+    ("overrides", "fact"),
     [
-        (
-            *(("ast_grpo.scale=group", "ast_chat.tree_width=1"), ConfigurationError),
-            "tree_width is 1.*ast_ppo or ast_reinforce",
-        ),
-        *(
-            ((f"{name}.kl.gradient=k1", f"{name}.kl.weight=0.1"), ParameterError, r"kl\.gradient")
-            for name in ("ast_ppo", "ast_grpo")
-        ),
-        (
-            ("ast_dpo.beta=1.0", "training.early_stopping_patience=2"),
-            *(ParameterError, "eval_period is 0"),
-        ),
-        *(
-            (
-                (f"ast_dpo.loss={loss}", "ast_dpo.label_smoothing=0.1"),
-                *(ParameterError, f"label_smoothing.*{loss}"),
-            )
-            for loss in ("nca", "hinge")
-        ),
-        (
-            ("ast_simpo.loss=orpo", "ast_simpo.length_normalised=false"),
-            *(ParameterError, "mean log-probabilities"),
-        ),
+        ("ast_grpo.scale=group ast_chat.tree_width=1", "tree_width is 1.*ast_ppo or ast_reinforce"),
+        ("ast_ppo.kl.gradient=k1 ast_ppo.kl.weight=0.1", r"kl\.gradient"),
+        ("ast_grpo.kl.gradient=k1 ast_grpo.kl.weight=0.1", r"kl\.gradient"),
+        ("ast_dpo.beta=1.0 training.early_stopping_patience=2", "eval_period is 0"),
+        ("ast_dpo.loss=hinge ast_dpo.label_smoothing=0.1", "label_smoothing.*hinge"),
+        ("ast_simpo.loss=orpo ast_simpo.length_normalised=false", "length_normalised"),
     ],
 )
 def test_what_a_trainer_cannot_use_is_refused(
-    tiny_scenario: Path, overrides: tuple[str, ...], error: type[Exception], fact: str
+    tiny_scenario: Path, overrides: str, fact: str
 ) -> None:
+    error = ConfigurationError if "tree_width" in fact else ParameterError
     with pytest.raises(error, match=fact):
-        ast_trainer(overrides[0].partition(".")[0], tiny_scenario, *overrides)
+        ast_trainer(overrides.partition(".")[0], tiny_scenario, *overrides.split())
 
 
 def test_training_ends_when_dev_evaluations_bring_nothing_better(tiny_scenario: Path) -> None:
-    trainer = ast_trainer(
-        "ast_dpo",
-        tiny_scenario,
-        "training.num_iterations=40",
-        "training.eval_period=1",
-        "training.early_stopping_patience=2",
-        # So small that no text changes: every dev evaluation after the first is a tie.
-        "training.lr=1e-12",
-    )
+    # At this rate no text changes: every dev evaluation after the first is a tie.
+    values = ("num_iterations=40", "eval_period=1", "early_stopping_patience=2", "lr=1e-12")
+    trainer = ast_trainer("ast_dpo", tiny_scenario, *(f"training.{value}" for value in values))
     trainer.train()
     assert trainer.state.iteration == 3
     assert trainer.results["training"]["stopped_early"] is True
@@ -319,42 +291,32 @@ def test_given_probes_win_in_their_share_of_the_episodes(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "given.txt").write_text("silly cat\nstupid mat\n")
-    options = (
-        f"ast_dpo.weak_supervision={{probes: {tmp_path / 'given.txt'}, share: 0.5}}",
-        "training.num_episodes_per_experience=40",
-    )
-    trainer = ast_trainer("ast_dpo", tiny_scenario, *options)
+    supervision = f"ast_dpo.weak_supervision={{probes: {tmp_path / 'given.txt'}, share: 0.5}}"
+    number = "training.num_episodes_per_experience=40"
+    trainer = ast_trainer("ast_dpo", tiny_scenario, supervision, number)
     samples = experience_of(trainer).samples
     decode = trainer.policy.tokenizer.decode
-    texts = {
-        int(sample["episode"]): decode(sample["chosen"], skip_special_tokens=True)
+    given = [
+        sample
         for sample in samples
-    }
-    given = {e for e, text in texts.items() if text in ("silly cat", "stupid mat")}
+        if decode(sample["chosen"], skip_special_tokens=True) in ("silly cat", "stupid mat")
+    ]
     assert 10 <= len(given) <= 30
+    assert all(int(sample["chosen"][-1]) in trainer.policy.end_ids for sample in given)
     # An episode has only the given pair, or its own.
-    assert all(sum(int(s["episode"]) == e for s in samples) == 1 for e in given)
-    batch = trainer.collate_fn(samples)
-    policy_B, reference_B = trainer.logratios(batch)
+    episodes = Counter(int(sample["episode"]) for sample in samples)
+    assert {episodes[int(sample["episode"])] for sample in given} == {1}
+    policy_B, reference_B = trainer.logratios(trainer.collate_fn(samples))
     assert torch.allclose(policy_B, reference_B, atol=1e-4)
-    ended = [s for s in samples if int(s["episode"]) in given]
-    assert all(int(s["chosen"][-1]) in trainer.policy.end_ids for s in ended)
 
 
 def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path: Path) -> None:
     (tmp_path / "given.txt").write_text("silly cat sat\n")
-    trainer = ast_trainer(
-        "ast_sft",
-        tiny_scenario,
-        f"ast_sft.probes={tmp_path / 'given.txt'}",
-        "ast_sft.min_score=0.5",
-        "training.num_iterations=30",
-        "training.lr=1e-2",
-        "ast_chat.tree_depth=1",
-    )
+    values = (f"ast_sft.probes={tmp_path / 'given.txt'}", "ast_sft.min_score=0.5")
+    values += ("training.num_iterations=25", "training.lr=1e-2", "ast_chat.tree_depth=1")
+    trainer = ast_trainer("ast_sft", tiny_scenario, *values)
     trainer.train()
-    probes = experience_of(trainer, 99).tree.probes
-    assert set(probes) == {"silly cat sat"}
+    assert set(experience_of(trainer, 99).tree.probes) == {"silly cat sat"}
 
 
 def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:
@@ -367,36 +329,12 @@ def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) ->
     assert kept[0] == pytest.approx(float(rewards.max()))
 
 
-@pytest.mark.parametrize(("name", "compares"), [("ast_ppo", True), ("ast_dpo", False)])
-def test_old_log_probabilities_come_from_the_path_of_the_loss_in_bfloat16(
-    name: str, compares: bool, tiny_scenario: Path
-) -> None:
-    trainer = ast_trainer(
-        name,
-        tiny_scenario,
-        "ast_chat.attacker.language_model.dtype=bfloat16",
-        "ast_chat.attacker.language_model.lora={rank: 4}",
-    )
-    tree = experience_of(trainer).tree
-    mask_NT = tree.nodes["probe_mask"]
-    scored_NT = trainer.probe_logprobs(tree)
-    kept = tree.nodes["probe_logprobs"][mask_NT]
-    assert torch.equal(kept, scored_NT[mask_NT]) == compares
-    # A separate code path, not another distribution.
-    assert (kept - scored_NT[mask_NT]).abs().mean() < 0.1
-
-
 BETA = 0.5
 AT_THE_REFERENCE = {
     "ast_dpo.loss=sigmoid": math.log(2),
-    "ast_dpo.loss=nca": 2 * math.log(2),
     "ast_dpo.loss=sppo": 2 * (0.5 / BETA) ** 2,
-    "ast_dpo.loss=apo_zero": 1.0,
-    "ast_dpo.loss=apo_down": 1.0,
     "ast_dpo.loss=kto": 0.5,
-    "ast_dpo.divergence=forward_kl": math.log(2),
     "ast_dpo.divergence=js": math.log(2),
-    "ast_dpo.divergence=alpha": math.log(2),
 }
 """By hand, where policy and reference are one."""
 
@@ -423,16 +361,6 @@ def test_a_step_separates_chosen_from_rejected(tiny_scenario: Path, choice: str)
         trainer._optimizer_step([batch])
     assert margin() > before + 1e-4
     assert trainer.loss(batch).loss.item() < loss
-
-
-def test_the_loss_of_a_pair_of_equal_probes_is_that_of_the_margin_alone(
-    tiny_scenario: Path,
-) -> None:
-    trainer = ast_trainer("ast_simpo", tiny_scenario, "ast_simpo.margin=0.7")
-    sample = experience_of(trainer).samples[0]
-    batch = trainer.collate_fn([sample | {"rejected": sample["chosen"]}])
-    expected = -torch.nn.functional.logsigmoid(torch.tensor(-0.7))
-    assert float(trainer.loss(batch).loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,6 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.trainers import vanilla_ppo
-from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
@@ -64,10 +64,9 @@ def test_several_processes_change_no_bit(
     assert len(forked) == 2, "one an iteration"
     assert changed(weights_of(alone), weights_of(together)) == set()
     assert expected.keys() == result.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(result[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
-    for name, state in alone.loss_module.own_state().items():
-        assert torch.equal(state, together.loss_module.own_state()[name])
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    own_states = (one.loss_module.own_state() for one in (alone, together))
+    torch.testing.assert_close(*own_states, rtol=0, atol=0)
 
 
 def test_as_many_processes_as_there_are_parts_at_most(
@@ -148,35 +147,27 @@ def test_networks_that_draw_or_keep_statistics_are_refused(
         learned(2)
 
 
-def fail_in_worker(monkeypatch: pytest.MonkeyPatch, action: Any, when_called: int = 2) -> None:
-    """Have workers do something when they compute their second part of the losses."""
-    first, compute, calls = os.getpid(), Objective.compute_part, iter(range(1, 99))
+def in_worker(
+    monkeypatch: pytest.MonkeyPatch,
+    action: Callable[[], object],
+    when_called: int = 2,
+    owner: Any = Objective,
+    name: str = "compute_part",
+) -> None:
+    """Have workers do something when they call a function, by default for their second part."""
+    first, function, calls = os.getpid(), getattr(owner, name), iter(range(1, 99))
 
-    def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
+    def called(*args: Any, **more: Any) -> Any:
         if os.getpid() != first and next(calls) >= when_called:
             action()
-        return compute(objective, *task)
+        return function(*args, **more)
 
-    monkeypatch.setattr(Objective, "compute_part", computed)
-
-
-def killed(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """Have a worker be killed where it calls a function."""
-    call, first = getattr(owner, name), os.getpid()
-
-    def killing(*args: Any, **more: Any) -> Any:
-        if os.getpid() != first:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **more)
-
-    monkeypatch.setattr(owner, name, killing)
+    monkeypatch.setattr(owner, name, called)
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        pytest.param(divided_losses, "team_on_this_machine", id="before the meeting"),
-        # It has started, and dies at its first library call.
         pytest.param(dist, "init_process_group", id="while it connects"),
         pytest.param(Objective, "compute_part", id="at work"),
     ],
@@ -185,7 +176,7 @@ def test_a_worker_that_is_killed_stops_the_run(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "_CONNECTING", timedelta(seconds=1))
-    killed(monkeypatch, owner, name)
+    in_worker(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 1, owner, name)
     with pytest.raises(WorkerProcessError, match=r"process 2 of 2 .*SIGKILL"):
         learned(2)
 
@@ -199,7 +190,7 @@ def test_a_worker_does_not_hear_the_signal_that_stops_the_run(
         os.kill(os.getpid(), signal.SIGINT)
         os.write(writing, b"sent")
 
-    fail_in_worker(monkeypatch, interrupt)
+    in_worker(monkeypatch, interrupt)
     learned(2)
     assert os.read(reading, 4) == b"sent"
     os.close(reading)
@@ -215,23 +206,9 @@ def test_one_of_several_workers_that_fails_ends_all(
     def fail() -> None:
         raise MemoryError("no room for the nodes")
 
-    fail_in_worker(monkeypatch, fail, when_called=1 if count == 4 else 2)
+    in_worker(monkeypatch, fail, when_called=1 if count == 4 else 2)
     with pytest.raises(WorkerProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
         learned(count)
-
-
-def test_a_worker_that_cannot_be_started_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    fork, num_left = os.fork, iter(range(1))
-
-    def failing() -> int:
-        if next(num_left, None) is None:
-            raise BlockingIOError("too many processes")
-        return fork()
-
-    monkeypatch.setattr(os, "fork", failing)
-    with pytest.raises(WorkerProcessError, match=r"too many processes\. Run with --num-th"):
-        learned(4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])

@@ -150,14 +150,6 @@ def test_answers_are_not_known_from_other_messages_about_the_same_datapoint() ->
     assert baseline < 0.8
 
 
-def test_the_baseline_is_the_more_common_answer_in_the_training_data() -> None:
-    combined = game()
-    batch = play(combined, 2)
-    batch["y"] = torch.ones_like(batch["y"])
-    result = regression().regress(batch, combined, 0)
-    assert set(result.values()) == {1.0}
-
-
 def test_where_there_is_nothing_to_fit_nothing_is_given() -> None:
     combined = game()
     begun_before = play(combined, 3, first=2)

@@ -100,11 +100,7 @@ def test_an_episode_goes_on_into_the_next_batch() -> None:
     resumed = EpisodeLedger()
     resumed.load_state(ledger.state(), torch.device("cpu"))
     following = batch_of(
-        [[1.0], [1.0]],
-        [[False], [True]],
-        [[2], [1]],
-        y_E=[1, 1],
-        datapoint_ET=[[3], [9]],
+        [[1.0], [1.0]], [[False], [True]], [[2], [1]], y_E=[1, 1], datapoint_ET=[[3], [9]]
     )
     for continued in (ledger, resumed):
         ended = continued.ended(following)

@@ -98,9 +98,6 @@ def check(result: Any, *, needs_advantage: bool = True, metrics: Any = {}) -> li
 def test_trajectories_have_a_number_or_a_number_per_token(advantages: Any) -> None:
     right = with_advantages(*advantages)
     assert check(right, metrics={"mean": np.float32(0.5)}) is right
-
-
-def test_trajectories_need_no_advantage_where_it_is_not_read() -> None:
     assert len(check(trajectories(), needs_advantage=False)) == 2
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ pytest.importorskip("fastapi")
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.command_line import CommandLine
-from tests.kit.experiments import task_trainer
+from tests.kit.experiments import run_in, task_trainer
 from tests.kit.resuming import SERVICE_OVERRIDES
 from tests.serve.running import POLICY, TrainingServer, training_server
 from tests.serve.test_training_protocols import iterate
 
 MODEL = "task.policy.language_model"
+HAS_TINKER = find_spec("tinker") is not None
 ADAPTER = (f"{MODEL}.lora.rank=4", f"{MODEL}.lora.alpha=32")
 SHORT = (
     "training.num_episodes_per_experience=4",
@@ -50,6 +51,16 @@ def without_weights(folder: Path) -> tuple[str, ...]:
     return f"{MODEL}._type=remote", f"{MODEL}.model={folder}"
 
 
+PROTOCOLS = pytest.mark.parametrize(
+    ("protocol", "adapter"),
+    [
+        ("http", ()),
+        pytest.param("tinker", ADAPTER, marks=pytest.mark.skipif(not HAS_TINKER, reason="tinker")),
+    ],
+    ids=["http", "tinker"],
+)
+
+
 def through(server: TrainingServer, protocol: TrainingProtocol) -> tuple[str, ...]:
     section = "remote_api_grpo.train_service"
     return (
@@ -59,19 +70,10 @@ def through(server: TrainingServer, protocol: TrainingProtocol) -> tuple[str, ..
     )
 
 
-@pytest.mark.parametrize(
-    ("protocol", "adapter"),
-    [("http", ()), ("http", ADAPTER), ("tinker", ADAPTER)],
-    ids=["http-full", "http-lora", "tinker"],
-)
+@PROTOCOLS
 def test_losses_are_those_with_weights_at_hand(
-    server: TrainingServer,
-    tokenizer_dir: Path,
-    protocol: TrainingProtocol,
-    adapter: tuple[str, ...],
+    server: TrainingServer, tokenizer_dir: Path, protocol: TrainingProtocol, adapter: Sequence[str]
 ) -> None:
-    if protocol == "tinker":
-        pytest.importorskip("tinker")
     common = (*adapter, *SHORT, *through(server, protocol))
     here = task_trainer("remote_api_grpo", *common)
     there = task_trainer("remote_api_grpo", *without_weights(tokenizer_dir), *common)
@@ -82,38 +84,31 @@ def test_losses_are_those_with_weights_at_hand(
         trainer.service.close()
 
 
-@pytest.mark.parametrize(
-    ("protocol", "adapter"), [("http", ()), ("tinker", ADAPTER)], ids=["http", "tinker"]
-)
+@PROTOCOLS
 def test_a_run_without_weights_ends_with_the_trained_weights(
     server: TrainingServer,
     tokenizer_dir: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     protocol: TrainingProtocol,
-    adapter: tuple[str, ...],
+    adapter: Sequence[str],
 ) -> None:
-    if protocol == "tinker":
-        pytest.importorskip("tinker")
     given = [
         *SERVICE_OVERRIDES,
         *through(server, protocol),
         *without_weights(tokenizer_dir),
         *adapter,
         "task.policy.min_new_tokens=0",
-        "training.num_iterations=2",
+        "training.num_iterations=1",
     ]
-    resolved = resolve_experiment(trainer="remote_api_grpo", overrides=given)
-    run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", progress=False)
+    run = run_in(tmp_path, resolve_experiment(trainer="remote_api_grpo", overrides=given))
     # Our own service releases the weights once they are trained.
-    leaves = tmp_path / "run" / "model" / "model.safetensors"
-    assert leaves.exists() == (protocol == "http")
+    assert (run / "model" / "model.safetensors").exists() == (protocol == "http")
     # The service that trained them is queried again for measurements.
-    type_command = CommandLine(tmp_path, tmp_path, capsys)
-    assert type_command("evaluate", str(tmp_path / "run")).code == 0
-    evaluated = RunDirectory(tmp_path / "run" / "evaluations" / "test")
+    CommandLine(tmp_path, tmp_path, capsys).ok("evaluate", str(run))
+    evaluated = RunDirectory(run / "evaluations" / "test")
     figures = evaluated.read_json("evaluation.json")["figures"]
-    after = RunDirectory(tmp_path / "run").read_json("results.json")["after"]
+    after = RunDirectory(run).read_json("results.json")["after"]
     assert {name: figures[name] for name in after} == after
 
 

@@ -51,9 +51,7 @@ def test_rollouts_of_this_iteration_or_of_all_so_far_are_chosen_from(
     assert [len(job) for job in _examples(parts, "prover")] == expected
 
 
-def test_the_verifier_learns_the_right_decision_where_its_guess_is_replaced(
-    tmp_path: Path,
-) -> None:
+def test_the_verifier_learns_the_right_decision_where_its_guess_is_replaced(tmp_path: Path) -> None:
     replacement = {
         "verifier_guess_replacement_proportion": 1.0,
         "verifier_guess_replacement_annealing": "linear",

@@ -24,11 +24,7 @@ from tests.kit.resuming import Killed
 from tests.kit.text_games import FakeChatModel, FakeFineTuning, build_text_parts, build_text_trainer
 
 GROUPS = {
-    "text_rl": {
-        "num_iterations": 2,
-        "rollouts_per_iteration": 2,
-        "test_on_whole_dataset": False,
-    }
+    "text_rl": {"num_iterations": 2, "rollouts_per_iteration": 2, "test_on_whole_dataset": False}
 }
 
 

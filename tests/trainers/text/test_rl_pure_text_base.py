@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from nip_astra.errors import (
     ServiceError,
     StopRequested,
 )
-from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
+from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
 from nip_astra.resume_check import what_was_found
 from nip_astra.run import _write_report
@@ -33,7 +32,6 @@ from tests.kit.experiments import metrics_of, run_in
 from tests.kit.messages import says
 from tests.kit.resuming import Killed, short_experiment
 from tests.kit.text_games import (
-    CLAIMS,
     FakeFineTuning,
     Script,
     TextParts,
@@ -75,10 +73,7 @@ def test_a_run_tests_learns_and_tests_again(tmp_path: Path) -> None:
     directory, parts = RunDirectory.create(tmp_path, "one"), _build(tmp_path)
     trainer = build_text_trainer(parts, directory)
     directory.write_yaml("hyper_parameters.yaml", trainer.hyper_params.to_dict())
-    trainer.tracker.log_artifact = artifacts = Mock()  # type: ignore[method-assign]
     trainer.train()
-    kinds = sorted(call.kwargs["type"] for call in artifacts.call_args_list)
-    assert kinds == ["checkpoint", "model", "rollouts"]
     results = directory.read_json("results.json")
     assert results == json.loads(json.dumps(trainer.results))
     assert results["after"]["mean_accuracy"] == 1.0
@@ -169,7 +164,6 @@ def test_a_job_trains_each_model_that_has_enough_to_learn(
 ) -> None:
     parts, trainer = _trained(tmp_path, groups={"text_rl": text_rl}, **options)
     assert [key.split("/")[1] for key, *_ in parts.service.submitted] == jobs
-    assert {model for _, model, *_ in parts.service.submitted} <= {"base"}
     groups = parts.instance.shared_model_groups
     tuned = {name for name, group in groups.items() if "tuned" in str(group.model_name)}
     assert tuned == set(jobs)
@@ -202,11 +196,11 @@ def test_a_job_starts_from_the_last_model_or_from_the_first(
 # ---- interrupted and resumed
 
 
-def _final(trainer: PureTextRlTrainer) -> dict[str, Any]:
-    """A run's output, without its own key."""
+def _final(trainer: PureTextRlTrainer) -> list[dict[str, Any]]:
+    """A run's output without its key."""
     results = {name: one for name, one in trainer.results.items() if name != "model_dir"}
     text = json.dumps([results, trainer.state.to_dict()])
-    return dict(enumerate(json.loads(text.replace(trainer.state.run_key, "KEY"))))
+    return json.loads(text.replace(trainer.state.run_key, "KEY"))  # type: ignore[no-any-return]
 
 
 def _rollouts(directory: RunDirectory) -> dict[str, NestedArrayDict]:
@@ -244,7 +238,7 @@ def _requests_of(parts: TextParts) -> list[tuple[str, int | None]]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any, int]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Any, int]:
     directory, parts, trainer = _start(tmp_path_factory.mktemp("unbroken"))
     trainer.train()
     assert len(set(_requests_of(parts))) == parts.num_requests
@@ -261,14 +255,14 @@ class DyingJobs(FakeFineTuning):
 
 
 @pytest.mark.parametrize(
-    "end",
+    ("end", "is_known"),
     [
-        FineTuningJob("job", JobStatus.FAILED, error="no memory"),
-        FineTuningJob("job", JobStatus.CANCELLED),
-        FineTuningJob("job", JobStatus.SUCCEEDED, model=None),
+        (FineTuningJob("job", JobStatus.FAILED, error="no memory"), True),
+        (FineTuningJob("job", JobStatus.FAILED, error="no memory"), False),
+        (FineTuningJob("job", JobStatus.CANCELLED), True),
+        (FineTuningJob("job", JobStatus.SUCCEEDED, model=None), True),
     ],
 )
-@pytest.mark.parametrize("is_known", [True, False])
 def test_a_job_that_died_ends_the_run_and_is_submitted_under_a_further_key_on_each_resume(
     end: FineTuningJob, is_known: bool, unbroken: Any, tmp_path: Path
 ) -> None:
@@ -399,31 +393,14 @@ def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) ->
     assert len(trainer.files.journal("train", 0)) == 6
 
 
-def test_a_service_that_is_down_ends_the_run_so_that_it_can_go_on(
-    tmp_path: Path, unbroken: Any
-) -> None:
-    def down(name: str) -> Script:
-        failure = ChatFailure(FailureReason.TIMEOUT, "no answer in 120 s")
-        is_down: Callable[[ChatRequest], bool] = lambda request: (request.seed or 0) % 5 == 0  # noqa: E731
-        return lambda request, n: failure if is_down(request) else honest(name)(request, n)
-
-    directory = RunDirectory.create(tmp_path, "one")
-    parts = build_text_parts(tmp_path / "prompts", down, groups=THREE)
-    with pytest.raises(ServiceError, match="timeout, no answer in 120 s"):
-        build_text_trainer(parts, directory).train()
-    assert _final(_continue(tmp_path, directory, parts)) == unbroken[0]
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> None:
+def test_trained_models_can_be_tested_again(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "one")
     build_text_trainer(_build(tmp_path), directory).train()
     # A tracker's records of a run are only its models.
-    downloaded = tmp_path / "downloaded"
-    shutil.copytree(directory.path / "model", downloaded / "model")
+    shutil.copytree(directory.path / "model", tmp_path / "downloaded" / "model")
     parts = _build(tmp_path)
     again = build_text_trainer(parts, RunDirectory.create(tmp_path, "two"))
-    again.rerun_tests(directory.path if is_whole else downloaded)
+    again.rerun_tests(tmp_path / "downloaded")
     assert again.results["after"]["mean_accuracy"] == 1.0
     assert again.results["before"] is None
     used = [name for name, model in parts.models.items() if model.requests]
@@ -452,9 +429,8 @@ def test_statistics_are_those_of_a_hand_worked_table(
     assert trainer._get_log_stats(rollouts, train=True) == result
     assert result["mean_accuracy"] == pytest.approx(right.mean())
     assert result["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
-    assert result["accuracy_where_level_2"] == pytest.approx(
-        right[rollouts["datapoint", "level"] == 2].mean()
-    )
+    of_level_2 = right[rollouts["datapoint", "level"] == 2]
+    assert result["accuracy_where_level_2"] == pytest.approx(of_level_2.mean())
     verifier = np.where(right, 1.0, -1.0)
     assert result["verifier/mean_episode_reward"] == pytest.approx(verifier.mean())
     assert result["verifier/std_episode_reward"] == pytest.approx(verifier.std())
@@ -463,7 +439,6 @@ def test_statistics_are_those_of_a_hand_worked_table(
     texts = [text for text in rollouts["agents", "message"][:, :, 0].ravel() if text is not None]
     words = [len(text.split()) for text in texts]
     assert result[f"{trainer.agent_names[0]}/mean_message_words"] == pytest.approx(np.mean(words))
-    assert len(CLAIMS) == 12
     # A hook may lack `train`; metrics of tests are requested explicitly.
     hooks = (lambda self, rollouts: {"own": 2.0}, lambda self, rollouts, *, train: {"own": train})
     for hook, own in zip(hooks, (2.0, False), strict=True):

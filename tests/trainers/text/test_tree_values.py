@@ -117,10 +117,7 @@ def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:
 
 
 def test_the_texts_of_a_pair_differ_where_any_do() -> None:
-    tree = TREE | {
-        "0.0.0": ("0.0", 0, (0.0, 0.0), "lie"),
-        "0.0.2": ("0.0", 0, (1.0, 0.0), "truth"),
-    }
+    tree = TREE | {"0.0.0": ("0.0", 0, (0.0, 0.0), "lie"), "0.0.2": ("0.0", 0, (1.0, 0.0), "truth")}
     expected = ("prover", "after 0.0", "truth", "lie")
     assert all(expected in _texts(_pairs(_tree(tree), seed)) for seed in range(10))
 
