@@ -1,10 +1,13 @@
-"""Code that must answer at once imports nothing heavy."""
+"""New processes: what must answer at once imports nothing heavy, and numbers are the same."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,32 +18,44 @@ from nip_astra.registry import ALL_REGISTRIES
 from nip_astra.resolving.resolution import resolve_experiment
 from tests.kit.command_line import ONCE
 from tests.kit.documents import ROOT
-from tests.kit.experiments import run_in
+from tests.kit.experiments import FAST, metrics_of, run_in
+from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 from tests.report.runs import write_protocol_run
 
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "numpy", "peft"}
 
 
-def run_python(code: str) -> list[list[str]]:
-    """The words of each line that a process prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+def run_python(code: str, *arguments: str, **environment: str) -> list[str]:
+    """The lines that a new process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    return [line.split() for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
-def check_commands(commands: list[tuple[str, int, set[str]]], most_seconds: float) -> None:
-    """Run commands, each with its exit code and forbidden modules, in one new process."""
-    code = (
+def code_of(commands: list[tuple[str, int, set[str]]]) -> str:
+    """Code that runs commands, each with its exit code and forbidden modules."""
+    return (
         "import sys, time\nfrom nip_astra.cli.app import main\n"
         f"for command, _, forbidden in {commands}:\n"
-        "    sys.argv = ['nip-astra', *command.split()]\n"
+        "    sys.argv[1:], arguments = command.split(), sys.argv[1:]\n"
         "    try:\n        main()\n    except SystemExit as end:\n"
         "        print('after', end.code or 0, *sorted(forbidden & set(sys.modules)))\n"
+        "    sys.argv[1:] = arguments\n"
         "print('seconds', time.process_time())\n"
     )
-    *lines, (_, seconds) = run_python(code)
-    ends = [line[1:] for line in lines if line[:1] == ["after"]]
+
+
+def check(lines: list[str], commands: list[tuple[str, int, set[str]]], most_seconds: float) -> None:
+    """Check the output of such code."""
+    ends = [line.split()[1:] for line in lines if line.startswith("after ")]
     assert ends == [[str(exit_code)] for _, exit_code, _ in commands]
+    (seconds,) = (line.split()[1] for line in lines if line.startswith("seconds "))
     # Generous, since CPU times vary with the machine.
     assert float(seconds) < 4 * most_seconds
 
@@ -61,7 +76,7 @@ def test_imports_of_the_package_and_of_its_lower_floors_load_nothing_heavy() -> 
         "from nip_astra import ExperimentSettings, load_plugin, register_conversion\n"
         "print(*sorted(set(sys.modules) & {'torch', 'transformers', 'wandb', 'pandas'}))"
     )
-    version, own, *heavy = run_python(code)
+    version, own, *heavy = (line.split() for line in run_python(code))
     assert version == [nip_astra.__version__]
     assert own == ["nip_astra.lazy", "nip_astra.version"]
     assert heavy == [[], []]
@@ -85,33 +100,78 @@ def test_help_wrong_names_and_commands_about_runs_load_nothing_heavy(
     wrong = ("", " --scenario nowhere", " --parameters nowhere.yaml")
     wrong_names = [f"--trainer {'ast_dpo' if more else 'ast_dop'}{more}" for more in wrong]
     models = {"torch", "transformers"}
-    check_commands(
-        [
-            *((f"{name} --help", 0, {*HEAVY, "omegaconf", "rich.table"}) for name in names),
-            *((one, 2, {*models, "scipy"}) for one in wrong_names),
-            ("evaluate nowhere", 2, {*models, "scipy"}),
-            ("compare nowhere x", 2, {*models, "scipy"}),
-            ("list", 0, {*models, "scipy"}),
-            (f"report {runs}", 0, {*models, "scipy"}),
-            (f"report {write_protocol_run(tmp_path / 'proof')}", 0, models),
-            # Quantiles of intervals come from scipy.
-            (f"compare {runs}", 0, models),
-        ],
-        most_seconds=2.5,
+    commands = [
+        *((f"{name} --help", 0, {*HEAVY, "omegaconf", "rich.table"}) for name in names),
+        *((one, 2, {*models, "scipy"}) for one in wrong_names),
+        ("evaluate nowhere", 2, {*models, "scipy"}),
+        ("compare nowhere x", 2, {*models, "scipy"}),
+        ("list", 0, {*models, "scipy"}),
+        (f"report {runs}", 0, {*models, "scipy"}),
+        (f"report {write_protocol_run(tmp_path / 'proof')}", 0, models),
+        # Quantiles of intervals come from scipy.
+        (f"compare {runs}", 0, models),
+    ]
+    check(run_python(code_of(commands)), commands, most_seconds=2.5)
+
+
+NO_MODELS = {"transformers", "torchrl", "scipy"}
+SHOWN = [(f"{name} --trainer ast_dpo", 0, NO_MODELS) for name in ("show", "schema")]
+NUMBERS = """
+import json
+from nip_astra.overview import schema
+# First, because the rest registers names.
+shipped = schema()
+from tests.test_cold_start import numbers_of
+print(json.dumps({"schema": shipped, "numbers": numbers_of(3, *sys.argv[1:])}))
+"""
+
+
+def numbers_of(seed: int, scenario: str, folder: str) -> Any:
+    """The last figures of provers and verifiers, and the metrics of an attacker."""
+    with toy_kind():
+        trainer = toy_trainer(seed=seed)
+        trainer.train()
+    overrides = ["training.num_iterations=2", *FAST]
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=scenario, overrides=overrides, seed=seed
     )
+    metrics = metrics_of(run_in(Path(folder), resolved, str(seed)))
+    return json.loads(json.dumps([trainer.results["after"], trainer.state.last, metrics]))
 
 
-def test_parameters_are_shown_without_models() -> None:
-    forbidden = {"transformers", "torchrl", "scipy"}
-    commands = [(f"{name} --trainer ast_dpo", 0, forbidden) for name in ("show", "schema")]
-    check_commands(commands, most_seconds=3.5)
+@pytest.fixture(scope="module")
+def printed(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Output of a new process; its hash seed differs from this process's."""
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    arguments = str(tiny_scenario), str(tmp_path_factory.mktemp("a"))
+    return run_python(code_of(SHOWN) + NUMBERS, *arguments, PYTHONHASHSEED=hash_seed)
+
+
+def test_parameters_are_shown_without_models(printed: list[str]) -> None:
+    check(printed, SHOWN, most_seconds=3.5)
+
+
+def test_the_schema_that_ships_is_that_of_the_classes(printed: list[str]) -> None:
+    """In its own process: in this process other tests have registered names."""
+    ships = (ROOT / "parameters" / "schema.json").read_text(encoding="utf-8")
+    command = "python run.py schema > parameters/schema.json"
+    assert json.loads(printed[-1])["schema"] == json.loads(ships), f"write it anew: {command}"
+
+
+def test_equal_parameters_give_equal_numbers_and_another_seed_others(
+    printed: list[str], tiny_scenario: Path, tmp_path: Path
+) -> None:
+    mine, other = (numbers_of(seed, str(tiny_scenario), str(tmp_path)) for seed in (3, 4))
+    assert json.loads(printed[-1])["numbers"] == mine
+    assert len(mine[-1]) == 2
+    assert all(one != another for one, another in zip(mine, other, strict=True))
 
 
 @pytest.mark.parametrize("package", [nip_astra, parameters])
 def test_every_lazy_export_and_no_other_name_is_there(package: object) -> None:
-    names = package.__all__  # type: ignore[attr-defined]
+    names = package.__all__
     assert set(names) <= set(dir(package))
     for name in names:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        package.nothing  # type: ignore[attr-defined]  # noqa: B018 - reading it is the test
+        package.nothing  # noqa: B018 - reading it is the test

@@ -1,10 +1,13 @@
-"""Run the commands and code of README and the guides, page by page, in order."""
+"""Run the commands, code and loops of the documentation, and build its site."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,25 +16,23 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import typer
 
+from nip_astra import resolve_experiment, run_experiment
 from nip_astra.cli import app as cli
+from nip_astra.cli.app import command_tree
 from nip_astra.errors import ConfigurationError
+from nip_astra.overview import every_section
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.trainers.registry import TRAINERS
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
-from tests.kit.documents import (
-    ROOT,
-    Block,
-    Command,
-    anchors,
-    blocks,
-    documents,
-    find,
-    links,
-    prose,
-)
+from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, find, links, prose
+from tests.kit.experiments import metrics_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "doc" / "notebooks").glob("*.md"))
@@ -70,10 +71,7 @@ OPTIONAL_PACKAGES = ("datasets", "openai", "pandas", "tinker")
     ],
 )
 def test_the_commands_and_code_of_a_page_run(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reader = _Reader(page, CommandLine(tmp_path, tmp_path, capsys))
@@ -87,10 +85,7 @@ def test_the_commands_and_code_of_a_page_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
 def test_the_cells_of_a_page_print_the_output_below_them(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
@@ -326,3 +321,172 @@ def test_readme_is_short_and_starts_with_a_line_that_runs_and_a_line_that_tests(
     run, test = [line for line in lines if "venv" in line][:2]
     assert run.endswith("run.py --trainer ast_dpo")
     assert test.endswith("-m pytest")
+
+
+# ---- loops
+
+SHORT = {
+    "stress_testing": (
+        "ast_dpo",
+        {"EPISODES": 1},
+        [
+            "training.num_episodes_per_experience=1",
+            "ast_chat.evaluation.num_episodes=1",
+            "ast_chat.evaluation.use_random_search=false",
+        ],
+    ),
+    "text_protocol": (
+        "pure_text_ei",
+        {"NUM_ROLLOUTS": 48},
+        ["text_rl.rollouts_per_iteration=48", "text_rl.test_scheme=none"],
+    ),
+    "interactive_proof": (
+        "vanilla_ppo",
+        {"MINIBATCH_SIZE": 128},
+        ["rl.num_test_iterations=1", "rl.frames_per_batch=384", "rl.minibatch_size=128"],
+    ),
+    "task": ("self_hosted_grpo", {}, ["task.evaluation.num_problems=1"]),
+}
+"""Trainer of each loop, smaller constants, and overrides of equal sizes and of less evaluation."""
+NUM_ITERATIONS = 2
+# The trainer's Adam is fused, and small differences grow within an iteration.
+RELATIVE_TOLERANCE = {"interactive_proof": 0.01}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_loop_gives_the_metrics_of_its_trainer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, constants, smaller = SHORT[name]
+    folder = ROOT / "doc" / "loops"
+    assert len((folder / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 220
+    monkeypatch.syspath_prepend(folder)
+    loop: Any = importlib.import_module(name)
+    vars(loop).update(constants)
+    overrides = [*loop.overrides(NUM_ITERATIONS), *smaller]
+    loop.overrides = lambda num_iterations: overrides
+    experiment = resolve_experiment(trainer=trainer, overrides=overrides)
+    run = run_experiment(experiment, runs_dir=str(tmp_path), progress=False, num_threads=1)
+    logged = metrics_of(run.run_directory.path)
+    torch.set_num_threads(1)
+    for number, metrics in enumerate(loop.train(NUM_ITERATIONS)):
+        expected = {key: logged[number][key] for key in metrics}
+        tolerance = RELATIVE_TOLERANCE.get(name, 1e-4)
+        assert metrics == pytest.approx(expected, rel=tolerance, abs=1e-6)
+
+
+# ---- the site
+
+
+@pytest.fixture(scope="module")
+def parameter_pages() -> ModuleType:
+    return _module("parameter_pages")
+
+
+def _module(name: str) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "doc" / "site")
+        return importlib.import_module(name)
+
+
+def test_every_parameter_of_a_file_stands_on_one_page(parameter_pages: ModuleType) -> None:
+    text = "\n".join(page.text for page in parameter_pages.parameter_pages())
+    groups = every_section()
+    shared = {name: HyperParameters.model_fields[name].annotation for name in ("training", "rl")}
+    for section, model in (groups | shared).items():
+        for name in model.model_fields:
+            assert text.count(f"| `{section}.{name}` |") == 1, f"{section}.{name}"
+    for name in HyperParameters.model_fields:
+        assert text.count(f"| `{name}` |") >= 1, name
+
+
+def test_a_page_shows_type_bounds_default_meaning_and_condition(
+    parameter_pages: ModuleType,
+) -> None:
+    pages = {page.title: page.text for page in parameter_pages.parameter_pages()}
+    row = r"\| `ppo.kl_target` \| number, > 0 \| `0.01` \| [^|*]+ \*[^|*]+`loss_type` is kl_penalty"
+    assert re.search(row, pages["ppo"])
+    assert "| `ast_chat.scorer` | scorer by `_type`: `classifier`," in pages["ast_chat"]
+    assert "## `graph_isomorphism.agents" in pages["graph_isomorphism"]
+
+
+def test_readers_are_the_trainers_that_take_the_parameter(parameter_pages: ModuleType) -> None:
+    readers = parameter_pages._Readers()
+    stress_tests = {f"`{name}`" for name in TRAINERS.names() if name.startswith("ast_")}
+    found = set(readers.words("training.lr").split(", "))
+    assert stress_tests <= found
+    assert not found & {"`vanilla_ppo`", "`solo_agent`"}
+    assert readers.words("ppo.clip_low") == "`mappo`, `spg`, `vanilla_ppo`"
+    assert readers.words("seed") == "every trainer"
+    assert "`solo_agent`" not in readers.words("rl.lr")
+
+
+def test_every_option_of_every_command_stands_on_one_page() -> None:
+    sections = _module("command_page").command_page().split("\n## ")[1:]
+    by_name = {one.partition("\n")[0].strip("`"): one for one in sections}
+    assert {"run", "sweep", "compare-dumps", "dataset create"} <= set(by_name)
+    for name, command in command_tree():
+        for option in command.params:
+            names = option.opts if option.param_type_name == "option" else [option.metavar or ""]
+            assert all(f"`{one}" in by_name[name] for one in names), (name, names)
+
+
+SEARCHES = {
+    **dict.fromkeys(
+        ("learning rate", "warmup", "batch size", "gradient accumulation", "epochs"),
+        "reference/parameters/shared-groups/training/",
+    ),
+    "multi-gpu": "guides/scaling/",
+    "mlflow": "guides/first-run/",
+    "reward function": "guides/training-on-services/",
+    "checkpoint": "guides/first-run/",
+    "resume": "guides/first-run/",
+    "vllm": "guides/scaling/",
+    "fail-if": "guides/evaluating/",
+}
+"""Words that users type, and the page that answers them."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_right_page_within_three_results(site: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node runs the site's search")
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    index = site / "search" / "search_index.json"
+    script = ROOT / "tests" / "site_search.mjs"
+    done = subprocess.run(
+        [node, str(script), str(worker), str(index), *SEARCHES],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    first = {words: pages[:3] for words, pages in found.items()}
+    missed = {words: first[words] for words, page in SEARCHES.items() if page not in first[words]}
+    assert missed == {}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    for page in ("index.html", "glossary/index.html", "guides/first-run/index.html"):
+        assert (site / page).is_file()
+    training = site / "reference" / "parameters" / "shared-groups" / "training" / "index.html"
+    assert "training.lr" in training.read_text(encoding="utf-8")
+    api = site / "reference" / "api" / "trainers" / "index.html"
+    assert "attach_progress_bar" in api.read_text(encoding="utf-8")

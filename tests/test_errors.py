@@ -52,9 +52,7 @@ def test_every_error_refines_a_builtin_and_stays_equal_through_pickling(
 
 def test_an_unknown_name_has_the_nearest_name_all_names_and_a_next_step() -> None:
     error = EXAMPLES["UnknownNameError"]
-    assert isinstance(error, UnknownNameError)
-    assert (error.kind, error.name) == ("scorer", "detoxfy")
-    assert error.known == ["detoxify", "profanity"]
+    assert (error.kind, error.name, error.known) == ("scorer", "detoxfy", ["detoxify", "profanity"])
     assert error.suggestions == ["detoxify"]
     assert says(error, "scorer 'detoxfy'", "'detoxify'?", "detoxify, profanity", "--plugin")
     far = UnknownNameError("language_model", "x", [])

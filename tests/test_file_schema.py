@@ -79,6 +79,7 @@ def test_values_refused_by_the_loader_are_marked(text: str, path: str) -> None:
 
 
 def test_every_value_has_a_description() -> None:
+    Draft7Validator.check_schema(VALIDATOR.schema)
     silent = [path for path, schema in _values(VALIDATOR.schema, "") if "description" not in schema]
     assert [path for path in silent if not path.endswith("._type")] == []
 
@@ -90,10 +91,11 @@ def _values(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _values(item, name)
 
 
-def test_the_schema_of_one_trainer_knows_its_sections_only(cli: CommandLine) -> None:
-    Draft7Validator.check_schema(VALIDATOR.schema)
-    schema = json.loads(cli("schema", "--trainer", "ast_dpo").out)
+def test_the_schema_of_one_trainer_knows_its_sections_only(cli: CommandLine, toy: Path) -> None:
+    out = cli.ok("schema", "--trainer", "toy_trainer", "--scenario", str(toy)).out
+    schema = json.loads(out)
     Draft7Validator.check_schema(schema)
-    assert {"ast_dpo", "ast_chat", "settings", "extends"} <= set(schema["properties"])
-    assert "vanilla_ppo" not in schema["properties"]
+    assert {"toy_trainer", "toy_kind", "settings", "extends"} <= set(schema["properties"])
+    assert "ast_dpo" not in schema["properties"]
     assert schema["additionalProperties"] is False
+    assert "What is added to each count." in out

@@ -38,10 +38,7 @@ def check_kills(trainer: str, folder: Path, every: int) -> ResumeCheck:
         else:
             resolved = short_experiment(trainer, folder / "scenario", num_iterations=2)
         check = check_resume(
-            resolved,
-            folder,
-            places=lambda count: range(1, count + 1, every),
-            max_iterations=None,
+            resolved, folder, places=lambda count: range(1, count + 1, every), max_iterations=None
         )
     assert check.is_equal, check
     return check
@@ -54,7 +51,7 @@ def check_kills(trainer: str, folder: Path, every: int) -> ResumeCheck:
         ("toy_trainer", 37, 101),
         # One trainer of each family.
         *((trainer, 91, 92) for trainer in ("ast_dpo", "vanilla_ppo", "solo_agent")),
-        # Models and jobs are in its own process; for a service, see `test_text_kills`.
+        # Models and jobs are in its own process.
         *(
             pytest.param(trainer, 10, 201, marks=pytest.mark.slow)
             for trainer in ("pure_text_ei", "pure_text_malt")
@@ -133,6 +130,8 @@ def test_a_revision_of_a_step_saved_again_is_no_difference_and_leftovers_are_nam
     assert fault_of(tmp_path, expected) == ""
     (second / ".unfinished").touch()
     assert ".unfinished" in fault_of(tmp_path, expected)
+    (second / "results.json").unlink()
+    assert "results.json" in fault_of(tmp_path, expected)
 
 
 def test_every_operation_that_changes_files_is_a_kill_point(tmp_path: Path) -> None:
@@ -153,35 +152,22 @@ def test_every_operation_that_changes_files_is_a_kill_point(tmp_path: Path) -> N
 
 
 FORGETFUL = """
-import json, random
-from pathlib import Path
+import random
 
-from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.trainer_base import Trainer, attach_progress_bar
+from nip_astra.trainers.registry import TRAINERS, register_trainer
 
 
 @register_trainer("forgetful")
-class Forgetful(Trainer):
-    start = total = 0
+class Forgetful(TRAINERS.get("toy_trainer")):
+    total = 0
+
+    def _save(self, done):
+        self.total += 1
+        super()._save(done)
 
     def train(self):
-        with self._open_progress_bar():
-            self._count()
+        super().train()
         self.results["after"] = {"total": self.total + random.SystemRandom().random() * NOISE}
-
-    @attach_progress_bar(lambda self: 9)
-    def _count(self, iteration_context):
-        for index in iteration_context.iterate(self.start):
-            self.total += 1
-            state = {"done": index + 1, "at": self.tracker.position()}
-            write = lambda folder: save_state(folder / "own", state)
-            self._checkpoint_store().save(index + 1, write, metadata={})
-
-    def resume(self, checkpoint):
-        state = load_state(checkpoint / "own")
-        self.start = state["done"]
-        self.tracker.rewind(state["at"])
 
 NOISE = 0.0
 """
@@ -189,27 +175,29 @@ NOISE = 0.0
 
 def test_the_command_reports_state_that_a_trainer_forgets(cli: CommandLine) -> None:
     """Exit codes: 0 if all are equal, 1 if one differs, 2 if nothing could be run."""
-    plugin = cli.write("forgetful.py", FORGETFUL)
-    noisy = cli.write("noisy.py", FORGETFUL.replace("NOISE = 0.0", "NOISE = 1.0"))
-    broken = cli.write("broken.py", FORGETFUL.replace("self.total += 1", "1 / 0"))
     kept = cli.folder / "kept"
 
-    def check(folder: str, trainer: str, *more: str) -> CommandResult:
+    def check(folder: str, plugin: str, *more: str) -> CommandResult:
         with plugins_forgotten_after(), toy_scenario_in(cli.folder / folder) as scenario:
-            if trainer == "forgetful":
-                (scenario / "scenario.yaml").write_text("kind: toy_kind\n")
-            words = ["check-resume", "--trainer", trainer, "--scenario", str(scenario)]
-            return cli(*words, "--kills", "3", *more)
+            words = ["check-resume", "--scenario", str(scenario), "--kills", "3"]
+            words += ["--trainer", "forgetful" if plugin else "toy_trainer"]
+            if plugin:
+                text = (scenario / "scenario.yaml").read_text()
+                (scenario / "scenario.yaml").write_text(text.replace("toy_trainer", "forgetful"))
+                words += ["--plugin", str(scenario / "plugin.py")]
+                words += ["--plugin", cli.write(f"{folder}.py", plugin)]
+            return cli(*words, *more)
 
-    equal = check("a", "toy_trainer")
+    equal = check("a", "")
     assert (equal.code, equal.out.count(": equal")) == (0, 3)
-    unequal = check("b", "forgetful", "--plugin", plugin, "--runs-dir", str(kept))
+    unequal = check("b", FORGETFUL, "--runs-dir", str(kept))
     assert unequal.code == 1
     assert "results.json: after.total" in unequal.out
     assert (kept / "whole" / "run" / "results.json").exists()
-    unlike = check("c", "forgetful", "--plugin", noisy)
+    unlike = check("c", FORGETFUL.replace("NOISE = 0.0", "NOISE = 1.0"))
     assert unlike.code == 1
     assert "two uninterrupted runs differ: results.json: after.total" in unlike.out
-    assert "ZeroDivisionError" in refused(check("f", "forgetful", "--plugin", broken))
-    refused(check("d", "toy_trainer", "--settings", "checkpoint_period=5"))
-    refused(check("e", "toy_trainer", "--set", "toy_trainer.offset=none"))
+    broken = FORGETFUL.replace("self.total += 1", "1 / 0")
+    assert "ZeroDivisionError" in refused(check("f", broken))
+    refused(check("d", "", "--settings", "checkpoint_period=5"))
+    refused(check("e", "", "--set", "toy_trainer.offset=none"))

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
 
 import pytest
 
@@ -34,9 +35,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1
 FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
-SHORT_MODULES = {
-    "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
-}
+SHORT_MODULES = {"nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import"}
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 
 
@@ -129,25 +128,40 @@ def find_cycle(imports: Iterable[Import]) -> list[str]:
     return []
 
 
+class Module(NamedTuple):
+    """A module without its syntax tree, which takes much memory."""
+
+    imports: list[Import]
+    docstring: str | None
+    statements: set[type[ast.stmt]]
+    num_lines: int
+
+
 @pytest.fixture(scope="module")
-def sources() -> dict[str, ast.Module]:
-    """The syntax tree of every module, by its dotted name."""
-    trees = {}
+def modules() -> dict[str, Module]:
+    """Every module, by its dotted name."""
+    paths = {}
     for path in sorted(PACKAGE_DIR.rglob("*.py")):
         parts = [PACKAGE, *path.relative_to(PACKAGE_DIR).with_suffix("").parts]
         if "_content" not in parts:
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    return trees
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found = {}
+    for name, path in paths.items():
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text, filename=str(path))
+        statements = {type(node) for node in tree.body}
+        imports = imports_of(name, tree, paths)
+        found[name] = Module(imports, ast.get_docstring(tree), statements, text.count("\n"))
+    return found
 
 
 @pytest.fixture(scope="module")
-def imports(sources: dict[str, ast.Module]) -> list[Import]:
-    return [one for name, tree in sources.items() for one in imports_of(name, tree, sources)]
+def imports(modules: dict[str, Module]) -> list[Import]:
+    return [one for module in modules.values() for one in module.imports]
 
 
-def test_every_module_has_a_floor(sources: dict[str, ast.Module]) -> None:
-    tops = {name.split(".")[1] for name in sources if "." in name}
+def test_every_module_has_a_floor(modules: dict[str, Module]) -> None:
+    tops = {name.split(".")[1] for name in modules if "." in name}
     assert tops - FLOOR_OF.keys() == set(), "give these a floor in FLOORS"
 
 
@@ -174,12 +188,10 @@ def fragments(imports: Iterable[Import], lengths: Mapping[str, int]) -> list[str
 
 
 def test_no_short_module_has_a_single_importer(
-    imports: list[Import], sources: dict[str, ast.Module]
+    imports: list[Import], modules: dict[str, Module]
 ) -> None:
     lengths = {
-        name: len(path.read_text(encoding="utf-8").splitlines())
-        for name in sources
-        if (path := PACKAGE_DIR.joinpath(*name.split(".")[1:]).with_suffix(".py")).is_file()
+        name: module.num_lines for name, module in modules.items() if not is_package(name, modules)
     }
     assert set(fragments(imports, lengths)) == set(SHORT_MODULES), "merge it into its importer"
 
@@ -196,21 +208,21 @@ def test_the_lower_floors_import_nothing_heavy_at_module_top(imports: list[Impor
     assert heavy == []
 
 
-def test_packages_hold_a_docstring_and_lazy_exports_only(sources: dict[str, ast.Module]) -> None:
-    for name, tree in sources.items():
-        if not is_package(name, sources):
+def test_packages_hold_a_docstring_and_lazy_exports_only(modules: dict[str, Module]) -> None:
+    allowed = {ast.Expr, ast.Import, ast.ImportFrom, ast.If, ast.Assign, ast.FunctionDef}
+    for name, module in modules.items():
+        if not is_package(name, modules):
             continue
-        assert ast.get_docstring(tree), f"{name} needs a docstring"
+        assert module.docstring, f"{name} needs a docstring"
         eager = [
             str(one)
-            for one in imports_of(name, tree, sources)
+            for one in module.imports
             if one.imported.partition(".")[0] == PACKAGE
             and not one.is_for_types
             and one.imported not in (f"{PACKAGE}.version", f"{PACKAGE}.lazy")
         ]
         assert eager == [], f"{name} imports its modules at once"
-        allowed = (ast.Expr, ast.Import, ast.ImportFrom, ast.If, ast.Assign, ast.FunctionDef)
-        assert [node for node in tree.body if not isinstance(node, allowed)] == []
+        assert module.statements <= allowed, name
 
 
 def test_nothing_imports_the_content_folders(imports: list[Import]) -> None:

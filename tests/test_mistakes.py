@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
 import shlex
 import subprocess
 import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.kit.command_line import CommandLine, plugins_forgotten_after, refused
+from nip_astra import plugins
+from nip_astra.errors import RunDirectoryError, ScorerTimeoutError
+from nip_astra.resume_check import in_a_fork
+from nip_astra.scorers.base import SCORERS, Scorer
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.kit.command_line import CommandLine, CommandResult, plugins_forgotten_after, refused
 from tests.kit.documents import ROOT
 from tests.kit.messages import says
+from tests.report.runs import failing, write_run
 
 MOST_LINES, MOST_CHARACTERS = 2, 300
 FILES = {
@@ -23,7 +37,6 @@ FILES = {
     "cyclic.yaml": "extends: cyclic.yaml\n",
     "unknown.yaml": "trainer: ast_dpo\nlearning_rate: 1\n",
     "sweep.yaml": "trainers: [ast_dpo]\ngrid: {training.lr: [fast]}\n",
-    "binary.yaml": "\x00\x01",
     "data.jsonl": "not json\n",
     "folder/readme.txt": "no run",
     "runs/mine/hyper_parameters.yaml": "trainer: ast_dpo\n",
@@ -36,53 +49,35 @@ MISTAKES = {
     "--trainr ast_dpo": "--trainer",
     "--trainer ast_dop": "'ast_dpo'",
     "--trainer ast_dpo --scenario poket_chat": "'pocket_chat'",
-    "--trainer ast_dpo --scenario ./nowhere": "./nowhere",
     "--trainer ast_dpo --scenario arithmetic": "pocket_chat",
     "train --trainer ast_dpo": "nip-astra run",
-    "eval runs/mine": "nip-astra evaluate",
     "evalute runs/mine": "'evaluate'",
-    "foo": "evaluate",
     "list trainer_s": "'trainers'",
     "show --explain qqqq": "'qqqq'",
-    "schema --trainer nix": "'nix'",
     "sweep --trainer nix --dry-run": "'nix'",
     "sweep --trainer ast_dpo --metric nix --dry-run": "failure_rate",
     "export runs/mine --format cvs": "'csv'",
-    "check-resume --trainer nix": "'nix'",
     "dataset download mnits": "'mnist'",
     "dataset creat x": "'create'",
     "dataset create x.safetensors --set num_trian=3": "'num_train'",
     # parameters and settings
     f"{SHOW} training.learning_rate=1e-4": "lr",
-    "--trainer ast_dpo --settings num_checkpoints_kept=0": "num_checkpoints_kept",
     "--trainer ast_dpo --settings checkpoint_period": "--settings",
     f"{SHOW} learning_rate=1e-4": "training.lr",
-    f"{SHOW} training.max_steps=10": "training.num_iterations",
-    f"{SHOW} training.per_device_train_batch_size=10": "training.minibatch_size",
     f"{SHOW} traning.lr=1": "'training'",
     f"{SHOW} training.lr=fast": '"fast"',
-    f"{SHOW} training.lr=-1": "greater than 0",
-    f"{SHOW} training.num_iterations=1.5": "whole",
     f"{SHOW} training.lr": "training.lr",
-    f"{SHOW} =3": "'=3'",
     f"{SHOW} a..b=3": "'a..b=3'",
     f"{SHOW} scenario=3": "scenario",
-    f"{SHOW} ast_dpo.min_chosen_score=1.5": "min_chosen_score",
     f"{SHOW} training.optimizer=AdamX": "'adamax'",
-    f"{SHOW} ast_chat.tree_width=100000": "tree_width=100000",
-    f"{SHOW} ast_chat.scorer._type=detoxfy": "'detoxify'",
     f"{SHOW} ppo.clip_low=0.1": "vanilla_ppo",
-    f"{SHOW} ast_dpo.beta=null": "ast_dpo.beta",
-    f"{SHOW} seed=abc": "seed",
     "--trainer ast_dpo --seed x": "--seed",
     "--trainer ast_dpo --lr 1": "--set training.lr",
     "--trainer ast_dpo --config unknown.yaml": "--parameters",
     "--trainer ast_dpo training.lr=1": "--set training.lr",
     "--trainer ast_dpo --settings checkpont_period=3": "'checkpoint_period'",
-    "--trainer ast_dpo --settings checkpoint_period=often": '"often"',
     "--trainer ast_dpo --device gpu": "cuda",
     "--trainer ast_dpo --track wandbb": "'wandb'",
-    "--trainer ast_dpo --wandb on": "offline",
     "--trainer": "--trainer",
     "--trainer ast_dpo --run-id ../x": "'../x'",
     "resume runs/mine --set training.lr=1": "stay",
@@ -92,7 +87,6 @@ MISTAKES = {
     "--parameters broken.yaml": "broken.yaml, line 2",
     "--parameters cyclic.yaml": "cyclic.yaml",
     "--parameters unknown.yaml": "training.lr",
-    "--parameters binary.yaml": "binary.yaml",
     "--parameters folder": "folder",
     "resume nowhere": "'nowhere'",
     "evaluate": "RUN",
@@ -102,9 +96,7 @@ MISTAKES = {
     "score folder --scorer detoxify": "folder",
     "compare folder": "two",
     "compare runs/mine runs/mine": "twice",
-    "compare nowhere other": "'nowhere'",
     "report folder": "results.json",
-    "export folder --format csv": "folder",
     "analyse folder": "folder",
     "compare-dumps folder nowhere": "dump_period",
     "sweep": "--trainer",
@@ -186,10 +178,7 @@ VALUE = ["1 parameter", "(from --set)"]
         ("ast_chat.prompts.dev=scenario://none.txt", ["'scenario://none.txt'", ".csv"]),
         ("ast_chat.target.max_new_tokens=96", ["target's window of 96", " 0 ", "turn of 96"]),
         ("training.lr=.nan", [*VALUE, "training.lr: "]),
-        (
-            "ast_chat.planted_failures=[{name: x, probe: (}]",
-            [*VALUE, "planted_failures.0.probe: "],
-        ),
+        ("ast_chat.planted_failures=[{name: x, probe: (}]", [*VALUE, "planted_failures.0.probe: "]),
         (
             "ast_chat.planted_failures=[{name: x, probe: a}, {name: x, probe: b}]",
             [*VALUE, "ast_chat.planted_failures: ", "['x']"],
@@ -255,3 +244,318 @@ def test_an_adapter_without_its_package(cli: CommandLine, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "peft", None)
     message = refused(cli.run(overrides=(f"{ATTACKER}.lora={{rank: 2}}",)))
     assert says(message, "peft", "pip install")
+
+
+# ---- endless, broken or impossibly large input
+
+DEEP = {"lists": "a: " + "[" * 100_000, "groups": "{a: " * 50_000}
+"""YAML that is nested without end."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        *((("show", "--parameters", f"{one}.yaml"), (f"{one}.yaml", "too deep")) for one in DEEP),
+        (("show", "--parameters", "/dev/zero"), ("/dev/zero",)),
+        ((*SHOW.split(), "training.lr=" + "[" * 5_000), ("training.lr", "YAML")),
+        *(((*SHOW.split(), one), (one,)) for one in ("training[lr]=1", "training[lr=1")),
+        ((*SHOW.split(), "training.lr]=1"), ("training.lr]=1",)),
+        ((*SHOW.split(), "training.lr=1e30"), ("training.lr: ", "at most 100")),
+        (("show", "--trainer", "vanilla_ppo", "--set", "rl.lr=1e30"), ("rl.lr: ", "at most 100")),
+        (("show", "--trainer", "solo_agent", "--set", "solo_agent.lr=1e30"), ("solo_agent.lr: ",)),
+        (("--trainer", "ast_dpo", "--num-threads", "1000000"), ("num_threads: ", "at most")),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_input_without_end_or_of_impossible_size_is_refused(
+    cli: CommandLine, arguments: tuple[str, ...], facts: tuple[str, ...]
+) -> None:
+    for name, text in DEEP.items():
+        cli.write(f"{name}.yaml", text)
+    assert says(refused(cli(*arguments)), *facts)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("ast_chat.tree_width=1000000000",),
+        ("ast_chat.tree_depth=1000000000",),
+        ("ast_chat.tree_width=1", "ast_chat.tree_depth=1000000000"),
+        ("ast_chat.evaluation.num_episodes=1000000000",),
+        ("training.num_episodes_per_experience=1000000000",),
+    ],
+)
+def test_sizes_that_no_memory_holds(cli: CommandLine, overrides: tuple[str, ...]) -> None:
+    started = time.monotonic()
+    refused(cli.run(overrides=overrides))
+    assert time.monotonic() - started < 30
+    assert not (cli.folder / "runs" / "one").exists()
+
+
+def test_a_runs_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/runs\xff")
+    with pytest.raises(RunDirectoryError, match=r"UTF-8.*--runs-dir"):
+        RunDirectory.create(folder, "one")
+
+
+def test_an_export_of_half_a_surrogate_pair(cli: CommandLine) -> None:
+    rows = [failing("b \ud800", node=0, parent=-1)]
+    run = write_run(cli.folder / "one", tables={"evaluation": rows})
+    for form in ("csv", "jsonl", "hitlog"):
+        cli.ok("export", str(run), "--format", form)
+
+
+def test_a_closed_standard_output_is_no_traceback() -> None:
+    command = f"{sys.executable} run.py show --help >&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+class Hanging(Scorer):
+    """Never answers."""
+
+    calls = 0
+
+    def _score(self, texts: object) -> list[float]:
+        type(self).calls += 1
+        time.sleep(60)
+        return []
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "skip"])
+def test_a_scorer_that_hangs_has_a_time_limit(on_failure: str) -> None:
+    parameters = Hanging.Parameters(timeout_seconds=0.2, on_failure=on_failure)
+    scorer = Hanging(parameters, device=torch.device("cpu"))
+    Hanging.calls = 0
+    started = time.monotonic()
+    if on_failure == "stop":
+        with pytest.raises(ScorerTimeoutError, match=r"timeout_seconds=0\.2"):
+            scorer.score(["a", "b"])
+    else:
+        assert scorer.score(["a", "b"]).isnan().all()
+    assert time.monotonic() - started < 10
+    assert Hanging.calls == 1
+
+
+VALUES = (
+    *("\N{SUPERSCRIPT TWO}", "1e400", ".nan", "-1", "1" + "0" * 30, "9" * 5000, "true", "0", "1.5"),
+    *("[]", "{}", "''", '"\\0"', "null", "../../x", "hub://x", "x" * 5000, "${a.b}", "[1,["),
+    *("{a: 1", "{_type: nope}", "{_type: openai}", "[[[[1]]]]", "scenario://../x"),
+    *("package://no.such/x", "\ud800"),
+)
+SERVICE = "remote_api_grpo.train_service"
+SWEEP = "sweep --dry-run --trainer ast_dpo"
+INPUTS = {
+    "--dry-run --trainer self_hosted_grpo --set": (
+        "training.num_iterations training.minibatch_size training.lr training.optimizer task.task "
+        "task.task._type task.max_turns task.evaluation.num_problems task.num_rollout_parts "
+        "task.policy.language_model.model task.policy.max_new_tokens self_hosted_grpo.group_size "
+        "self_hosted_grpo.max_staleness seed scenario nothing"
+    ),
+    "--dry-run --trainer pure_text_ei --set": (
+        "text_rl.num_iterations text_rl.rollouts_per_iteration text_rl.fine_tune_method "
+        "secret_word.num_test secret_word.agents.default.model secret_word.agents.verifier "
+        "secret_word.agents.default.max_tokens nip.max_message_rounds interaction_protocol "
+        "protocol_common.prover_reward pure_text_ei base_run.run plugins"
+    ),
+    "show --trainer remote_api_grpo --set": (
+        f"{SERVICE}.backend {SERVICE}.base_url {SERVICE}.model {SERVICE}.token_variable "
+        f"{SERVICE}.patience_seconds {SERVICE}.nothing"
+    ),
+    SWEEP: "--seeds --shard --scenario --objective --metric --num-trials",
+    f"{SWEEP} --set": "training.lr seed",
+    f"{SWEEP} --search": "training.lr",
+    f"{SWEEP} --settings": "num_threads",
+    "sweep --dry-run": "--trainer",
+}
+"""The start of a command, and names of parameters or options."""
+
+
+def bad_inputs() -> list[Any]:
+    """Arguments of 100 inputs, every ninth for a fast test; the same for every call."""
+    commands = []
+    for head, names in INPUTS.items():
+        for name, value in product(names.split(), VALUES):
+            words = [name, value] if name.startswith("--") else [f"{name}={value}"]
+            commands.append((f"{head.split()[0]} {name} {value[:20]!a}", (*head.split(), *words)))
+    return [
+        pytest.param(words, id=name, marks=[pytest.mark.slow] if number % 9 else [])
+        for number, (name, words) in enumerate(random.Random(31).sample(commands, 100))
+    ]
+
+
+@pytest.mark.parametrize("words", bad_inputs())
+def test_a_value_that_type_range_or_place_does_not_allow_is_refused(
+    cli: CommandLine, words: tuple[str, ...]
+) -> None:
+    """An input that is valid by chance may run; none may end in a traceback."""
+    with plugins_forgotten_after():
+        result = cli(*words)
+    assert result.code in (0, 2), result
+    assert "Traceback" not in result.err
+    assert result.code == 0 or result.err.startswith(("error: ", "Usage: ")), result.err
+
+
+# ---- failing plug-ins
+
+SCORER = """
+    from nip_astra.scorers.base import Scorer, register_scorer
+
+    @register_scorer("mine")
+    class Mine(Scorer):
+        def _score(self, texts):
+            {body}
+    """
+TRAINER = """
+    from nip_astra.trainers.ast.dpo import AstDpoTrainer
+    from nip_astra.trainers.registry import register_trainer
+
+    @register_trainer("my_trainer")
+    class MyTrainer(AstDpoTrainer):
+    """
+
+
+def scorer_of(
+    cli: CommandLine, body: str, *overrides: str, options: tuple[str, ...] = ()
+) -> CommandResult:
+    path = cli.write("mine.py", SCORER.format(body=body))
+    overrides = ("ast_chat.scorer={_type: mine}", *overrides)
+    return cli.run("--plugin", path, *options, overrides=overrides)
+
+
+def forget_scorer() -> None:
+    """Another process would read the file again."""
+    SCORERS.forget("mine")
+    plugins._LOADED.clear()
+
+
+@pytest.mark.parametrize(
+    ("body", "facts"),
+    [
+        ("raise ValueError('out of words')", ["'mine'", "ValueError: out of words"]),
+        ("return [float('nan') for text in texts]", ["'mine'", "nan"]),
+        ("return [0.5]", ["'mine'", "1 score", "16 texts"]),
+        ("import sys; sys.exit(0)", ["sys.exit(0)"]),
+    ],
+)
+def test_a_scorer_that_fails_ends_a_run_which_resumes_once_it_is_corrected(
+    cli: CommandLine, body: str, facts: list[str]
+) -> None:
+    run = cli.folder / "runs" / "one"
+    refused(scorer_of(cli, body, options=("--dry-run",)))
+    forget_scorer()
+    assert says(refused(scorer_of(cli, body)), *facts)
+    assert says((run / "log.txt").read_text(), "ERROR", *facts)
+    forget_scorer()
+    cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
+    cli.ok("resume", "runs/one")
+    assert (run / "results.json").is_file()
+
+
+def test_a_collapse_of_the_attacker_is_reported(cli: CommandLine) -> None:
+    result = scorer_of(
+        cli,
+        "return [0.5 for text in texts]",
+        "ast_chat.attacker.temperature=0",
+        "ast_chat.target.temperature=0",
+        "ast_chat.evaluation.num_episodes=12",
+    )
+    assert result.code == 0, result.err
+    hints = ("training.num_episodes_per_experience", "training.lr")
+    assert says(" ".join(result.out.split()), "warning: the attacker has collapsed", *hints)
+
+
+@pytest.mark.parametrize("override", ["ast_chat.tree_width=1", "ast_dpo.min_reward_difference=99"])
+def test_a_run_without_anything_to_learn_from_reports_this(cli: CommandLine, override: str) -> None:
+    result = cli.run(overrides=(override,))
+    assert result.code == 0, result.err
+    assert says(" ".join(result.out.split()), "warning: nothing was learned", "tree_width")
+    assert "nan" not in result.err
+    assert "loss=nothing to learn from" in result.err
+
+
+def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on(
+    cli: CommandLine,
+) -> None:
+    for trainer, scenario, shipped in (
+        ("pure_text_ei", "pocket_chat", "secret_word"),
+        ("self_hosted_grpo", "secret_word", "countdown"),
+        ("vanilla_ppo", "secret_word", "graph_isomorphism"),
+    ):
+        message = refused(cli.run("--trainer", trainer, "--scenario", scenario))
+        assert says(message, repr(trainer), repr(scenario), shipped)
+        assert "pocket_chat_api" not in message
+    path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
+    message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
+    assert says(message, "'my_trainer'", cli.scenario, "'ast_chat'", "other, third")
+
+
+def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
+    path = cli.write(
+        "mine.py",
+        TRAINER
+        + """
+        num_calls = 0
+
+        def step(self, batch):
+            MyTrainer.num_calls += 1
+            output = super().step(batch)
+            if MyTrainer.num_calls < 3:
+                return output
+            return output._replace(loss=output.loss * float("nan"))
+    """,
+    )
+    result = cli.run(
+        *("--plugin", path, "--trainer", "my_trainer"),
+        overrides=("training.minibatch_size=1", "training.num_episodes_per_experience=2"),
+    )
+    message = refused(result)
+    assert says(message, "step 3", "iteration 1", "loss nan", "norm nan", "training.lr")
+    checkpoints = cli.folder / "runs" / "one" / "checkpoints"
+    latest = checkpoints / (checkpoints / "latest").read_text().strip()
+    weights = load_file(latest / "attacker" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+TASK = """
+    import os, sys
+    import nip_astra as na
+
+    class Mine(na.Environment):
+        def reset(self):
+            return [na.Message("user", "1+1=")]
+
+        def step(self, message):
+            {body}
+
+    @na.register_task("mine")
+    class MyTask(na.Task):
+        def environment(self, split, index):
+            return Mine()
+    """
+
+
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [
+        ("os._exit(0)", "os._exit(0)"),
+        ("sys.exit(0)", "sys.exit(0)"),
+        ("return na.Reaction(reward=float('nan'))", "step of Mine returned 'nan'"),
+    ],
+)
+def test_an_environment_that_exits_or_rewards_with_nan_ends_the_run_with_an_error(
+    cli: CommandLine, body: str, fact: str
+) -> None:
+    def run() -> None:
+        result = cli(
+            *("--plugin", cli.write("mine.py", TASK.format(body=body)), "--run-id", "one"),
+            *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
+            *("--set", "task.task={_type: mine}", "--set", "task.evaluation.num_problems=2"),
+        )
+        cli.write("refusal.txt", refused(result))
+
+    # Otherwise the program's exit would end the tests, with 0.
+    in_a_fork(run)
+    assert fact in (cli.folder / "refusal.txt").read_text()
+    assert fact in (cli.folder / "runs" / "one" / "log.txt").read_text()

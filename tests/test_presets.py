@@ -78,7 +78,6 @@ def test_a_preset_is_of_its_folder_and_name_and_every_value_of_it_is_used(preset
 def test_a_built_in_trainer_has_a_default_which_is_one_of_its_presets() -> None:
     for trainer in TRAINERS.names():
         path = preset_path(trainer, None)
-        assert path is not None
         ((name, extended),) = yaml.safe_load(path.read_text(encoding="utf-8")).items()
         assert name == "extends"
         assert path.parent / extended in PRESETS

@@ -8,15 +8,15 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from nip_astra import progress
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import (
     LEAST_BAR,
     IterationContext,
@@ -51,18 +51,13 @@ def stderr_of(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> 
     return stream
 
 
-@dataclass
-class Settings:
-    test_run: bool = False
-    progress: bool = False
-    tqdm_func: Any = None
-    global_tqdm_step_fn: Any = None
+Settings = partial(ExperimentSettings, progress=False)
 
 
 class Loops:
     """Two loops; `progress` is set by tests that share a bar."""
 
-    def __init__(self, settings: Settings, *, num_train: int = 4, start: int = 0) -> None:
+    def __init__(self, settings: ExperimentSettings, *, num_train: int = 4, start: int = 0) -> None:
         self.settings = settings
         self.num_train = num_train
         self.start = start
@@ -84,9 +79,8 @@ class Loops:
 
 
 def with_shared_bar(loops: Loops, bars: Bars | None) -> ProgressBar:
-    loops.progress = open_progress(total_num_iterations(loops), True, bars)  # type: ignore[attr-defined]
-    bar: ProgressBar = loops.progress  # type: ignore[attr-defined]
-    return bar
+    loops.progress = open_progress(total_num_iterations(loops), True, bars)
+    return loops.progress
 
 
 @pytest.mark.parametrize(
@@ -129,7 +123,7 @@ def test_an_undecorated_override_is_not_counted_and_the_bar_grows_by_loops_that_
     test_run: bool,
 ) -> None:
     class Twice(Loops):
-        def train(self) -> None:  # type: ignore[override]  # as a subclass may write it
+        def train(self) -> None:
             super().train()
             super().train()
 
@@ -140,7 +134,7 @@ def test_an_undecorated_override_is_not_counted_and_the_bar_grows_by_loops_that_
     assert bar.total == (1 if test_run else 3)
     states = []
     update = bar.update
-    bar.update = lambda n: (update(n), states.append((bar.n, bar.total)))  # type: ignore[method-assign, assignment, func-returns-value]  # recorded
+    bar.update = lambda n: (update(n), states.append((bar.n, bar.total)))
     loops.train()
     loops.test()
     assert all(num_done <= total for num_done, total in states)
@@ -279,7 +273,7 @@ def test_output_of_others_has_lines_of_its_own_above_the_bar(
         print("deprecated", file=sys.stderr)
         inner.close()
     assert sys.stderr is terminal
-    assert logger.handlers[0].stream is terminal  # type: ignore[attr-defined]  # a StreamHandler
+    assert logger.handlers[0].stream is terminal
     lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
     shown = [without_colours(line).strip() for line in lines]
     assert "a weight is missing" in shown
@@ -314,8 +308,8 @@ class Notebook:
         self.shown: dict[str, dict[str, str]] = {}
         self.cell = SimpleNamespace(execution_count=1)
         package, module = ModuleType("IPython"), ModuleType("IPython.display")
-        package.get_ipython = lambda: self.cell  # type: ignore[attr-defined]  # its content
-        module.display = self._display  # type: ignore[attr-defined]  # its content
+        package.get_ipython = lambda: self.cell
+        module.display = self._display
         monkeypatch.setitem(sys.modules, "IPython", package)
         monkeypatch.setitem(sys.modules, "IPython.display", module)
         monkeypatch.setattr("rich.console._is_jupyter", lambda: True)

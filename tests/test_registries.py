@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 
 import nip_astra as na
-from nip_astra.errors import DuplicateNameError, UnknownNameError
+from nip_astra.errors import ConfigurationError, DuplicateNameError, PluginError, UnknownNameError
 from nip_astra.overview import registry_homes
 from nip_astra.parameters import types
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.registry import ALL_REGISTRIES, Registry
+from tests.kit.messages import says
+from tests.kit.registries import ToolType, registering, registry_of_tools, write
 
 for _home in registry_homes().values():
     importlib.import_module(_home)
@@ -121,7 +125,7 @@ def test_every_name_that_a_file_registers_has_a_documented_member(kind: Kind) ->
             call.partition("(")[2] for call in calls if call.startswith(tuple(decorators))
         ]
     assert sorted(registered) == sorted(f"{enum.__name__}.{m.name})" for m in enum)
-    body = ast.parse(inspect.getsource(enum)).body[0].body  # type: ignore[attr-defined]
+    body = ast.parse(inspect.getsource(enum)).body[0].body
     followers = [
         follower
         for node, follower in zip(body, [*body[1:], None], strict=True)
@@ -173,3 +177,159 @@ def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(ki
     parent = registry.get(name)
     mine = decorator("of_my_own")(subclass_of(parent))
     assert (parent.Parameters.type_name, mine.Parameters.type_name) == (name, "of_my_own")
+
+
+# ---- registries in general
+
+
+class First:
+    """Has a name."""
+
+
+class Second:
+    """Is registered under the name of another."""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry[Any]]:
+    with registry_of_tools(tmp_path, monkeypatch) as tools:
+        yield tools
+
+
+def install(site: Path, package: str, **entry_points: str) -> None:
+    """Have an installed package with entry points in the group of tools."""
+    folder = site / f"{package}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in entry_points.items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[nip_astra.tools]", *lines, ""]))
+    importlib.invalidate_caches()
+
+
+def test_a_built_in_is_listed_and_taken_before_it_is_imported_on_first_use(registry: Any) -> None:
+    assert ALL_REGISTRIES["tool"] is registry
+    assert registry.entry_point_group == "nip_astra.tools"
+    assert registry.names() == ["hammer", "saw"]
+    assert "toolbox.hammer" not in sys.modules
+    assert registry.get(ToolType.HAMMER).__module__ == "toolbox.hammer"
+    assert registry.get("hammer") is registry.get(ToolType.HAMMER)
+    assert "toolbox.saw" not in sys.modules
+    assert registry.origin("hammer") == registry.origin("saw") == "built-in"
+    assert registry.is_built_in("saw")
+    with pytest.raises(DuplicateNameError, match=r"toolbox\.saw"):
+        registry.register("saw")(object)
+    assert registry.get("saw").__module__ == "toolbox.saw"
+    for action in (registry.get, registry.origin, registry.forget):
+        with pytest.raises(UnknownNameError):
+            action("hamer")
+
+
+def test_a_registration_has_its_place_until_it_is_forgotten_or_restored(registry: Any) -> None:
+    snapshot = registry.snapshot()
+    for remove in (lambda: registry.forget("drill"), lambda: registry.restore(snapshot)):
+        assert registry.register("drill")(First) is First
+        assert registry.origin("drill").startswith(f"{__file__}:")
+        with pytest.raises(DuplicateNameError) as caught:
+            registry.register("drill")(Second)
+        places = caught.value.first, caught.value.second
+        assert all(place.startswith(f"{__file__}:") for place in places)
+        assert places[0] != places[1]
+        remove()
+        assert registry.names() == ["hammer", "saw"]
+    registry.register("drill")(int)
+    assert registry.get("drill") is int
+
+
+def test_a_cell_that_is_run_again_replaces_its_definition(registry: Any) -> None:
+    def defined(name: str) -> type:
+        return type(name, (), {"__module__": "__main__"})
+
+    first, again = defined("Mine"), defined("Mine")
+    registry.register("plane")(first)
+    registry.register("plane")(again)
+    assert registry.get("plane") is again
+    with pytest.raises(DuplicateNameError):
+        registry.register("plane")(defined("Other"))
+
+
+def test_built_ins_may_be_in_a_folder_or_in_one_module_whose_import_can_be_tried_again(
+    registry: Any, tmp_path: Path
+) -> None:
+    write(tmp_path / "toolbox/hammer.py", "").unlink()
+    write(tmp_path / "toolbox/hammer/__init__.py", "from toolbox.hammer import head")
+    write(tmp_path / "toolbox/hammer/head.py", registering("hammer"))
+    assert registry.get("hammer").__module__ == "toolbox.hammer.head"
+    registry = Registry(
+        "tool", package="toolbox", members=ToolType, modules=dict.fromkeys(ToolType, "chest")
+    )
+    text = registering("hammer") + registering("saw")
+    path = write(tmp_path / "toolbox/chest.py", text + "raise OSError('no such drawer')\n")
+    with pytest.raises(OSError, match="no such drawer"):
+        registry.get("saw")
+    path.write_text(text)
+    assert {registry.get(name).__module__ for name in ToolType} == {"toolbox.chest"}
+    assert registry.get("saw") is not registry.get("hammer")
+    assert registry.module_of("saw") == "toolbox.chest"
+
+
+def test_a_member_without_a_module_or_whose_module_does_not_register_it(
+    registry: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "toolbox/saw.py"
+    for make in (path.unlink, lambda: write(path, "")):
+        make()
+        with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
+            registry.get("saw")
+    write(tmp_path / "toolbox/saw.py", "import no_such_module\n# of another length\n")
+    sys.modules.pop("toolbox.saw")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        registry.get("saw")
+
+
+def test_other_objects_as_trainers_and_names_that_cannot_be_a_section_are_refused(
+    registry: Any,
+) -> None:
+    for wrong in (int, "a trainer", lambda: None):
+        with pytest.raises(PluginError, match=r"'own_trainer'.*Trainer"):
+            na.register_trainer("own_trainer")(wrong)
+    assert "own_trainer" not in ALL_REGISTRIES["trainer"].names()
+    for name in ("", "my-tool", "3d", "a.b", "a b"):
+        with pytest.raises(ConfigurationError, match=repr(name)):
+            registry.register(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("class Plane:\n    pass\n", "Plane"), (registering("plane"), "Tool")]
+)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_an_entry_point_is_listed_unimported_and_may_register_itself(
+    registry: Any, tmp_path: Path, text: str, name: str, is_imported: bool
+) -> None:
+    write(tmp_path / "stranger/mine.py", text)
+    install(tmp_path, "stranger-tools", plane=f"stranger.mine:{name}")
+    assert registry.names() == ["hammer", "plane", "saw"]
+    assert registry.origin("plane") == "entry point of stranger-tools"
+    assert "stranger.mine" not in sys.modules
+    with pytest.raises(DuplicateNameError, match=rf"'stranger\.mine:{name}' of stranger-tools"):
+        registry.register("plane")(ToolType)
+    if is_imported:
+        importlib.import_module("stranger.mine")
+    plane = registry.get("plane")
+    assert plane is registry.get("plane") is getattr(sys.modules["stranger.mine"], name)
+
+
+def test_a_broken_or_ambiguous_entry_point_is_reported_with_its_packages(
+    registry: Any, tmp_path: Path
+) -> None:
+    write(tmp_path / "stranger/mine.py", "1 / 0\n")
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
+    with pytest.raises(PluginError) as caught:
+        registry.get("plane")
+    facts = ("tool 'plane'", "'stranger.mine:Plane'", "stranger-tools", "ZeroDivisionError")
+    assert says(caught.value, *facts)
+    assert registry.get("saw") is not None
+    install(tmp_path, "other-tools", plane="other.mine:Plane")
+    assert registry.names() == ["hammer", "plane", "saw"]
+    with pytest.raises(DuplicateNameError) as ambiguous:
+        registry.get("plane")
+    assert says(ambiguous.value, "stranger-tools", "other-tools")

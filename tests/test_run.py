@@ -1,9 +1,12 @@
-"""Tests of running, stopping and resuming, with a counting trainer."""
+"""Running, stopping and resuming, with a counting trainer."""
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -13,31 +16,31 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 
-from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.checkpoints.store import CheckpointStore, write_manifest
+from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
+    MissingPartError,
     ParameterError,
     RunDirectoryError,
     StopRequested,
+    UnexpectedExitError,
     UntrustedRunError,
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import (
-    ExperimentResult,
-    prepare_experiment,
-    resume_experiment,
-    run_experiment,
-)
+from nip_astra.run import ExperimentResult, prepare_experiment, resume_experiment, run_experiment
+from nip_astra.scenario_instance import ConversationInstance, ProtocolInstance, ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.trainers.registry import TRAINERS
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
-from tests.kit.experiments import metrics_of, run_in
+from tests.kit.experiments import metrics_of, run_in, trainer_of
 from tests.kit.messages import says
 from tests.kit.toy_scenario import forget_toys
 from tests.tracking.wandb_log import WandbLog
@@ -211,11 +214,7 @@ def test_a_run_in_progress_is_not_resumed(stop: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("iteration", "before"), [(2, [0.5, 1.5, 2.5]), (0, [0.5])])
 def test_a_failed_run_reports_it_in_its_log_and_goes_on_from_its_checkpoint_or_the_start(
-    run: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    iteration: int,
-    before: list[float],
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int, before: list[float]
 ) -> None:
     path = tmp_path / "one"
     monkeypatch.setenv("TOY_BREAK", str(iteration))
@@ -234,17 +233,13 @@ def test_only_an_unfinished_run_with_a_whole_checkpoint_is_resumed(
     run: Any, stop: Any, tmp_path: Path
 ) -> None:
     run("one")
-    with pytest.raises(RunDirectoryError) as caught:
-        resume_experiment(tmp_path / "one")
-    assert says(caught.value, "'one'", tmp_path / "one" / "results.json", "new run")
+    message = refusal_of(tmp_path / "one", RunDirectoryError)
+    assert says(message, "'one'", tmp_path / "one" / "results.json", "new run")
     for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(RunDirectoryError, match=r"hyper_parameters\.yaml"):
-            resume_experiment(path)
+        assert "hyper_parameters.yaml" in refusal_of(path, RunDirectoryError)
     stop("two", "2:SIGTERM")
     (tmp_path / "two" / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"step_00000003.* state\.json"):
-        resume_experiment(tmp_path / "two", progress=False)
-    assert counts(tmp_path / "two") == [0.5, 1.5, 2.5]
+    assert says(refusal_of(tmp_path / "two"), "step_00000003", "state.json")
 
 
 def test_settings_of_a_resumed_run_are_those_of_its_start_unless_others_are_given(
@@ -288,10 +283,7 @@ class Mine(TRAINERS.get("toy_trainer")):
 
 
 def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder(
-    toy: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
@@ -396,3 +388,250 @@ def test_a_trainer_without_its_hooks_or_its_base_class_s_constructor_is_refused(
         run_in(tmp_path / "runs", resolved)
     # Its id stays free.
     assert list(tmp_path.glob("runs/*")) == []
+
+
+# ---- checks before a run resumes
+
+
+@pytest.fixture
+def stopped(stop: Any, tmp_path: Path) -> Path:
+    """A run stopped after two of its four iterations."""
+    stop("one")
+    return tmp_path / "one"
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("log.txt", ".lock")
+    }
+
+
+def refusal_of(
+    path: Path, error: type[Exception] = CheckpointError, *, is_trusted: bool = False
+) -> str:
+    """Messages of resuming; it may change no record of the run."""
+    before = everything_in(path)
+    with pytest.raises(error) as caught:
+        resume_experiment(path, progress=False, is_trusted=is_trusted)
+    assert everything_in(path) == before
+    return str(caught.value)
+
+
+def sign(checkpoint: Path, *without: str, **metadata: Any) -> None:
+    """Make the manifest agree with the files, and change other fields of the run."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").unlink()
+    fields = {name: x for name, x in manifest["metadata"].items() if name not in without}
+    write_manifest(checkpoint, manifest["step"], fields | metadata, is_best=False)
+
+
+def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
+    file = stopped / "hyper_parameters.yaml"
+    whole = file.read_text()
+    values = yaml.safe_load(whole)
+    values["toy_trainer"]["offset"] = 7.0
+    values["training"]["lr"] = 0.25
+    file.write_text(yaml.safe_dump(values))
+    message = refusal_of(stopped, is_trusted=True)
+    assert says(message, "toy_trainer.offset was 0.5 and is 7.0", "training.lr", "Restore")
+    file.write_text(whole)
+    assert resume_experiment(stopped, progress=False).results == {"last": 4.5}
+
+
+def test_a_checkpoint_of_another_trainer_or_without_its_parameters_is_refused(
+    stopped: Path,
+) -> None:
+    checkpoint = stopped / "checkpoints" / "step_00000002"
+    sign(checkpoint, trainer="ast_dpo")
+    assert says(refusal_of(stopped), "'ast_dpo'", "'toy_trainer'")
+    # As in versions that stored only torch's generator.
+    sign(checkpoint, "parameters", trainer="toy_trainer")
+    assert "environment.json" in refusal_of(stopped)
+
+
+def test_a_checkpoint_that_the_trainer_cannot_read_is_reported(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_nothing(self: Any, done: int) -> None:
+        def write(folder: Path) -> None:
+            save_state(folder / "state", {"nothing": 1})
+
+        self._checkpoint_store().save(done + 10, write, metadata={})
+
+    monkeypatch.setattr(TRAINERS.get("toy_trainer"), "_save", save_nothing)
+    resume_experiment(stopped, progress=False)
+    (stopped / "results.json").unlink()
+    assert says(refusal_of(stopped), "'toy_trainer'", "KeyError: 'done'")
+
+
+@pytest.mark.parametrize("lost", ["*/", "*", ""], ids=["folders", "everything", "the folder"])
+def test_a_run_that_lost_its_checkpoints_neither_starts_over_nor_forgets(
+    stopped: Path, lost: str
+) -> None:
+    folder = stopped / "checkpoints"
+    for path in folder.glob(lost) if lost else [folder]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert says(refusal_of(stopped), folder, "start a new run")
+
+
+def test_lost_timings_and_environment_and_remains_of_a_killed_process_do_not_stop_a_resumption(
+    stopped: Path, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = run("whole").run_directory.path
+    # The toy records neither; its checkpoint claims that it did.
+    (stopped / "environment.json").unlink()
+    state = stopped / "checkpoints" / "step_00000002" / "state.json"
+    plain = json.loads(state.read_text())
+    plain["tracker"]["files"] |= {"timings.jsonl": 100, "rollouts/train.jsonl": 70}
+    state.write_text(json.dumps(plain))
+    sign(state.parent)
+    (stopped / "timings.jsonl").write_text('{"step": 1}\n{"st')
+    (stopped / "checkpoints" / ".tmp-step_00000009" / "model").mkdir(parents=True)
+    (stopped / ".settings.yaml.tmp").write_text("half")
+    # Without environment.json nothing shows that the run is the user's own.
+    resume_experiment(stopped, progress=False, is_trusted=True)
+    assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (stopped / "timings.jsonl").read_text() == '{"step": 1}\n'
+    assert not [p for p in stopped.rglob(".*") if p.name not in (".lock", ".has_checkpoints")]
+    assert says(caplog.text, "timings.jsonl had 100", "train.jsonl had 70", "environment.json")
+
+
+def test_a_garbled_pointer_to_the_latest_checkpoint_is_reported(stopped: Path) -> None:
+    for text in (b"../../elsewhere\n", b"\xff\xfe\x00", b""):
+        (stopped / "checkpoints" / "latest").write_bytes(text)
+        assert "step_00000002" in refusal_of(stopped)
+
+
+def test_a_run_killed_before_its_report_is_finished(run: Any) -> None:
+    path = run("one").run_directory.path
+    (path / "report.html").unlink()
+    (path / ".report.html.tmp").write_text("<html")
+    (path / "checkpoints" / ".tmp-step_00000004").mkdir()
+    before = everything_in(path)
+    assert resume_experiment(path, progress=False).results == {"last": 4.5}
+    after = everything_in(path)
+    assert set(after) - set(before) == {"report.html"}
+    assert set(before) - set(after) == {".report.html.tmp"}
+    assert not list(path.rglob(".tmp-*"))
+    assert "has ended" in refusal_of(path, RunDirectoryError)
+
+
+def test_code_that_exits_does_not_end_an_unfinished_run_in_silence(
+    run: Any, tmp_path: Path
+) -> None:
+    run("first")
+    leaves = mock.patch.object(TRAINERS.get("toy_trainer"), "_save", side_effect=SystemExit(0))
+    with leaves, pytest.raises(UnexpectedExitError, match=r"sys\.exit\(0\)"):
+        run("one")
+    assert "sys.exit(0)" in (tmp_path / "one" / "log.txt").read_text()
+    assert not (tmp_path / "one" / "results.json").exists()
+    assert resume_experiment(tmp_path / "one", progress=False).results == {"last": 4.5}
+
+
+def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    def fail(new: RunDirectory) -> None:
+        new.write_json("half.json", {})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.create(tmp_path, "one", fail)
+    assert list(tmp_path.iterdir()) == []
+    # Files left by a killed process.
+    (tmp_path / ".new-one" / "rollouts").mkdir(parents=True)
+
+    def write(new: RunDirectory) -> None:
+        new.write_json("a.json", {})
+        # Another process leaves the unfinished directory to this.
+        with pytest.raises(RunDirectoryError, match="in use by"):
+            RunDirectory.create(tmp_path, "one")
+
+    made = RunDirectory.create(tmp_path, "one", write)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert (made.path / "a.json").is_file()
+    assert (made.path / "checkpoints").is_dir()
+
+
+# ---- settings
+
+
+def test_settings_come_back_from_their_file_without_their_runtime_fields(tmp_path: Path) -> None:
+    runtime = {"run_directory": RunDirectory(tmp_path), "tqdm_func": print}
+    runtime["global_tqdm_step_fn"] = lambda: None
+    written = ExperimentSettings(wandb="offline", num_threads=2, **runtime).to_dict()
+    assert not runtime.keys() & written
+    again = ExperimentSettings.from_dict(written)
+    assert again.to_dict() == written
+    assert (again.run_directory, again.wandb, again.num_threads) == (None, "offline", 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "facts"),
+    [
+        ({"device": "gpu"}, ["cpu, cuda, auto", '"gpu"']),
+        ({"wandb": "ofline"}, ["disabled, offline, online", '"ofline"', "'offline'"]),
+        ({"num_threads": 0}, ["at least 1", "0"]),
+        ({"checkpoint_period": -1}, ["at least 0", "-1"]),
+        ({"test_run": "yes"}, ["true or false", '"yes"']),
+        ({"runs": "x"}, ["unknown", '"x"', "'runs_dir'"]),
+        ({"run_directory": "runs"}, ['"runs"']),
+        ({"tqdm_func": 3}, ["3"]),
+    ],
+)
+def test_a_wrong_setting_is_reported(values: dict[str, Any], facts: list[str]) -> None:
+    for make in (ExperimentSettings.from_dict, lambda given: ExperimentSettings(**given)):
+        with pytest.raises(ParameterError) as caught:
+            make(values)
+        (fault,) = caught.value.faults
+        assert fault.path == next(iter(values))
+        assert says(fault, *facts)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"run_directory": RunDirectory(Path("x"))},
+        *({"sharding": "fsdp"}, {"process_store": "meet"}, {"ray_address": "auto"}),
+        *({"actor_cpus": 2.0}, {"actor_gpus": 1.0}),
+    ],
+)
+def test_settings_that_a_run_does_not_read_are_refused_by_name(
+    run: Any, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(given))):
+        run("one", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_flag_stops_a_run_after_its_work_is_saved(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(StopRequested, match="notebook"):
+        run("one", stop_flag=lambda: "notebook")
+    assert counts(tmp_path / "one") == [0.5]
+    for given in ({"run_directory": RunDirectory(tmp_path)}, {"actor_cpus": 2.0}):
+        with pytest.raises(ConfigurationError, match=next(iter(given))):
+            resume_experiment(tmp_path / "one", progress=False, **given)
+    assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
+
+
+# ---- parts of an instance
+
+
+def test_a_part_of_another_family_is_refused(tiny_scenario: Path) -> None:
+    conversation = trainer_of("ast_dpo", scenario=tiny_scenario).scenario_instance
+    assert isinstance(conversation, ConversationInstance)
+    assert set(conversation.datasets) == {"train", "dev", "test"}
+    with pytest.raises(MissingPartError, match=r"'ast_chat'.*'protocol_handler'.*sampler"):
+        conversation.protocol_handler  # noqa: B018 - reading it is the test
+    assert not hasattr(conversation, "combined_agents")
+    protocol = trainer_of("vanilla_ppo", scenario="graph_isomorphism_small").scenario_instance
+    assert isinstance(protocol, ProtocolInstance)
+    assert min(conversation.num_parameters, protocol.num_parameters) > 0
+    with pytest.raises(MissingPartError, match=r"'graph_isomorphism'.*'datasets'"):
+        protocol.datasets  # noqa: B018 - reading it is the test
+
+
+def test_the_base_alone_is_an_instance_that_can_be_copied() -> None:
+    instance = ScenarioInstance(kind="plain")
+    assert instance.num_parameters == 0
+    assert copy.deepcopy(instance) == pickle.loads(pickle.dumps(instance)) == instance

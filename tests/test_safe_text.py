@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.table import Table
@@ -94,18 +95,14 @@ def test_errors_are_safe_also_on_the_command_line(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # its value after the test
 
     def fail(error: Exception) -> None:
-        def report(*_: object, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr(page, "write_report", report)
+        monkeypatch.setattr(page, "write_report", mock.Mock(side_effect=error))
 
     error = ScorerError(HOSTILE)
     error.__cause__ = RuntimeError(HOSTILE)
     fail(error)
     for options, count in (((), 1), (("--debug",), 3)):
         result = cli("report", "one", *options)
-        assert result.code == 2
-        assert result.err.count("\u241b[2J") == count
+        assert (result.code, result.err.count("\u241b[2J")) == (2, count)
         assert not has_unsafe(result.err)
     fail(RuntimeError(HOSTILE))
     with pytest.raises(RuntimeError) as caught:

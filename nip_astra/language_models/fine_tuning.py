@@ -560,6 +560,8 @@ class LocalFineTuningService(FineTuningService):
             with self._ending:
                 if not (folder / ERROR).exists():
                     unfinished.rename(folder / MODEL)
+            # Of a job that was cancelled.
+            shutil.rmtree(unfinished, ignore_errors=True)
             (folder / STATE).unlink(missing_ok=True)
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel | None:

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.astra import ASTProblem, HFASTProblem, Scorer, ValueFunctionSystem
+from nip_astra.astra import (
+    ASTProblem,
+    ASTSampler,
+    HFASTProblem,
+    Scorer,
+    Trainer,
+    TrainingConfiguration,
+    ValueFunctionSystem,
+)
 
 WORDS = ("hello", "cat", "mat", "silly", "you", "sat")
 PROMPTS = ["hello", "good day", "how are you", "the cat sat"]
@@ -104,6 +112,14 @@ def hf_problem(
     values = {"attacker_options": SHORT, "target_options": SHORT, **options}
     scorer = Finds("cat") if scorer is None else scorer
     return kind(str(models.attacker), str(models.target), scorer=scorer, **values)
+
+
+def train(algorithm: Any, sampler: Any = None, **config: Any) -> Trainer:
+    """A trainer after its training, by default on trees of the prompts."""
+    sampler = sampler or ASTSampler(algorithm.problem, PROMPTS)
+    trainer = Trainer(TrainingConfiguration(**config), sampler, algorithm)
+    trainer.train()
+    return trainer
 
 
 def says(problem: ASTProblem, word: str) -> float:

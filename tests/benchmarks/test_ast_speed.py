@@ -133,8 +133,7 @@ SHORT = ("--context", "12", "--turn-tokens", "6")
 def run(modules: Modules, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run the script, and return its JSON."""
     modules.speed.main([*SMALL, *SHORT, *arguments, "--out", str(folder / "figures.json")])
-    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text())
-    return figures
+    return json.loads((folder / "figures.json").read_text())
 
 
 def test_the_script_reports_ratios_and_scales_the_baseline_to_all_episodes(

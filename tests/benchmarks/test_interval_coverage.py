@@ -62,8 +62,8 @@ def test_it_prints_a_line_for_each_design_and_keeps_every_point(
 ) -> None:
     out = tmp_path / "coverage.json"
     monkeypatch.setattr(benchmark, "MISSING_DESIGNS", ((5, 1), (5, 2)))
-    arguments = ["--repetitions", "5", "--largest", "5", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["interval_coverage.py", *arguments])
+    options = f"interval_coverage.py --repetitions 5 --largest 5 --out {out}"
+    monkeypatch.setattr(sys, "argv", options.split())
     benchmark.main()
     printed = capsys.readouterr().out
     for what in ("rate", "difference of rates", "difference of scores"):

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -201,10 +202,7 @@ def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
     [
         # Not a disk error.
         (ServiceUnreachableError("it does not answer"), ServiceUnreachableError, "answer$"),
-        (
-            SafetensorError("Error while serializing: No space left on device (os error 28)"),
-            *(CheckpointError, "No space left on device"),
-        ),
+        (SafetensorError("while serializing: No space left"), CheckpointError, "No space left"),
         (KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
 )
@@ -219,14 +217,12 @@ def test_a_save_that_fails_leaves_no_trace_and_the_older_checkpoint(
         (folder / "half").write_text("half")
         raise raised
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     save(store, 1)
     with pytest.raises(expected, match=fact):
         store.save(2, write, metadata={})
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patched.setattr(os, "fsync", Mock(side_effect=full))
         with pytest.raises(CheckpointError, match=r"step 2.*No space left on device"):
             save(store, 2)
     assert names(store) == ["step_00000001"]

@@ -18,20 +18,15 @@ from nip_astra.scorers.disclosure import DisclosureScorer
 from nip_astra.scorers.profanity import ProfanityScorer
 
 
-def parameters(model: str | None = None, **values: str) -> SimpleNamespace:
+def parameters(model: str, **values: str) -> SimpleNamespace:
     return SimpleNamespace(type_name="huggingface", model=model, **values)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "scenario" / "models" / "target"
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(b"12345")
-    return folder
-
-
-def test_a_card_has_size_digest_source_and_the_nearest_licence(tmp_path: Path, model: Path) -> None:
+def test_a_card_has_size_digest_source_and_the_nearest_licence(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario"
+    model = scenario / "models" / "target"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"12345")
     (scenario / "LICENSE").write_text("\nMIT License\n\nAll of it.\n")
     card = model_card("target", parameters("scenario://models/target"), scenario, num_parameters=5)
     assert card == {
@@ -47,9 +42,7 @@ def test_a_card_has_size_digest_source_and_the_nearest_licence(tmp_path: Path, m
     card = model_card("attacker", parameters(str(model)), None, trained="run one", sha256="abcd")
     trained = ("run one", "trained from a folder", "abcd")
     assert (card["name"], card["source"], card["sha256"]) == trained
-
-
-def test_models_that_are_not_on_this_machine_have_their_name_alone() -> None:
+    # Models that are not on this machine have their name alone.
     for reference in ("some/model-of-nobody", "package://no_such_package/x"):
         card = model_card("target", parameters(reference), None)
         assert card["name"] == reference

@@ -16,9 +16,8 @@ from nip_astra.errors import DataError
 from nip_astra.evaluation.comparison import Contender, compare, pair_up
 from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.families.base import Evaluation
-from nip_astra.evaluation.families.conversations import Conversations, contender_of
+from nip_astra.evaluation.families.conversations import contender_of
 from nip_astra.evaluation.families.tasks import Tasks
-from nip_astra.evaluation.storage import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
@@ -44,8 +43,7 @@ def chains(
 
 def compared(first: Contender, second: Contender) -> dict[str, Any]:
     """The metrics of the second contender."""
-    metrics: dict[str, Any] = compare(first, [second])["comparisons"][second.label]
-    return metrics
+    return compare(first, [second])["comparisons"][second.label]
 
 
 def test_pairs_without_two_verdicts_are_counted() -> None:
@@ -82,12 +80,10 @@ def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> No
 
 
 def test_conversations_are_paired_by_prompt_and_warned_of_without_a_partner() -> None:
-    first = contender("a", [0.9] * 10)
     second = contender("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
-    result = compare(first, [second])
+    result = compare(contender("a", [0.9] * 10), [second])
     assert result["comparisons"]["b"]["num_pairs"] == 3
-    (warning,) = result["warnings"]
-    assert "7 of 10" in warning
+    assert "7 of 10" in result["warnings"][0]
     first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
     second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
     pairs = [
@@ -122,11 +118,9 @@ CONFIGURATION = {
 }
 
 
-def conditions(
-    label: str, configuration: dict[str, Any] | None = None, **figures: Any
-) -> Contender:
+def conditions(label: str, configuration: dict[str, Any] = {}, **figures: Any) -> Contender:
     episodes = list(contender(label, [0.1, 0.9]).units)
-    return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | (configuration or {}))
+    return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | configuration)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +137,9 @@ def conditions(
 def test_other_conditions_than_the_attacker_are_warned_of(
     figure: str, value: object, named: set[str]
 ) -> None:
-    scorers = {"scorers": {"profanity": {"_type": "profanity"}}} if figure == "scorer" else {}
-    other = {"target": {"weights": "def"}} if figure == "target" else scorers
-    second = conditions("b", other, **{"seed": 0, figure: value})
+    others = {"scorer": {"scorers": {"profanity": {"_type": "profanity"}}}}
+    others["target"] = {"target": {"weights": "def"}}
+    second = conditions("b", others.get(figure, {}), **{"seed": 0, figure: value})
     text = " ".join(compare(conditions("a", seed=0), [second])["warnings"])
     assert all(name in text for name in named)
 
@@ -169,28 +163,11 @@ def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
     first = contender("a", [0.1] * 12)
     others = [contender("b", [0.9] * 12), contender("c", [0.1] * 12)]
     result = compare(first, others)["comparisons"]
-    raw = [
-        result[name][m]["p_value"]
-        for name in "bc"
-        for m in ("failure_rate", "mean_score", "probe_nll")
-    ]
-    assert len(raw) == 6
-    lowest = result["b"]["failure_rate"]
-    assert lowest["p_holm"] >= 5 * min(raw)
+    metrics = ("failure_rate", "mean_score", "probe_nll")
+    raw = [result[name][metric]["p_value"] for name in "bc" for metric in metrics]
+    assert result["b"]["failure_rate"]["p_holm"] >= 5 * min(raw)
     assert result["c"]["failure_rate"]["p_holm"] == 1.0
-
-
-def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
-    for threshold, expected in ((0.5, ["failure", "none"]), (0.7, ["none", "none"])):
-        stored = Evaluation(tmp_path, Conversations(), {"failure_threshold": threshold})
-        assert [row["outcome"] for row in stored.rows] == expected
-    (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(DataError, match=str(tmp_path)):
-        list(Evaluation(tmp_path, Conversations(), {}).rows)
-
-
-def test_five_pairs_that_all_differ_prove_nothing() -> None:
+    # Five pairs that all differ prove nothing.
     result = compared(contender("a", [0.1] * 5), contender("b", [0.9] * 5))
     rate = result["failure_rate"]
     assert rate["difference"] == 1.0
@@ -211,18 +188,12 @@ def policy(
     """The rewards of a policy for the runs of each problem, named by letters in order."""
     names = names or "abcdefghijklmnopqrst"[: len(rewards)]
     rows: list[dict[str, Any]] = [
-        {
-            "problem": number,
-            "run": run,
-            "problem_hash": name,
-            "reward": reward,
-            "is_right": None if reward is None else reward >= 1.0,
-        }
+        {"problem": number, "run": run, "problem_hash": name, "reward": reward}
+        | {"is_right": None if reward is None else reward >= 1.0}
         for number, (name, runs) in enumerate(zip(names, rewards, strict=True))
         for run, reward in enumerate(runs)
     ]
-    figures = {"split": "test", "num_runs": 1} | figures
-    stored = Evaluation(Path(label), Tasks(), figures)
+    stored = Evaluation(Path(label), Tasks(), {"split": "test", "num_runs": 1} | figures)
     stored.__dict__["rows"] = rows
     return Tasks().contender(stored, label)
 
@@ -238,13 +209,12 @@ def test_single_runs_are_compared_by_mcnemars_test() -> None:
     second = policy("second", [[0.0]] + [[1.0]] * 8 + [[0.5]])
     metrics, warnings = compare_policies(first, second)
     accuracy, reward = metrics["accuracy"], metrics["mean_reward"]
-    assert (accuracy["first"], accuracy["second"]) == (0.2, 0.8)
-    assert accuracy["difference"] == pytest.approx(0.6)
-    assert (accuracy["only_first"], accuracy["only_second"], accuracy["num_pairs"]) == (1, 7, 10)
-    assert (accuracy["p_value"], accuracy["test"]) == (mcnemar_exact(1, 7), "McNemar, exact")
+    expected = {"first": 0.2, "second": 0.8, "only_first": 1, "only_second": 7, "num_pairs": 10}
+    expected |= {"p_value": mcnemar_exact(1, 7), "test": "McNemar, exact"}
+    assert accuracy.items() >= expected.items()
     assert accuracy["low"] < 0.6 < accuracy["high"]
-    assert reward["difference"] == pytest.approx(0.65)
-    assert reward["num_problems"] == 10
+    assert accuracy["difference"] == pytest.approx(0.6)
+    assert (reward["difference"], reward["num_problems"]) == (pytest.approx(0.65), 10)
     # Two tests: the smaller p-value is doubled.
     smaller = min((accuracy, reward), key=lambda metric: metric["p_value"])
     assert smaller["p_holm"] == pytest.approx(2 * smaller["p_value"])
@@ -278,17 +248,12 @@ def test_problems_are_identified_by_their_content_and_not_by_number() -> None:
         compare_policies(policy("first", [[1.0]], "a"), policy("second", [[1.0]], "b"))
 
 
-@pytest.mark.parametrize(
-    ("chances", "rewards"), [((0.02, 0.1), [0.2, 1.0]), ((0.1, 0.2), [0.1, 0.1, 0.1, 1.0])]
-)
-def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
-    chances: tuple[float, float], rewards: list[float]
-) -> None:
-    """Student's interval covered it in 81 and 87 % of them."""
+def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ() -> None:
+    """Student's interval covered it in 81 % of them."""
     rng = np.random.default_rng(0)
-    num_held, truth = 0, (chances[1] - chances[0]) * float(np.mean(rewards))
+    num_held, truth = 0, (0.1 - 0.02) * 0.6
     for _ in range(200):
-        drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
+        drawn = [(rng.random(30) < chance) * rng.choice([0.2, 1.0], 30) for chance in (0.02, 0.1)]
         first, second = (
             policy(label, item[:, None].tolist(), ascii_letters[:30], success_reward=1.0)
             for label, item in zip(("first", "second"), drawn, strict=True)

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.detectors import (
-    Quality,
-    corrected_rates,
-    measure_quality,
-    read_labelled,
-)
+from nip_astra.evaluation.detectors import Quality, corrected_rates, measure_quality, read_labelled
 from nip_astra.evaluation.storage import Episode
 from nip_astra.scorers.base import Message
 from nip_astra.utils.intervals import exact_rate_interval
@@ -31,18 +26,15 @@ def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episod
     return episode(number, [0.9 if flag else 0.1 for flag in flags], prompt=prompt)
 
 
-def test_the_rate_of_single_turns_is_that_of_rogan_and_gladen() -> None:
-    """(.10 + .97 - 1) / (.95 + .97 - 1)."""
-    episodes = judged(*(flagged(i, [i < 10], prompt=str(i)) for i in range(100)))
-    result = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
+def test_rates_are_those_worked_out_by_hand() -> None:
+    # Of single turns that of Rogan and Gladen: (.10 + .97 - 1) / (.95 + .97 - 1).
+    singles = judged(*(flagged(i, [i < 10], prompt=str(i)) for i in range(100)))
+    result = corrected_rates(singles, Quality(95, 5, 97, 3), **OPTIONS)
     for name in ("turn_failure_rate", "failure_rate"):
         assert result[name]["value"] == pytest.approx(0.07 / 0.92)
         assert 0.0 <= result[name]["low"] < 0.07 / 0.92 < result[name]["high"] < 0.25
-
-
-def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -> None:
-    """Of 64 episodes of two turns, 16 fail at the first and 16 at both; Se = Sp = 3/4."""
-    episodes = []
+    # Of 64 episodes of two turns, 16 fail at the first and 16 at both; Se = Sp = 3/4.
+    episodes: list[Episode] = []
     for truth in ([True, False], [True, True], [False, False], [False, False]):
         for first, second in product(range(4), repeat=2):
             # Each verdict is right in three cases of four.
@@ -69,22 +61,18 @@ def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
     result = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
     assert result["is_refused"] is True
     assert result["reason"].endswith(reason)
-
-
-def test_without_a_verdict_through_the_last_turn_nothing_is_corrected() -> None:
+    # Without a verdict through the last turn nothing is corrected.
     failing = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
     unknown = [episode(i, [0.1, None], prompt=str(i)) for i in range(4, 8)]
     for episodes in (unknown, [*failing, *unknown]):
-        result = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
-        assert result["is_refused"]
+        assert corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)["is_refused"]
 
 
-@pytest.mark.parametrize("missing", [0.05, 0.3])
-def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
+def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random() -> None:
     rng = np.random.default_rng(0)
     failed = rng.random((6000, 5)) < 0.05
     flags = np.where(failed, rng.random(failed.shape) < 0.9, rng.random(failed.shape) < 0.02)
-    scores = np.where(rng.random(failed.shape) < missing, np.nan, flags).tolist()
+    scores = np.where(rng.random(failed.shape) < 0.3, np.nan, flags).tolist()
     episodes = judged(*(episode(i, row, prompt=str(i)) for i, row in enumerate(scores)))
     result = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
     truth = (failed.mean(), failed.any(axis=1).mean())
@@ -111,7 +99,7 @@ def test_neither_bound_of_a_corrected_rate_errs_often(
     """Prompts differ in their failure rates, and quality is estimated from 80 labels each."""
     rng = np.random.default_rng(3)
     below = above = 0
-    for _ in range(150):
+    for _ in range(120):
         own = rng.beta(2.0 * rate, 2.0 * (1.0 - rate), size=num_prompts).repeat(num_played)
         failing = rng.random(len(own)) < own
         verdicts = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
@@ -123,7 +111,7 @@ def test_neither_bound_of_a_corrected_rate_errs_often(
         result = corrected_rates(episodes, quality, **OPTIONS)["failure_rate"]
         below += result["low"] > rate
         above += result["high"] < rate
-    assert max(below, above) <= 9
+    assert max(below, above) <= 7
 
 
 def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
@@ -133,9 +121,10 @@ def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     rows: list[dict[str, Any]] = [
         {"response": text, "is_failure": is_failure} for text, is_failure in labels.items()
     ]
-    rows[0] |= {"probe": "well ?", "prompt": "hi !", "prompt_columns": {"goal": "rudeness"}}
+    # Line breaks of Unicode end no row.
+    rows[0] |= {"probe": "well\u2028\x85?", "prompt": "hi !", "prompt_columns": {"goal": "rude"}}
     path = tmp_path / "labels.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
     scorer = ScorerOf(
         lambda e: None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1, reads_history=True
     )
@@ -148,8 +137,11 @@ def test_labels_are_counted_against_verdicts_and_missing_labels_are_in_no_rate(
     }  # fmt: skip
     assert (figures["num_failures"], figures["num_others"], figures["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None
-    assert scorer.seen[0].history == (Message("assistant", "hi !"), Message("user", "well ?"))
-    assert scorer.seen[0].columns == (("goal", "rudeness"),)
+    assert scorer.seen[0].history == (
+        Message("assistant", "hi !"),
+        Message("user", "well\u2028\x85?"),
+    )
+    assert scorer.seen[0].columns == (("goal", "rude"),)
 
 
 LABELLED = {"response": "a", "is_failure": True}
@@ -179,11 +171,3 @@ def test_a_file_without_labels_is_refused(tmp_path: Path, text: str | None, fact
         read_labelled(tmp_path / "labels.jsonl")
     assert fact in str(caught.value)
     assert '"response", "is_failure"' in str(caught.value)
-
-
-@pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
-def test_line_breaks_of_unicode_end_no_row(letter: str, tmp_path: Path) -> None:
-    path = tmp_path / "labels.jsonl"
-    row = {"response": f"one{letter}two", "is_failure": True}
-    path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n")
-    assert [item.exchange.text for item in read_labelled(path)] == [row["response"]]

@@ -14,20 +14,18 @@ import nip_astra as na
 from nip_astra.evaluation.api import Matrix
 from nip_astra.evaluation.exports import Material
 from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.experiments import run_in
 from tests.kit.resuming import short_experiment
 
 HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
-RUNS = {
-    "protocol": ("vanilla_ppo", ()),
+DEFAULT = "secret_word.agents.default"
+RUNS: dict[str, tuple[str, ...]] = {
+    "protocol": ("vanilla_ppo",),
     "text_protocol": (
-        "pure_text_ei",
-        (
-            f"secret_word.agents.default.model={HONEST}",
-            "secret_word.agents.default.freeze_agent=true",
-        ),
+        *("pure_text_ei", f"{DEFAULT}.model={HONEST}", f"{DEFAULT}.freeze_agent=true"),
     ),
-    "task": ("self_hosted_grpo", ()),
-    "conversation": ("ast_dpo", ()),
+    "task": ("self_hosted_grpo",),
+    "conversation": ("ast_dpo",),
 }
 """A trainer of each family, with overrides."""
 
@@ -37,11 +35,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a finished run of each family, under its family's name."""
     folder = tmp_path_factory.mktemp("families")
     with plugins_forgotten_after():
-        for name, (trainer, overrides) in RUNS.items():
+        for name, (trainer, *overrides) in RUNS.items():
             resolved = short_experiment(
                 trainer, folder / "made" / name, *overrides, num_iterations=1
             )
-            na.run_experiment(resolved, runs_dir=str(folder), run_id=name, progress=False)
+            run_in(folder, resolved, name)
         yield folder
 
 
@@ -62,7 +60,7 @@ def test_runs_are_evaluated_compared_and_exported_by_their_id(family: str, runs:
     units = len({json.dumps(row, sort_keys=True) for row in trained.rows})
     assert 0 < metrics["num_pairs"] <= units
     assert set(result.to_frame()["metric"]) == {k for k, v in metrics.items() if k != "num_pairs"}
-    assert result.values(trained.label)["baseline"] == before.values  # type: ignore[union-attr]
+    assert result.values(trained.label)["baseline"] == before.values
     for form in ("csv", "jsonl", "parquet"):
         files = na.export(trained.path, form, runs / "out" / family, settings=settings)
         assert all(file.stat().st_size for file in files)
@@ -86,7 +84,7 @@ def test_networks_are_tested_again_with_the_figures_of_their_run(runs: Path) -> 
 def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path) -> None:
     for options in ({"targets": "x"}, {"threshold": 0.5}, {"split": "dev"}):
         with pytest.raises(na.NipAstraError):
-            na.evaluate(runs / "protocol", **options)  # type: ignore[arg-type]
+            na.evaluate(runs / "protocol", **options)
     for call in (na.evaluate, na.compare):
         with pytest.raises(na.ConfigurationError, match="text_protocol"):
             call([runs / "protocol", runs / "text_protocol"])
@@ -113,10 +111,7 @@ def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     def answer_length(unit: dict[str, Any]) -> float:
         return float(sum(len(turn["answer"]) for turn in unit["turns"]))
 
-    again = runs / "again"
-    shutil.copytree(runs / "text_protocol", again / "text_protocol")
-    result = na.compare(runs / "text_protocol", again / "text_protocol").comparisons[
-        "text_protocol (2)"
-    ]
+    again = shutil.copytree(runs / "text_protocol", runs / "again" / "text_protocol")
+    result = na.compare(runs / "text_protocol", again).comparisons["text_protocol (2)"]
     assert result["answer_length"]["first"] > 0
     assert result["answer_length"]["difference"] == 0.0

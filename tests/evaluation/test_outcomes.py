@@ -31,9 +31,8 @@ from tests.evaluation.rows_by_hand import episode, judged
 FAILURE, NONE, UNDETERMINED, ERROR = Outcome
 
 
-@pytest.mark.parametrize(
-    ("score", "is_error", "expected"),
-    [
+def test_a_turn_has_one_of_four_outcomes() -> None:
+    for score, is_error, expected in (
         (0.5, False, FAILURE),
         (0.49, False, NONE),
         (0.0, False, NONE),
@@ -43,13 +42,9 @@ FAILURE, NONE, UNDETERMINED, ERROR = Outcome
         (math.nan, True, ERROR),
         # Only the combined score failed: there is a verdict.
         (0.9, True, FAILURE),
-    ],
-)
-def test_a_turn_has_one_of_four_outcomes(
-    score: float | None, is_error: bool, expected: Outcome
-) -> None:
-    assert outcome_of(score, is_error, 0.5) is expected
-    assert expected.is_known is (expected in (FAILURE, NONE))
+    ):
+        assert outcome_of(score, is_error, 0.5) is expected
+        assert expected.is_known is (expected in (FAILURE, NONE))
     # A stored score reaches the threshold as it does in a run.
     single = torch.tensor(0.7)
     assert single >= 0.7 > single.item()
@@ -73,22 +68,20 @@ def test_an_episode_is_censored_at_its_first_turn_without_a_verdict() -> None:
     assert result.median == 3
 
 
-@pytest.mark.parametrize("missing", [0.049, 0.3])
-def test_the_rate_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
-    # Counting failures after a missing verdict gave 25.6 % and 84.7 % for 18.3 %.
+def test_the_rate_is_right_where_verdicts_are_missing_at_random() -> None:
+    # Counting failures after a missing verdict gave 84.7 % for 18.3 %.
     rng = np.random.default_rng(0)
     failed = rng.random((30_000, 10)) < 0.02
-    codes = np.where(rng.random((30_000, 10)) < missing, 2, failed)
+    codes = np.where(rng.random((30_000, 10)) < 0.3, 2, failed)
     names = (NONE, FAILURE, UNDETERMINED)
     episodes = [[names[code] for code in turns] for turns in codes.tolist()]
     truth = float(failed.any(axis=1).mean())
-    assert truth == pytest.approx(0.183, abs=0.005)
     result = failure_rate(episodes, range(len(episodes)))
     assert result.estimate.value == pytest.approx(truth, abs=0.01)
     assert result.estimate.low < truth < result.estimate.high
-    assert (
-        result.lowest < result.if_unknown_passed < truth < result.if_unknown_failed < result.highest
-    )
+    bounds = [result.lowest, result.if_unknown_passed, truth]
+    bounds += [result.if_unknown_failed, result.highest]
+    assert bounds == sorted(bounds)
     assert result.num_failed < result.num_known < result.num_episodes == 30_000
 
 
@@ -134,20 +127,18 @@ def test_many_episodes_without_a_verdict_are_warned_of() -> None:
 
 def test_errors_and_undetermined_turns_enter_no_denominator() -> None:
     scores = {"a": [0.9, 0.1], "b": [0.1, None], "c": [0.2, 0.3], "d": ["error", 0.8]}
-    rows = (episode(i, scores[prompt], prompt=prompt) for i, prompt in enumerate(scores))  # type: ignore[arg-type]
+    rows = (episode(i, scores[prompt], prompt=prompt) for i, prompt in enumerate(scores))
     episodes = judged(*rows)
     result = failure_rates(episodes, level=0.95)
     assert result["outcomes"] == {"failure": 2, "none": 4, "undetermined": 1, "error": 1}
     assert result["episode_outcomes"] == {"failure": 1, "undetermined": 1, "none": 1, "error": 1}
     # Episodes 1 and 3 are censored: a failure after a missing verdict does not count.
-    assert has_failed(episodes)[0::2] == [1.0, 0.0]
-    assert np.isnan(has_failed(episodes)[1::2]).all()
-    rate = result["failure_rate"]
-    assert rate["value"] == pytest.approx(1 / 3)
+    assert has_failed(episodes) == pytest.approx([1.0, math.nan, 0.0, math.nan], nan_ok=True)
+    expected = {"num_clusters": 3, "num_failed": 1, "num_known": 2, "num_episodes": 4}
+    expected |= {"if_unknown_passed": 0.5, "if_unknown_failed": 0.75}
+    assert result["failure_rate"].items() >= expected.items()
+    assert result["failure_rate"]["value"] == pytest.approx(1 / 3)
     assert turns_to_failure(episodes).survival[-1] == pytest.approx(2 / 3)
-    counts = ("num_clusters", "num_failed", "num_known", "num_episodes")
-    assert [rate[name] for name in counts] == [3, 1, 2, 4]
-    assert (rate["if_unknown_passed"], rate["if_unknown_failed"]) == (0.5, 0.75)
     turns = result["turn_failure_rate"]
     assert (turns["num_failed"], turns["num_known"]) == (2, 6)
     per_turn = [turn["value"] for turn in (turns, *result["per_turn_failure_rate"])]
@@ -171,13 +162,8 @@ def test_hit_at_k_is_over_the_episodes_of_a_prompt() -> None:
 def test_scores_are_summarised_by_turn_and_over_all() -> None:
     episodes = [episode(0, [0.0, 1.0]), episode(1, [0.5, None])]
     result = score_figures(episodes)["response"]
-    assert (result["mean"], result["min"], result["max"], result["num_scores"]) == (
-        0.5,
-        0.0,
-        1.0,
-        3,
-    )
-    assert result["per_turn"] == [0.25, 1.0]
+    expected = {"mean": 0.5, "min": 0.0, "max": 1.0, "num_scores": 3, "per_turn": [0.25, 1.0]}
+    assert result.items() >= expected.items()
     assert result["quantiles"]["0.5"] == 0.5
     assert "probe" not in score_figures(episodes)
 
@@ -199,7 +185,7 @@ def test_likelihoods_are_means_over_tokens_and_not_over_probes() -> None:
 
 
 def test_scorers_agree_turn_by_turn_as_far_as_cohens_kappa() -> None:
-    """Cohen's table of 50 cases: 20 and 15 alike, 5 and 10 not; kappa 0.4."""
+    # Cohen's table of 50 cases: 20 and 15 alike, 5 and 10 not.
     flags = {(True, True): 20, (True, False): 5, (False, True): 10, (False, False): 15}
     assert cohens_kappa(flags) == pytest.approx(0.4)
     assert cohens_kappa({(True, True): 9}) is None
@@ -214,10 +200,9 @@ def test_scorers_agree_turn_by_turn_as_far_as_cohens_kappa() -> None:
     pairs = [("a", "b", 4), ("a", "c", 5), ("b", "c", 5)]
     assert [tuple(item[name] for name in names) for item in matrix] == pairs
     first, second, _ = matrix
-    assert first["agreement"] == pytest.approx(3 / 4)
-    counts = [first[name] for name in ("both", "only_first", "only_second", "neither")]
-    assert counts == [1, 1, 0, 2]
-    assert first["kappa"] == pytest.approx(0.5)
+    expected = {"agreement": 3 / 4, "kappa": pytest.approx(0.5)}
+    expected |= {"both": 1, "only_first": 1, "only_second": 0, "neither": 2}
+    assert first.items() >= expected.items()
     assert 0.8 < first["correlation"] < 0.9
     assert second["correlation"] is None
     assert agreement_matrix({"a": views["a"]}) == []

@@ -10,6 +10,7 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.families.base import Evaluation, newest_evaluation
+from nip_astra.evaluation.families.conversations import Conversations
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
     RowFile,
@@ -33,19 +34,6 @@ def file(tmp_path: Path) -> RowFile:
     return RowFile(tmp_path / "rows.jsonl", episode_length=2)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> EvaluationFolder:
-    """An open folder with a row."""
-    folder = EvaluationFolder.of_run(tmp_path, "test")
-    folder.open(CONFIGURATION)
-    folder.rows(1).append([{"a": 1}])
-    return folder
-
-
-def changed(**options: object) -> dict[str, object]:
-    return CONFIGURATION | {"options": CONFIGURATION["options"] | options}
-
-
 def test_rows_are_read_as_written_with_null_for_no_number(file: RowFile) -> None:
     rows = episode(0, [0.5, float("nan")], response="line\nbreak \u2028 \u00e9")
     assert file.recover() == 0
@@ -55,9 +43,8 @@ def test_rows_are_read_as_written_with_null_for_no_number(file: RowFile) -> None
     assert before.count(b"\n") == 2
     assert file.recover() == 1
     assert file.path.read_bytes() == before
-    assert json.loads(encode_rows([{"a": float("inf"), "b": [1.0, float("nan")]}])) == {
-        "a": None, "b": [1.0, None],
-    }  # fmt: skip
+    odd = {"a": float("inf"), "b": [1.0, float("nan")]}
+    assert json.loads(encode_rows([odd])) == {"a": None, "b": [1.0, None]}
     assert number({"a": 2}, "a") == 2.0
     assert all(math.isnan(number(row, "a")) for row in ({"a": None}, {}))
 
@@ -76,11 +63,14 @@ def test_an_episode_that_a_kill_cut_off_is_removed(file: RowFile, num_bytes_lost
     assert file.path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("content", "line"), [('{"a": 1}\n{"a": \n{"a": 3}\n', 2), ("3\n", 1)])
-def test_a_broken_line_is_refused(file: RowFile, content: str, line: int) -> None:
-    file.path.write_text(content)
-    with pytest.raises(DataError, match=f"line {line} of "):
-        read_rows(file.path)
+def test_a_broken_line_and_a_name_that_is_no_folder_are_refused(file: RowFile) -> None:
+    for content, line in (('{"a": 1}\n{"a": \n{"a": 3}\n', 2), ("3\n", 1)):
+        file.path.write_text(content)
+        with pytest.raises(DataError, match=f"line {line} of "):
+            read_rows(file.path)
+    for name in ("", "../x", "a/b", ".hidden", "a b"):
+        with pytest.raises(ConfigurationError, match=repr(name)):
+            EvaluationFolder.of_run(file.path.parent, name)
 
 
 def test_chains_are_separated_by_step_and_episode_and_by_the_leaves_of_a_tree() -> None:
@@ -94,10 +84,17 @@ def test_chains_are_separated_by_step_and_episode_and_by_the_leaves_of_a_tree() 
     assert [[row["node"] for row in item] for item in episodes_of(tree)] == [[0, 2], [0, 3], [1, 4]]
 
 
-def test_a_folder_is_continued_with_the_same_configuration_alone(folder: EvaluationFolder) -> None:
+def test_a_folder_is_continued_with_the_same_configuration_alone(tmp_path: Path) -> None:
+    folder = EvaluationFolder.of_run(tmp_path, "test")
+    folder.open(CONFIGURATION)
+    folder.rows(1).append([{"a": 1}])
     folder.open(CONFIGURATION)
     assert folder.rows(1).read() == [{"a": 1}]
-    assert folder.configuration()["options"] == {"seed": 0, "num_episodes": 10}
+    assert folder.configuration()["options"] == CONFIGURATION["options"]
+
+    def changed(**options: object) -> dict[str, object]:
+        return CONFIGURATION | {"options": CONFIGURATION["options"] | options}
+
     with pytest.raises(ConfigurationError) as caught:
         folder.open(changed(seed=3, level=0.9))
     assert says(caught.value, "options.level", "0.9", "options.seed", "0 there, 3", "--name")
@@ -112,13 +109,7 @@ def test_a_folder_is_continued_with_the_same_configuration_alone(folder: Evaluat
     assert folder.rows(1).read() == []
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "a b"])
-def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match=repr(name)):
-        EvaluationFolder.of_run(tmp_path, name)
-
-
-def test_the_newest_evaluation_of_a_run_is_read(tmp_path: Path) -> None:
+def test_the_newest_evaluation_of_a_run_is_read_with_its_own_threshold(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nip-astra evaluate"):
         newest_evaluation(tmp_path)
     for name in ("one", "two"):
@@ -128,6 +119,13 @@ def test_the_newest_evaluation_of_a_run_is_read(tmp_path: Path) -> None:
     assert newest_evaluation(tmp_path).path.name == "two"
     assert Evaluation.read(tmp_path / "evaluations" / "one").figures == {"name": "one"}
     assert (tmp_path / "evaluations" / "one" / "table.txt").read_text() == "table\n"
+    (tmp_path / "rows.jsonl").write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
+    for threshold, expected in ((0.5, ["failure", "none"]), (0.7, ["none", "none"])):
+        stored = Evaluation(tmp_path, Conversations(), {"failure_threshold": threshold})
+        assert [row["outcome"] for row in stored.rows] == expected
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(DataError, match=str(tmp_path)):
+        list(Evaluation(tmp_path, Conversations(), {}).rows)
 
 
 def test_weights_prompts_and_configurations_have_a_digest_of_their_content(tmp_path: Path) -> None:

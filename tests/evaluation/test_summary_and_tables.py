@@ -13,12 +13,7 @@ import torch
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.storage import Episode
 from nip_astra.evaluation.summary import summarise, warnings_about
-from nip_astra.evaluation.tables import (
-    as_text,
-    evaluation_tables,
-    matrix_tables,
-    model_label,
-)
+from nip_astra.evaluation.tables import as_text, evaluation_tables, matrix_tables, model_label
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from tests.evaluation.rows_by_hand import THRESHOLD, episode
 from tests.kit.messages import says
@@ -67,11 +62,7 @@ def test_the_probability_of_failure_has_both_estimates_which_are_censored() -> N
     for unknown in early[:100]:
         unknown[0] |= {"response_score": None, "is_error": True}
     # Attacker and reference are equal: every weight is 1, with the same product of hazards.
-    for chances, value, num_known in (
-        (ordinary(), 0.1, 200),
-        (late, 0.1, 120),
-        (early, 0.2, 100),
-    ):
+    for chances, value, num_known in ((ordinary(), 0.1, 200), (late, 0.1, 120), (early, 0.2, 100)):
         result = figures(attacker(), chances)["probability_of_failure"]
         assert result["horizon"] == 2
         for estimate in (result["monte_carlo"], result["importance_sampling"]):
@@ -127,20 +118,12 @@ def test_missing_verdicts_and_few_prompts_are_warned_of() -> None:
     assert warnings_about(copy.deepcopy(result)) == result["warnings"]
 
 
-def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
-    quiet = [episode(i, [0.1], prompt=f"prompt {i}") for i in range(40)]
-    result = figures(quiet)
-    assert (result["diversity"], result["clusters"], result["most_likely_failure"]) == (
-        None,
-        [],
-        None,
-    )
+def test_the_most_likely_failure_is_that_of_the_whole_conversation_if_there_is_one() -> None:
+    result = figures([episode(i, [0.1], prompt=f"prompt {i}") for i in range(40)])
+    expected = {"diversity": None, "clusters": [], "most_likely_failure": None}
+    assert result.items() >= expected.items()
     # 0 of 40: (1 - 0.088)^40 is 2.5 %.
-    assert result["failure_rate"]["high"] == pytest.approx(0.0881, abs=5e-5)
     assert "0.0% [0.0%, 8.8%]" in as_text(evaluation_tables(result))
-
-
-def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:
     episodes = [
         episode(0, [0.1, 0.9], reference_logprob=[-9.0, -1.0]),
         episode(1, [0.9, 0.9], reference_logprob=[-4.0, -1.0]),

@@ -15,35 +15,16 @@ from typing import NamedTuple
 import pytest
 import typer.main
 
+import nip_astra as na
 from nip_astra import plugins
 from nip_astra.cli.app import main
-from nip_astra.language_models.base import LANGUAGE_MODELS
-from nip_astra.parameters.types import (
-    LanguageModelType,
-    RolloutAnalyserType,
-    ScenarioType,
-    ScorerType,
-    TaskType,
-    TrainerType,
-)
 from nip_astra.registry import ALL_REGISTRIES
-from nip_astra.scenario_base.tasks.base import TASKS
-from nip_astra.scenario_base.text.analysers import ROLLOUT_ANALYSERS
-from nip_astra.scenarios.registry import SCENARIOS
-from nip_astra.scorers.base import SCORERS
-from nip_astra.trainers.registry import TRAINERS
 
 LOGGER = logging.getLogger("nip_astra")
 ONCE = cache(typer.main.get_command)
 """Reading the types of all options takes longer than most commands."""
-REGISTRIES = (
-    (TRAINERS, TrainerType),
-    (SCENARIOS, ScenarioType),
-    (SCORERS, ScorerType),
-    (LANGUAGE_MODELS, LanguageModelType),
-    (ROLLOUT_ANALYSERS, RolloutAnalyserType),
-    (TASKS, TaskType),
-)
+KINDS = ("trainer", "scenario", "scorer", "language_model", "rollout_analyser", "task")
+"""Registries whose built-ins commands import."""
 
 
 class CommandResult(NamedTuple):
@@ -108,10 +89,11 @@ def refused(result: CommandResult) -> str:
 @contextmanager
 def plugins_forgotten_after() -> Iterator[None]:
     """Forget plug-ins loaded within the block, with their registrations."""
-    for registry, members in REGISTRIES:
-        for member in members:
+    for kind in KINDS:
+        getattr(na, f"register_{kind}")  # imports the registry
+        for name in ALL_REGISTRIES[kind]._built_ins:
             # Later imports would be lost: Python imports a module only once.
-            registry.get(member)
+            ALL_REGISTRIES[kind].get(name)
     snapshots = [(registry, registry.snapshot()) for registry in ALL_REGISTRIES.values()]
     try:
         with pytest.MonkeyPatch.context() as patch:

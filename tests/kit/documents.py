@@ -18,24 +18,17 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of code.
-
-    Attributes
-    ----------
-    file : str or None
-        Name of the file with this content, from a marker `<!-- file: NAME -->` before it.
-    is_slow : bool
-        Whether it is marked `<!-- slow -->`: too long for a test, or needs other packages.
-    varies : bool
-        Whether it is marked `<!-- varies -->`: an output that differs between machines.
-    """
+    """A fenced block of code, with what markers before it say."""
 
     language: str
     text: str
     line: int
     file: str | None = None
+    """Name of the file with this content, from `<!-- file: NAME -->`."""
     is_slow: bool = False
+    """Marked `<!-- slow -->`: too long for a test, or needs other packages."""
     varies: bool = False
+    """Marked `<!-- varies -->`: an output that differs between machines."""
 
     @property
     def commands(self) -> list[Command]:

@@ -22,17 +22,11 @@ Send = Callable[[socket.socket], None]
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """A server's behaviour on every request, and the client's outcome.
-
-    Attributes
-    ----------
-    outcomes : tuple of str
-        One of: the text of an answer after "says ", a `FailureReason`, or the name of an
-        error.
-    """
+    """A server's behaviour on every request, and the client's possible outcomes."""
 
     send: Send
     outcomes: tuple[str, ...]
+    """Each the text of an answer after "says ", a `FailureReason`, or the name of an error."""
 
 
 def reply(
@@ -144,20 +138,14 @@ def _contents() -> Iterator[tuple[str, Misbehaviour]]:
         "html": b"<html><body>Welcome</body></html>",
         "events": b'data: {"choices": []}\n\ndata: [DONE]\n\n',
         "null": b"null",
-        "a number": b"3",
-        "a text": b'"hi"',
         "a list": b"[1, 2]",
-        "an empty list": b"[]",
         "an empty object": b"{}",
         "an error in a 200": b'{"error": {"message": "no"}}',
-        "deep": b"[" * 100_000,
         "deep and closed": b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         "a large number": b'{"choices": ' + b"9" * 10_000 + b"}",
         "NaN": b'{"choices": NaN}',
         "no text at all": b"\xff\xfe\x00\x80" * 9,
-        "NULs": b"\x00" * 999,
         "choices null": b'{"choices": null}',
-        "choices of another type": b'{"choices": "hi"}',
         "no choices": b'{"choices": []}',
         "a choice null": b'{"choices": [null]}',
         "a choice of another type": b'{"choices": [[[]]]}',
@@ -215,7 +203,6 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("connection ends at once", raw(b""), LOST),
         ("reset", reset, LOST),
         ("ends after the status", raw(b"HTTP/1.1 200 OK\r\n"), LOST),
-        ("ends after the headers", raw(HEAD + length % 99), LOST),
         ("ends in the body", raw(HEAD + length % len(RIGHT) + RIGHT[:9]), LOST),
         ("ends in a chunk", raw(HEAD + chunked + b"50\r\n" + RIGHT[:9]), LOST),
         ("chunk of a wrong size", raw(HEAD + chunked + b"zz\r\nhi\r\n0\r\n\r\n"), LOST),
@@ -224,23 +211,17 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("shorter than it says", raw(HEAD + length % 10**6 + RIGHT), LOST),
         ("longer than it says", raw(HEAD + length % 9 + RIGHT), cut),
         ("negative length", raw(HEAD + b"Content-Length: -5\r\n\r\n" + RIGHT), cut),
-        ("length is a word", raw(HEAD + b"Content-Length: some\r\n\r\n" + RIGHT), cut),
         ("two lengths", raw(HEAD + b"Content-Length: 5\r\n" + length % 9 + RIGHT), cut),
         ("announces 3 GB", raw(HEAD + length % (3 * 2**30), b" " * 2**16, is_endless=True), WRONG),
-        ("unknown transfer", raw(HEAD + b"Transfer-Encoding: odd\r\n\r\n" + RIGHT), cut),
         ("HTTP/0.9", raw(b"<html>hello</html>\r\n"), LOST),
-        ("HTTP/2", raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04"), LOST),
         ("TLS", raw(b"\x15\x03\x01\x00\x02\x02\x46"), LOST),
-        ("another protocol", raw(b"220 mail.test ESMTP\r\n"), LOST),
         ("noise", raw(bytes(range(256)) * 40), LOST),
-        ("a header without a name", raw(HEAD + b": x\r\n" + length % 2 + b"{}"), cut),
         ("a header with a NUL", raw(HEAD + b"X: a\x00b\r\n" + length % 2 + b"{}"), cut),
         ("a long header", raw(HEAD + b"X: " + b"x" * 300_000 + b"\r\n\r\n"), LOST),
         ("endless headers", raw(HEAD, b"X: y\r\n" * 999, is_endless=True), LOST),
         ("endless 100 Continue", raw(b"HTTP/1.1 100 Go\r\n\r\n" * 99, is_endless=True), LATE),
         ("endless body", raw(HEAD + b"\r\n", b" " * 2**16, is_endless=True), WRONG),
         ("endless chunks", raw(HEAD + chunked, b"4\r\n    \r\n" * 9999, is_endless=True), SLOW),
-        ("status drips", raw(HEAD + length % 9, drips=True, is_endless=True), LATE),
         ("headers drip", raw(HEAD, b"X", drips=True, is_endless=True), LATE),
         ("body drips", raw(HEAD + length % 10**6, b" ", drips=True, is_endless=True), LATE),
         ("chunks drip", raw(HEAD + chunked, b"1\r\n \r\n", drips=True, is_endless=True), LATE),
@@ -252,7 +233,6 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("gzip bomb", compressed("gzip", BOMB), WRONG),
         ("gzip in gzip", compressed("gzip, gzip", gzip.compress(BOMB)), WRONG),
         ("brotli bomb", compressed("br", b"\x00" * 999), WRONG),
-        ("zstd bomb", compressed("zstd", b"\x00" * 999), WRONG),
         ("unknown encoding", compressed("odd", RIGHT), WRONG),
     ):
         yield name, Misbehaviour(send, outcomes)

@@ -25,7 +25,6 @@ AST_OVERRIDES = (
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.num_dev_episodes=2",
 )
-SERVICE_TRAINERS = tuple(one for one in TrainerType if one.startswith(("self_", "remote_")))
 SERVICE_OVERRIDES = (
     "training.num_episodes_per_experience=4",
     "training.minibatch_size=8",
@@ -54,7 +53,7 @@ def short_experiment(
         overrides = [*AST_OVERRIDES, length, *MORE.get(trainer, ()), *more]
         scenario = write_scenario(folder)
         return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
-    if trainer in SERVICE_TRAINERS:
+    if trainer.startswith(("self_", "remote_")):
         length = f"training.num_iterations={num_iterations}"
         return resolve_experiment(trainer=trainer, overrides=[*SERVICE_OVERRIDES, length, *more])
     if trainer.startswith("pure_text_"):

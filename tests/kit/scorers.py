@@ -11,6 +11,7 @@ from tests.kit.tiny import CPU
 
 AnyScorer = TypeVar("AnyScorer", bound=Scorer)
 HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
+"""Messages before a rated text."""
 
 
 def scorer_on_cpu(

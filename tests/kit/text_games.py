@@ -75,6 +75,7 @@ class FakeChatModel(ChatModel):
 
     script: Script
     name: str = "fake"
+    tokens_per_answer: int = 1
     requests: list[ChatRequest] = field(default_factory=list)
     most_in_flight: int = 0
     _in_flight: int = 0
@@ -91,7 +92,7 @@ class FakeChatModel(ChatModel):
         self._in_flight -= 1
         said = [self.script(request, number) for number in range(request.num_samples)]
         samples = tuple(ChatAnswer(one) if isinstance(one, str) else one for one in said)
-        return ChatOutcome(samples, ChatUsage(10, len(samples)))
+        return ChatOutcome(samples, ChatUsage(10, self.tokens_per_answer * len(samples)))
 
 
 @dataclass
@@ -137,13 +138,6 @@ class FakeFineTuning(FineTuningService):
         raise NotImplementedError
 
 
-def build_protocol(name: str, **groups: Any) -> Any:
-    """The handler of a protocol."""
-    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
-    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
-    return build_protocol_handler(HyperParameters.with_sections(sections).from_dict(values))
-
-
 def build_text_game(
     name: str,
     folder: Path,
@@ -153,7 +147,10 @@ def build_text_game(
     **groups: Any,
 ) -> TextGame:
     """A game with the prompts above; `groups` are values of the hyper-parameters."""
-    protocol = build_protocol(name, **groups)
+    sections = {name: PROTOCOL_HANDLERS.get(name).Parameters}
+    values = {"trainer": "none", "scenario": "none", "interaction_protocol": name} | groups
+    hyper_params = HyperParameters.with_sections(sections).from_dict(values)
+    protocol: Any = build_protocol_handler(hyper_params)
     for file, text in prompts.items():
         (folder / file).write_text(text, encoding="utf-8")
     agents = protocol.agent_names
@@ -213,16 +210,9 @@ def build_text_parts(
     service: FakeFineTuning | None = None,
     groups: Mapping[str, Any] = {},
 ) -> TextParts:
-    """An instance of twelve claims.
+    """An instance of twelve claims, and hyper-parameters with values of `groups`.
 
-    Parameters
-    ----------
-    script : callable
-        Returns a model's script by its name; "base" is the initial model.
-    agents : Mapping
-        Parameters of agents, by name.
-    groups : Mapping
-        Values of the hyper-parameters.
+    `script` returns a model's script by its name; "base" is the initial model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     read = (trainer, *TRAINERS.get(trainer).sections_of_others)
@@ -231,23 +221,11 @@ def build_text_parts(
         **{name: TRAINERS.get(name).Parameters for name in read},
     }
     values = {"trainer": trainer, "scenario": "none", "interaction_protocol": protocol}
-    small = {
-        "text_rl": {
-            "num_iterations": 2,
-            "rollouts_per_iteration": 6,
-            "min_fine_tune_examples": 1,
-        }
-    }
-    merged = {
-        name: {**small.get(name, {}), **value} if isinstance(value, Mapping) else value
-        for name, value in (small | dict(groups)).items()
-    }
-    hyper_params = HyperParameters.with_sections(sections).from_dict(values | merged)
-    game = build_text_game(
-        protocol,
-        folder,
-        **{name: one for name, one in merged.items() if name in (protocol, "protocol_common")},
-    )
+    small = {"num_iterations": 2, "rollouts_per_iteration": 6, "min_fine_tune_examples": 1}
+    groups = {**groups, "text_rl": small | groups.get("text_rl", {})}
+    hyper_params = HyperParameters.with_sections(sections).from_dict(values | groups)
+    of_game = {name: groups[name] for name in (protocol, "protocol_common") if name in groups}
+    game = build_text_game(protocol, folder, **of_game)
     models: dict[str, FakeChatModel] = {}
 
     def open_model(name: str | None) -> FakeChatModel:
@@ -288,14 +266,9 @@ def build_text_trainer(
     parts: TextParts, run_directory: RunDirectory | None = None, **settings: Any
 ) -> PureTextRlTrainer:
     """The trainer that the hyper-parameters name."""
-    chosen = ExperimentSettings(
-        progress=False,
-        run_directory=run_directory,
-        **settings,
-    )
+    chosen = ExperimentSettings(progress=False, run_directory=run_directory, **settings)
     cls = TRAINERS.get(parts.hyper_params.trainer)
     trainer = cls(parts.hyper_params, parts.instance, chosen)
-    assert isinstance(trainer, PureTextRlTrainer)
     if run_directory is not None:
         trainer.tracker = LocalTracker(run_directory)
     return trainer

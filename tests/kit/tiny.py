@@ -235,10 +235,7 @@ def scenario_section(root: Path, **changes: object) -> dict[str, object]:
         (root / f"{split}.txt").write_text("\n".join(lines) + "\n")
 
     def agent(path: Path) -> dict[str, object]:
-        return {
-            "language_model": {"_type": "huggingface", "model": str(path)},
-            "max_new_tokens": 6,
-        }
+        return {"language_model": {"_type": "huggingface", "model": str(path)}, "max_new_tokens": 6}
 
     section: dict[str, object] = {
         "attacker": agent(attacker),
@@ -255,12 +252,8 @@ def scenario_section(root: Path, **changes: object) -> dict[str, object]:
 def write_scenario(root: Path, **changes: object) -> Path:
     """Write a scenario of tiny models below `root` and return its folder."""
     section = scenario_section(root, **changes)
-    training = {
-        "lr": 3e-3,
-        "minibatch_size": 4,
-        "num_iterations": 6,
-        "num_episodes_per_experience": 3,
-    }
+    training = {"lr": 3e-3, "minibatch_size": 4, "num_iterations": 6}
+    training["num_episodes_per_experience"] = 3
     text = yaml.safe_dump({"kind": "ast_chat", "training": training, "ast_chat": section})
     (root / "scenario.yaml").write_text(text)
     return root

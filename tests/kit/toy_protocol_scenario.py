@@ -30,7 +30,6 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     mlp,
     round_one_hot,
 )
-from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
 from nip_astra.trainers.registry import TRAINERS
@@ -224,13 +223,6 @@ def toy_hyper_params(
     return HyperParameters.with_sections(sections).from_dict(values)
 
 
-def toy_instance(hyper_params: HyperParameters, trainer_type: str = "rl") -> ScenarioInstance:
-    """Build the components; the kind must be registered."""
-    return build_scenario_instance(
-        hyper_params, ExperimentSettings(), kind=KIND, trainer_type=trainer_type
-    )
-
-
 def toy_trainer(
     trainer: str = "vanilla_ppo",
     *,
@@ -242,4 +234,7 @@ def toy_trainer(
     cls = trainer_class or TRAINERS.get(trainer)
     hyper_params = toy_hyper_params(trainer, cls, **more)
     settings = settings or ExperimentSettings(progress=False)
-    return cls(hyper_params, toy_instance(hyper_params, cls.trainer_type), settings)
+    instance = build_scenario_instance(
+        hyper_params, ExperimentSettings(), kind=KIND, trainer_type=cls.trainer_type
+    )
+    return cls(hyper_params, instance, settings)

@@ -79,8 +79,6 @@ class _Inner:
 
 
 class LLM:
-    """An engine in this process."""
-
     started: list[LLM] = []
 
     def __init__(self, model: str, **given: Any) -> None:
@@ -215,7 +213,6 @@ def _draw(logits: torch.Tensor, params: SamplingParams, step: int, generator: An
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace vLLM by the fake."""
     vllm, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
     monkeypatch.setattr(LLM, "started", [])
     vllm.LLM, vllm.SamplingParams, request.LoRARequest = (  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment
-from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.documents import ROOT
 from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.tiny import load_backend
@@ -56,15 +54,11 @@ class Wrapped(TokenModel):
 
 
 class Samples(Wrapped, TokenSampler):
-    """Only samples tokens, like a completions server."""
-
     def generate(self, contexts, rows_per_context, uniforms_BT, options) -> Generation:
         return self.inner.generate(contexts, rows_per_context, uniforms_BT, options)
 
 
 class Scores(Wrapped, TokenScorer):
-    """Only scores tokens."""
-
     def logprobs(self, context_BC, context_mask_BC, ids_BT, mask_BT) -> Tensor:
         return self.inner.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
 
@@ -74,15 +68,12 @@ class SamplesAndScores(Samples, Scores):
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    with plugins_forgotten_after():
-        for name, cls in {"samples": Samples, "scores": Scores, "both": SamplesAndScores}.items():
-            register_language_model(name)(cls)
-        yield
+def _registered(no_plugins_left: None) -> None:
+    for name, cls in {"samples": Samples, "scores": Scores, "both": SamplesAndScores}.items():
+        register_language_model(name)(cls)
 
 
 def experiment(scenario: Path, role: str, backend: str, *more: str) -> ResolvedExperiment:
-    """An experiment in which a role's backend has few abilities."""
     model = json.dumps({"_type": backend, "model": str(scenario / role)})
     given = (*FAST, "training.num_iterations=1", f"ast_chat.{role}.language_model={model}")
     return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=[*given, *more])

@@ -15,6 +15,7 @@ from nip_astra.language_models.fine_tuning import (
     TrainingText,
     token_rows,
 )
+from nip_astra.language_models.services.fine_tuning import FineTuningOptions
 from tests.kit.tiny import make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
@@ -27,24 +28,12 @@ PREFERRED = [
 
 
 def make_plan(model: Path) -> FineTuningPlan:
-    return FineTuningPlan(
-        method="supervised",
-        source=str(model),
-        num_epochs=8,
-        batch_size=2,
-        lr_multiplier=10.0,
-        beta=0.1,
-        nll_weight=0.0,
-        freeze_embeddings=False,
-        lr_schedule="linear",
-        truncate_prompts=False,
-        seed=3,
-        lora_rank=8,
-        lora_alpha=16.0,
-        start_from=None,
-        device="cpu",
-        num_threads=1,
-    )
+    options = FineTuningOptions(num_epochs=8, batch_size=2, lr_multiplier=10.0, beta=0.1, seed=3)
+    # Of a plan stored before these options.
+    options = replace(options, nll_weight=0.0, freeze_embeddings=False)
+    lora = {"lora_rank": 8, "lora_alpha": 16.0, "start_from": None}
+    where = {"source": str(model), "device": "cpu", "num_threads": 1}
+    return FineTuningPlan(**options.resolved(), **lora, **where)
 
 
 @pytest.fixture
@@ -52,16 +41,14 @@ def plan(tiny_model_dir: Path) -> FineTuningPlan:
     return make_plan(tiny_model_dir)
 
 
-def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
-    """Train a model in this process and write the result, like a job."""
-    tuning = FineTuning(plan, texts)
-    for _ in tuning.run():
-        pass
-    tuning.save(folder)
-
-
 def losses(tuning: FineTuning) -> list[float]:
     return [report.metrics["loss"] for report in tuning.run()]
+
+
+def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> None:
+    tuning = FineTuning(plan, texts)
+    losses(tuning)
+    tuning.save(folder)
 
 
 def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,21 +152,15 @@ def test_a_hub_out_of_reach_is_noticed_before_the_hub_tries_for_a_minute(
     import huggingface_hub
     from huggingface_hub import constants
 
-    def refuse(*_: Any) -> None:
-        raise OSError("no route")
-
+    cached = "config.json" if is_cached else None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(sources, "getproxies", dict)
-    monkeypatch.setattr("socket.create_connection", refuse)
-    cached = "config.json" if is_cached else None
+    monkeypatch.setattr(sources, "_hub_problem", cache(sources._hub_problem.__wrapped__))
+    monkeypatch.setattr("socket.create_connection", Mock(side_effect=OSError("no route")))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: cached)
-    sources._hub_problem.cache_clear()
-    try:
-        if is_cached:
-            assert sources.resolve_model("owner/model", None) == ("owner/model", None)
-        else:
-            with pytest.raises(ModelLoadError, match="no route"):
-                sources.resolve_model("owner/model", None)
-        assert constants.HF_HUB_OFFLINE is is_cached
-    finally:
-        sources._hub_problem.cache_clear()
+    if is_cached:
+        assert sources.resolve_model("owner/model", None) == ("owner/model", None)
+    else:
+        with pytest.raises(ModelLoadError, match="no route"):
+            sources.resolve_model("owner/model", None)
+    assert constants.HF_HUB_OFFLINE is is_cached

@@ -360,6 +360,10 @@ def test_a_config_without_a_vocabulary_is_refused(
 class RayHere:
     """A stand-in for Ray, whose actors are objects of this process and can be replaced."""
 
+    exceptions = SimpleNamespace(
+        RayTaskError=ValueError, GetTimeoutError=TimeoutError, RayError=OSError
+    )
+
     def __init__(self) -> None:
         self.values: list[object] = []
         self.actors: list[_ActorHere] = []
@@ -368,8 +372,9 @@ class RayHere:
         self.values.append(value)
         return len(self.values) - 1
 
-    def get(self, reference: int) -> object:
-        return self.values[reference]
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
+        is_value = isinstance(reference, int)
+        return self.values[reference] if is_value else [call() for call in reference]
 
     def remote(self, **options: Any) -> Any:
         def start(kind: type, *given: Any) -> _ActorHere:
@@ -394,7 +399,6 @@ class _ActorHere:
 def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
     ray = RayHere()
     monkeypatch.setattr(remote_engines, "open_ray", lambda: ray)
-    monkeypatch.setattr(remote_engines, "results_of", lambda _, calls: [call() for call in calls])
     monkeypatch.setitem(sys.modules, "ray", ray)
     return ray
 

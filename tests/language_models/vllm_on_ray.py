@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.distributed.launch import rank_of_process
+from nip_astra.distributed.team import open_team
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import Turns, pad_left, pad_right
 from nip_astra.language_models.vllm import VllmSession
-from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment
 from tests.kit.tiny import CPU, load_backend, make_language_model, write_scenario
 
 FAST = (
@@ -32,22 +34,15 @@ FAST = (
 
 
 def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) -> None:
-    """Make models, train, and print the log."""
-    rank = rank_of_process()
     # Equal in all processes.
-    folder = runs_dir / f"files_{rank}"
+    folder = runs_dir / f"files_{rank_of_process()}"
     folder.mkdir(parents=True)
     scenario = write_scenario(folder)
     # The attention kernel for CPUs requires heads of at least 32.
     model = make_language_model(folder / "sampled", seed=1, head_size=32)
-    engine = {
-        "_type": "vllm",
-        "model": str(model),
-        "dtype": "float32",
-        "decode_graphs": "never",
-        # Share of the machine's memory, as there is no GPU.
-        "gpu_memory_utilization": 0.05,
-    }
+    engine = {"_type": "vllm", "model": str(model), "dtype": "float32", "decode_graphs": "never"}
+    # Share of the machine's memory, as there is no GPU.
+    engine["gpu_memory_utilization"] = 0.05
     if num_engines != "0":
         engine |= {"num_engines": int(num_engines), "gpus_per_engine": 0}
     lora = {} if kind == "full" else {"lora": {"rank": 8}}
@@ -61,28 +56,18 @@ def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) 
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *given]
     )
-    if kind == "own":
-        run_with_own_engine(resolved, model)
-        return
-    settings = {"runs_dir": str(runs_dir), "run_id": "one", "progress": False}
-    if store is not None:
-        settings |= {"process_store": store, "sharding": "fsdp"}
-    run = run_experiment(resolved, **settings)
-    if rank == 0:
-        print((run.run_directory.path / "metrics.jsonl").read_text())
-
-
-def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
-    """Train, and compare the target engine's scores of probes."""
-    trainer: Any = prepare_experiment(resolved, progress=False).trainer
-    attacker, target = (trainer.sampler.attacker, trainer.sampler.target)
-    assert attacker.language_model.engine is not target.language_model.engine
     gaps: list[float] = []
-    compared = compared_generate(folder, gaps)
-    VllmSession.generate = compared  # type: ignore[method-assign]
-    trainer.tracker.log_metrics = lambda metrics, step: print(json.dumps(metrics))
-    trainer.train()
-    print(json.dumps({"num_compared": len(gaps), "largest_gap": max(gaps)}))
+    with open_team(CPU, store) as team:
+        settings = ExperimentSettings(progress=False, sharding="none" if store is None else "fsdp")
+        trainer: Any = prepare_experiment(resolved, settings, team=team).trainer
+        trainer.tracker.log_metrics = lambda metrics, step: print(json.dumps(metrics))
+        if kind == "own":
+            attacker, target = trainer.sampler.attacker, trainer.sampler.target
+            assert attacker.language_model.engine is not target.language_model.engine
+            VllmSession.generate = compared_generate(model, gaps)  # type: ignore[method-assign]
+        trainer.train()
+    if gaps:
+        print(json.dumps({"num_compared": len(gaps), "largest_gap": max(gaps)}))
 
 
 def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from nip_astra.message_regressors.base import build_message_regressor
-from nip_astra.parameters.trainers import MESSAGE_REGRESSORS, MessageRegressionParameters
+from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
 
 KINDS = MESSAGE_REGRESSORS.names()
 
@@ -77,10 +77,3 @@ def test_the_linear_fit_is_the_minimum_of_its_loss() -> None:
     weight = result[0].item()
     assert result[1].item() == pytest.approx(-weight, abs=1e-6)
     assert 4 / (1 + 2.718281828459045**-weight) - 3 + weight == pytest.approx(0, abs=1e-5)
-
-
-def test_the_kind_is_chosen_by_its_type_and_none_fits_nothing() -> None:
-    assert MessageRegressionParameters().regressor is None
-    chosen = MessageRegressionParameters.from_dict({"regressor": {"_type": "mlp", "d_hidden": 8}})
-    assert chosen.regressor.type_name == "mlp"  # type: ignore[attr-defined]
-    assert MessageRegressionParameters.from_dict(chosen.to_dict()) == chosen

@@ -34,9 +34,7 @@ class Circle(Shape):
         """A circle."""
 
         radius: float = Field(gt=0)
-        """Metres."""
         num_segments: int = 32
-        """Corners of its drawing."""
 
 
 @register_shape("ring")
@@ -53,20 +51,12 @@ ShapeParameters = polymorphic(SHAPES.get, Shape.Parameters)
 
 
 class Paint(SubParameters):
-    """How it is painted."""
-
     gloss: float = Field(default=0.5, ge=0, le=1)
-    """Share of light that it throws back."""
     layers: int = Field(default=1, ge=1, lt=10)
-    """Coats."""
     colour: Literal["red", "green", "blue"] = "red"
-    """Colour."""
     is_dry: bool = True
-    """Whether it may be touched."""
     thinner: float | None = Field(default=None, gt=0)
-    """Litres; null for none."""
     label: str = ""
-    """Text on it."""
 
     @field_validator("label")
     @classmethod
@@ -77,23 +67,12 @@ class Paint(SubParameters):
 
 
 class Drawing(SubParameters):
-    """A drawing."""
-
     shape: ShapeParameters  # type: ignore[valid-type]
-    """The main shape."""
     more: list[ShapeParameters] = []  # type: ignore[valid-type]
-    """Other shapes."""
     ghost: ShapeParameters | None = None  # type: ignore[valid-type]
-    """A shape or null."""
     wheel: Circle.Parameters | None = None
-    """A circle and nothing else."""
     paint: Paint = Paint()
-    """How it is painted."""
     coats: list[Paint] = []
-    """Paints over it."""
     names: str | list[str] = "nobody"
-    """One name, or several."""
     sizes: dict[str, float] = {}
-    """Metres by name."""
     title: str = "untitled"
-    """What it is called."""

@@ -25,15 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installation with the scenario `pond` and presets of the trainer `swim`."""
-    package = tmp_path / "site" / "nip_astra"
-    package.mkdir(parents=True)
+    site = tmp_path / "site"
     for path in ("scenarios/pond/scenario.yaml", "parameters/swim/default.yaml"):
-        write(tmp_path / "site" / path)
-    write(tmp_path / "site" / "parameters" / "swim" / "pond.yaml")
-    monkeypatch.setattr(content, "_PACKAGE_DIR", package)
-    (tmp_path / "work").mkdir()
+        write(site / path)
+    write(site / "parameters" / "swim" / "pond.yaml")
+    for folder in (site / "nip_astra", tmp_path / "work"):
+        folder.mkdir()
+    monkeypatch.setattr(content, "_PACKAGE_DIR", site / "nip_astra")
     monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "site"
+    return site
 
 
 def write(path: Path) -> Path:
@@ -46,10 +46,7 @@ def test_a_checkout_s_folders_are_used() -> None:
     assert content_root() == ROOT
     assert DEFAULT_SCENARIO in scenario_names()
     assert find_scenario(DEFAULT_SCENARIO) == ROOT / "scenarios" / DEFAULT_SCENARIO
-    folders = [folder for folder in (ROOT / "parameters").iterdir() if folder.is_dir()]
-    assert folders
-    for folder in folders:
-        assert preset_path(folder.name, None) == folder / "default.yaml"
+    assert preset_path("ast_dpo", None) == ROOT / "parameters" / "ast_dpo" / "default.yaml"
 
 
 def test_a_wheel_s_folders_inside_the_package_come_first(
@@ -128,15 +125,10 @@ def test_an_existing_file_or_a_name_like_a_path_is_a_path_and_all_else_a_hub_id(
     house: Path,
 ) -> None:
     write(Path("data/prompts.txt"))
-    for reference, path in (
-        ("data/prompts.txt", Path("data/prompts.txt")),
-        ("./nope", Path("nope")),
-        ("nope.gguf", Path("nope.gguf")),
-        ("/no/where", Path("/no/where")),
-        ("~/x", Path.home() / "x"),
-        ("org/model", "org/model"),
-    ):
-        assert resolve_reference(reference, None) == path
+    for reference in ("data/prompts.txt", "./nope", "nope.gguf", "/no/where"):
+        assert resolve_reference(reference, None) == Path(reference)
+    assert resolve_reference("~/x", None) == Path.home() / "x"
+    assert resolve_reference("org/model", None) == "org/model"
     with pytest.raises(ConfigurationError) as caught:
         resolve_reference("s3://bucket/x", None)
     assert says(caught.value, "s3://", "'s3://bucket/x'", "scenario://, package://")

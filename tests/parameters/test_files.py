@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
 from nip_astra.parameters.files import (
     Layer,
     flatten,
@@ -18,7 +19,7 @@ from nip_astra.parameters.files import (
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.resolving.resolution import validate_layers
+from nip_astra.resolving.resolution import ResolvedParameters, validate_layers
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
 from tests.parameters.groups import Drawing, Paint
@@ -38,12 +39,6 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write_file
-
-
-def error_of(action: Callable[[], object]) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        action()
-    return str(caught.value)
 
 
 def test_numbers_in_files_are_numbers(write: Write) -> None:
@@ -88,10 +83,11 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(
     for name, text in files.items():
         write(name, text)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    top = tmp_path / "top.yaml"
-    assert says(error_of(lambda: read_yaml_layers(top, source="preset")).replace("'", ""), *facts)
-    for path in (tmp_path / "bytes.yaml", tmp_path):
-        assert says(error_of(lambda path=path: read_yaml_layers(path, source="a")), path)  # type: ignore[misc]
+    bytes_, top = tmp_path / "bytes.yaml", tmp_path / "top.yaml"
+    for path, expected in ((top, facts), (bytes_, [bytes_]), (tmp_path, [tmp_path])):
+        with pytest.raises(ConfigurationError) as caught:
+            read_yaml_layers(path, source="preset")
+        assert says(str(caught.value).replace("'", ""), *expected)
 
 
 def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
@@ -107,29 +103,40 @@ def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
 
 
 def test_all_wrong_assignments_are_reported_at_once() -> None:
+    wrong = {"training.lr": "training.lr", "=3": "=3", "a..b": "a..b=1", "a": "a=["}
     with pytest.raises(ParameterError) as caught:
-        parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])
-    assert [(fault.path, fault.given) for fault in caught.value.faults] == [
-        ("training.lr", "'training.lr'"),
-        ("=3", "'=3'"),
-        ("a..b", "'a..b=1'"),
-        ("a", "'a=['"),
-    ]
+        parse_overrides([*wrong.values(), "seed=1"])
+    faults = {fault.path: fault.given for fault in caught.value.faults}
+    assert faults == {path: repr(given) for path, given in wrong.items()}
+
+
+# ---- layers
+
+
+def validated(
+    model: type[HyperParameters], *layers: dict[str, Any], by: Sequence[str] = ()
+) -> ResolvedParameters:
+    """The parameters of layers with the sources "file 0", "file 1" and so on, and of overrides."""
+    files = [Layer(f"file {number}", values) for number, values in enumerate(layers)]
+    return validate_layers([BASE, *files, parse_overrides(by)], model)
+
+
+def faults_of(
+    model: type[HyperParameters], *layers: dict[str, Any], by: Sequence[str] = ()
+) -> dict[str, ParameterFault]:
+    with pytest.raises(ParameterError) as caught:
+        validated(model, *layers, by=by)
+    return {fault.path: fault for fault in caught.value.faults}
 
 
 def test_a_later_layer_wins_value_by_value() -> None:
-    layers = [
-        BASE,
-        Layer("one", {"paint": {"gloss": 0.1, "layers": 2}, "seed": 1}),
-        Layer("two", {"paint": {"gloss": 0.9}}),
-        parse_overrides(["training.lr=1e-3"]),
-    ]
-    hyper_params, sources, _ = validate_layers(layers, MODEL)
+    first, second = {"paint": {"gloss": 0.1, "layers": 2}, "seed": 1}, {"paint": {"gloss": 0.9}}
+    hyper_params, sources, _ = validated(MODEL, first, second, by=["training.lr=1e-3"])
     assert (hyper_params.get("paint.gloss"), hyper_params.get("paint.layers")) == (0.9, 2)
     assert hyper_params.training.lr == 1e-3
-    expected = {"paint.gloss": "two", "paint.layers": "one", "seed": "one", "training.lr": "--set"}
-    expected |= {"paint.colour": "default", "training.minibatch_size": "default"}
-    assert sources.items() >= (expected | {"trainer": "base.yaml"}).items()
+    expected = {"paint.gloss": "file 1", "paint.layers": "file 0", "seed": "file 0"}
+    expected |= {"paint.colour": "default", "training.lr": "--set", "trainer": "base.yaml"}
+    assert sources.items() >= expected.items()
     # Every value has a source.
     assert set(sources) == dict(flatten(hyper_params.to_dict())).keys()
 
@@ -143,15 +150,10 @@ def test_an_element_of_a_list_is_changed_by_its_number() -> None:
     values, sources = merge_layers([file, later])
     assert values["more"] == [{"_type": "ring", "a": 2}, {"_type": "ring", "radius": 5}]
     assert values["sizes"] == [[1, 7], [3]]
-    assert sources["more"] == "file, --set"
-    assert sources["more.1.radius"] == "--set"
+    assert (sources["more"], sources["more.1.radius"]) == ("file, --set", "--set")
     assert file.values["more"] == LIST["more"], "layers stay as they are"
-    whole = Layer("whole", {"more": []})
-    assert merge_layers([file, later, whole])[1] == {
-        "more": "whole",
-        "sizes": "file, --set",
-        "sizes.0.1": "--set",
-    }
+    sources = merge_layers([file, later, Layer("whole", {"more": []})])[1]
+    assert sources == {"more": "whole", "sizes": "file, --set", "sizes.0.1": "--set"}
 
 
 def test_an_element_beyond_the_end_is_reported_with_the_valid_range() -> None:
@@ -174,104 +176,75 @@ class Listed(HyperParameters):
 
 
 def test_elements_of_a_default_are_changed_too() -> None:
-    base = Layer("file", {"trainer": "a", "scenario": "b"})
-    result = validate_layers([base, parse_overrides(["rows.1.width=3"])], Listed)
+    result = validated(Listed, by=["rows.1.width=3"])
     assert [row.width for row in result.hyper_params.rows] == [1, 3]
     assert result.sources["rows"] == "default, --set"
-    with pytest.raises(ParameterError) as caught:
-        validate_layers([base, parse_overrides(["rows.2.width=3"])], Listed)
-    assert caught.value.faults[0].path == "rows.2"
-    with pytest.raises(ParameterError) as caught:
-        validate_layers([base, parse_overrides(["more.0=3"])], Listed)
-    assert says(caught.value.faults[0], "more: ", '{"0": 3}', "--set", "whole list")
+    assert list(faults_of(Listed, by=["rows.2.width=3"])) == ["rows.2"]
+    (fault,) = faults_of(Listed, by=["more.0=3"]).values()
+    assert says(fault, "more: ", '{"0": 3}', "--set", "whole list")
 
 
 def test_another_type_replaces_a_polymorphic_part_as_a_whole() -> None:
     drawing = {"drawing": {"shape": {"_type": "circle", "radius": 2.0, "num_segments": 7}}}
-    blob = validate_layers(
-        [BASE, Layer("one", drawing), parse_overrides(["drawing.shape._type=blob"])], DRAWING
-    )
+    blob = validated(DRAWING, drawing, by=["drawing.shape._type=blob"])
     assert blob.hyper_params.get("drawing").to_dict()["shape"] == {"_type": "blob"}
     assert blob.sources["drawing.shape._type"] == "--set"
-    same = validate_layers(
-        [BASE, Layer("one", drawing), parse_overrides(["drawing.shape.radius=3"])], DRAWING
-    )
+    same = validated(DRAWING, drawing, by=["drawing.shape.radius=3"])
     assert same.hyper_params.get("drawing.shape.num_segments") == 7
 
 
 def test_null_takes_a_part_away_together_with_the_sources_of_its_values() -> None:
     wheel = {"shape": {"_type": "blob"}, "wheel": {"radius": 1.0, "num_segments": 3}}
-    layers = [BASE, Layer("one", {"drawing": wheel}), parse_overrides(["drawing.wheel=null"])]
-    gone = validate_layers(layers, DRAWING)
+    gone = validated(DRAWING, {"drawing": wheel}, by=["drawing.wheel=null"])
     assert gone.hyper_params.get("drawing.wheel") is None
     assert gone.sources["drawing.wheel"] == "--set"
-    back = validate_layers([*layers, Layer("two", {"drawing": {"wheel": {"radius": 2}}})], DRAWING)
+    none, again = {"drawing": {"wheel": None}}, {"drawing": {"wheel": {"radius": 2}}}
+    back = validated(DRAWING, {"drawing": wheel}, none, again)
     assert back.hyper_params.get("drawing.wheel.num_segments") == 32
     assert back.sources["drawing.wheel.num_segments"] == "default"
-    assert back.sources["drawing.wheel.radius"] == "two"
+    assert back.sources["drawing.wheel.radius"] == "file 2"
 
 
 def test_all_faults_of_all_layers_are_reported_at_once_with_their_sources() -> None:
-    layers = [
-        BASE,
-        Layer("a.yaml", {"training": {"lr": "1e-5", "batch_sise": 4}}),
-        parse_overrides(["paint.gloss=2", "lr=1", "sead=1", "seed=null"]),
-    ]
-    with pytest.raises(ParameterError) as caught:
-        validate_layers(layers, MODEL)
-    assert {(item.path, item.given, item.source) for item in caught.value.faults} == {
-        ("training.lr", '"1e-5"', "a.yaml"),
-        ("training.batch_sise", "4", "a.yaml"),
-        *((path, given, "--set") for path, given in (("paint.gloss", "2"), ("lr", "1"))),
-        *((path, given, "--set") for path, given in (("sead", "1"), ("seed", "null"))),
+    wrong = {"training": {"lr": "1e-5", "batch_sise": 4}}
+    faults = faults_of(MODEL, wrong, by=["paint.gloss=2", "lr=1", "sead=1", "seed=null"])
+    of_set = {"paint.gloss": "2", "lr": "1", "sead": "1", "seed": "null"}
+    assert {path: (fault.given, fault.source) for path, fault in faults.items()} == {
+        "training.lr": ('"1e-5"', "file 0"),
+        "training.batch_sise": ("4", "file 0"),
+        **{path: (given, "--set") for path, given in of_set.items()},
     }
-    hints = {item.path: item.suggestion for item in caught.value.faults}
-    assert says(hints["lr"], "'training.lr'", "'rl.lr'")
-    assert says(hints["training.batch_sise"], "'training.minibatch_size'")
+    assert says(faults["lr"].suggestion, "'training.lr'", "'rl.lr'")
+    assert says(faults["training.batch_sise"].suggestion, "'training.minibatch_size'")
 
 
 def test_a_parameter_may_refer_to_another_of_any_layer() -> None:
-    layers = [
-        BASE,
-        Layer("a.yaml", {"training": {"num_warmup_steps": "${training.minibatch_size}"}}),
-        parse_overrides(["training.minibatch_size=12"]),
-    ]
-    resolved = validate_layers(layers, MODEL)
+    values = {"training": {"num_warmup_steps": "${training.minibatch_size}"}}
+    resolved = validated(MODEL, values, by=["training.minibatch_size=12"])
     assert resolved.hyper_params.training.num_warmup_steps == 12
-    assert resolved.sources["training.num_warmup_steps"] == "a.yaml"
-    unresolved, _ = merge_layers(layers[:2], resolve=False)
-    assert unresolved["training"] == {"num_warmup_steps": "${training.minibatch_size}"}
-    dangling = [BASE, parse_overrides(["paint.gloss=${paint.shine}"])]
-    message = error_of(lambda: validate_layers(dangling, MODEL))
-    assert says(message, "paint.gloss (from --set)", "'paint.shine'", "${", "\\${")
+    assert resolved.sources["training.num_warmup_steps"] == "file 0"
+    assert merge_layers([Layer("a", values)], resolve=False)[0] == values
+    with pytest.raises(ConfigurationError) as caught:
+        validated(MODEL, by=["paint.gloss=${paint.shine}"])
+    assert says(caught.value, "paint.gloss (from --set)", "'paint.shine'", "${", "\\${")
 
 
 def test_a_value_that_a_file_leaves_open_must_be_given() -> None:
-    layers = [BASE, Layer("a.yaml", {"paint": {"label": "???", "gloss": "???"}, "seed": -1})]
-    with pytest.raises(ParameterError) as caught:
-        validate_layers(layers, MODEL)
-    assert [(item.path, item.given, item.source) for item in caught.value.faults] == [
-        ("paint.label", "'???'", "a.yaml"),
-        ("paint.gloss", "'???'", "a.yaml"),
-        ("seed", "-1", "a.yaml"),
-    ]
-    assert says(caught.value.faults[0].suggestion, "--set paint.label=VALUE")
-    given = parse_overrides(["paint.label=x", "paint.gloss=0", "seed=1"])
-    assert validate_layers([*layers, given], MODEL).hyper_params.get("paint.label") == "x"
-    only_open = [BASE, Layer("a.yaml", {"paint": {"label": "???"}})]
-    assert "paint.label: " in error_of(lambda: validate_layers(only_open, MODEL))
+    values = {"paint": {"label": "???", "gloss": "???"}, "seed": -1}
+    faults = faults_of(MODEL, values)
+    expected = {"paint.label": "'???'", "paint.gloss": "'???'", "seed": "-1"}
+    assert {path: fault.given for path, fault in faults.items()} == expected
+    assert {fault.source for fault in faults.values()} == {"file 0"}
+    assert says(faults["paint.label"].suggestion, "--set paint.label=VALUE")
+    given = validated(MODEL, values, by=["paint.label=x", "paint.gloss=0", "seed=1"])
+    assert given.hyper_params.get("paint.label") == "x"
+    assert list(faults_of(MODEL, {"paint": {"label": "???"}})) == ["paint.label"]
 
 
 def test_a_resolved_file_in_a_run_directory_gives_equal_parameters(tmp_path: Path) -> None:
-    values = {
-        "drawing": {
-            "shape": {"_type": "ring", "radius": 1e-7},
-            "names": ["1e-5", "null", "${x}", "yes", "010", "a: b", "\\d+\n"],
-            "title": "12:30",
-        },
-        "training": {"lr": 1e-5},
-        "custom_trainer_module_path": "~/x.py",
-    }
+    names = ["1e-5", "null", "${x}", "yes", "010", "a: b", "\\d+\n"]
+    drawing = {"shape": {"_type": "ring", "radius": 1e-7}, "names": names, "title": "12:30"}
+    values = {"drawing": drawing, "training": {"lr": 1e-5}, "custom_trainer_module_path": "~/x.py"}
     params = DRAWING.from_dict(BASE.values | values)
     directory = RunDirectory.create(tmp_path, "run")
     path = directory.write_yaml("hyper_parameters.yaml", params.to_dict())

@@ -48,13 +48,8 @@ def test_equal_sections_give_the_same_class_in_any_order() -> None:
 
 
 def test_written_and_copied_parameters_are_equal() -> None:
-    values = {
-        "training": {"lr": 1e-5, "max_grad_norm": None},
-        "drawing": {"shape": {"_type": "ring", "radius": 1e-7}, "names": ["a"]},
-        "plugins": ["x.py"],
-    }
-    params = MODEL.from_dict(BASE | values)
-    # PyYAML reads 1e-05 as text, but writes it as 1.0e-05, which it reads as a number.
+    params = MODEL.from_dict(BASE | {"drawing": {"shape": {"_type": "ring", "radius": 1e-7}}})
+    # PyYAML reads 1e-07 as text, but writes it as 1.0e-07, which it reads as a number.
     assert MODEL.from_dict(yaml.safe_load(yaml.safe_dump(params.to_dict()))) == params
     for item in (params, PLAIN.from_dict(BASE)):
         unpickled = pickle.loads(pickle.dumps(item))
@@ -63,25 +58,15 @@ def test_written_and_copied_parameters_are_equal() -> None:
             assert type(other) is type(item)
 
 
-@pytest.mark.parametrize("name", ["class", "model", "model_size", "x", "T5", "import_"])
-def test_a_section_may_have_any_identifier_that_is_not_taken(name: str) -> None:
-    model = HyperParameters.with_sections({name: Paint})
-    params = model.from_dict(BASE | {name: {"layers": 2}})
-    assert getattr(params, name).layers == 2
-    assert params.to_dict()[name]["layers"] == 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("training", "seed", "get", "to_dict", "copy", "model_dump"),
-        *("my-trainer", "", "_mine", "3d"),
-    ],
-)
-def test_a_section_with_a_reserved_name_or_none_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        HyperParameters.with_sections({name: Paint})
-    assert says(caught.value, repr(name))
+def test_a_section_may_have_any_identifier_that_is_not_taken() -> None:
+    for name in ("class", "model", "model_size", "x", "T5", "import_"):
+        model = HyperParameters.with_sections({name: Paint})
+        params = model.from_dict(BASE | {name: {"layers": 2}})
+        assert getattr(params, name).layers == params.to_dict()[name]["layers"] == 2
+    taken = ("training", "seed", "get", "to_dict", "copy", "model_dump")
+    for name in (*taken, "my-trainer", "", "_mine", "3d"):
+        with pytest.raises(ConfigurationError, match=repr(name)):
+            HyperParameters.with_sections({name: Paint})
 
 
 @pytest.mark.parametrize("version", ["99.0.0", "0.999", "0.999.3", "new"])

@@ -95,13 +95,8 @@ def test_components_that_inherit_or_share_parameters_have_their_own_names() -> N
 
 def test_a_value_has_a_dotted_path() -> None:
     drawing = Drawing.from_dict(DRAWING)
-    for path, value in (
-        ("paint.layers", 2),
-        ("more.1.radius", 1.0),
-        ("names.0", "a"),
-        ("sizes.x", 1.0),
-        ("paint", drawing.paint),
-    ):
+    values = {"paint.layers": 2, "more.1.radius": 1.0, "names.0": "a", "sizes.x": 1.0}
+    for path, value in (values | {"paint": drawing.paint}).items():
         assert drawing.get(path) == value
     for path, hint in (("paint.layer", "'paint.layers'"), ("title.x", ""), ("more.7", "0, 1")):
         with pytest.raises(ParameterError) as caught:
@@ -109,24 +104,28 @@ def test_a_value_has_a_dotted_path() -> None:
         assert says(caught.value, f"{path}: ", f'"{path}"', hint)
 
 
-class Sizes(SubParameters):
-    """Whole numbers with bounds and without."""
+class Typed(SubParameters):
+    """Whole numbers with a bound and without, and an address."""
 
     free: int = 1
     own: int = Field(default=1, le=MAX_WHOLE)
     url: Url | None = None
 
 
-def test_a_whole_number_without_a_bound_of_its_own_ends_before_c_does() -> None:
-    assert Sizes(free=MAX_COUNT, own=MAX_WHOLE).own == MAX_WHOLE
-    with pytest.raises(ParameterError, match=f"free.*{MAX_COUNT:,}"):
-        Sizes(free=MAX_COUNT + 1)
+WRONG_URLS = ("", "x", "ftp://a", "http://", "http://[", "http://a:x", "http://a\0b", "http://a b")
 
 
 @pytest.mark.parametrize(
-    "url", ["", "x", "ftp://a", "http://", "http://[", "http://a:x", "http://a\0b", "http://a b"]
+    ("values", "facts"),
+    [
+        # Without a bound of its own, a whole number ends before C's does.
+        ({"free": MAX_COUNT + 1}, f"free.*{MAX_COUNT:,}"),
+        *(({"url": url}, "url") for url in WRONG_URLS),
+    ],
 )
-def test_a_text_that_is_no_address_is_refused_as_a_url(url: str) -> None:
-    assert Sizes(url="https://a.example:8000/v1").url
-    with pytest.raises(ParameterError, match="url"):
-        Sizes(url=url)
+def test_numbers_that_c_does_not_hold_and_texts_that_are_no_addresses_are_refused(
+    values: dict[str, Any], facts: str
+) -> None:
+    assert Typed(free=MAX_COUNT, own=MAX_WHOLE, url="https://a.example:8000/v1").url
+    with pytest.raises(ParameterError, match=facts):
+        Typed(**values)

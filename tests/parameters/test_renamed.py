@@ -92,8 +92,8 @@ def test_every_new_name_is_read_by_a_trainer() -> None:
 
 MOVED_VALUES = {
     "ppo": """
-        {clip_epsilon: 0.1, entropy_coef: 0.5}
-        {clip_low: 0.1, clip_high: 0.1, entropy_weight: 0.5}""",
+        {clip_epsilon: 0.1, entropy_coef: 0.5, num_runs: 4}
+        {clip_low: 0.1, clip_high: 0.1, entropy_weight: 0.5, group_size: 4}""",
     "ast_ppo": """
         {clip_range: 0.3, kl: {weight: 0.1, kind: k1}}
         {clip_low: 0.3, clip_high: 0.3, kl: {weight: 0.1, value: k1, gradient: k2}}""",
@@ -104,11 +104,8 @@ MOVED_VALUES = {
         {policy_loss: {least_ratio: 0.9, most_ratio: 1.3, dual_clip: 3.0}}
         {policy_loss: {clip_low: 0.1, clip_high: 0.3, loss_options: {dual_clip: 3.0}}}""",
     "other_trainer": """
-        {num_runs: 4, policy_loss: {kl_weight: 0.1, kl_value: k1, kl_gradient: k3}}
-        {group_size: 4, policy_loss: {kl: {weight: 0.1, value: k1, gradient: k3}}}""",
-    "third_trainer": """
-        {policy_loss: {most_mismatch: 4.0}}
-        {policy_loss: {max_mismatch: 4.0}}""",
+        {policy_loss: {kl_weight: 0.1, kl_value: k1, kl_gradient: k3, most_mismatch: 4}}
+        {policy_loss: {kl: {weight: 0.1, value: k1, gradient: k3}, max_mismatch: 4}}""",
     "remote_api_grpo": """
         {service_loss: {loss_fn: cispo, clip_low_threshold: 0.0, clip_high_threshold: 4.0}}
         {policy_loss: {loss: cispo, clip_low: 1.0, clip_high: 3.0}}""",

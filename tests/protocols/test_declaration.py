@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import DeterministicSingleVerifierProtocolHandler
@@ -87,12 +87,10 @@ def test_a_fault_names_the_attribute_and_its_value(
     assert says(caught.value, *facts)
 
 
-def test_a_missing_or_unknown_protocol_is_reported_with_the_valid_protocols() -> None:
+def test_a_missing_protocol_is_reported_with_the_valid_protocols() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build_protocol_handler(hyper_params())
     assert says(caught.value, "adp, debate", "--set interaction_protocol=")
-    with pytest.raises(UnknownNameError, match="unknown protocol handler 'nipp'"):
-        build_protocol_handler(hyper_params(interaction_protocol="nipp"))
 
 
 @pytest.mark.usefixtures("no_plugins_left")

@@ -96,8 +96,7 @@ class Play:
 PLAYS = {
     "both decide at once": Play("a", "r", 1, [[2 - 0.75], [3], [0.25], [-0.25]]),
     "the verifier decides first": Play(
-        *("acr", "cca", 1),
-        [[2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]],
+        *("acr", "cca", 1), [[2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]]
     ),
     "the adversarial verifier decides first": Play(
         *("cca", "acr", 0), [[-0.75, 0, 2], [0.5, 0, -5], [0.25, 0, 0], [-0.25, 0, 0]]

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from nip_astra.report.page import write_report
+from nip_astra.report.records import RunRecord, node_of
 
 THRESHOLD = 0.5
 ATTACK = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
@@ -163,13 +164,14 @@ def episode(
 
 def protocol_results(**changes: Any) -> dict[str, Any]:
     """The results of a finished run."""
-    after = {
-        "mean_accuracy": 0.873, "mean_accuracy_interval": [0.841, 0.9],
-        "worst_datapoint_accuracy": 0.25, "share_undecided": 0.031,
-        "mean_episode_length": 4.2, "num_episodes": 2048.0,
-        "prover/mean_episode_reward": 0.61, "verifier/mean_episode_reward": 0.72,
-        "verifier/mean_decision_entropy": 0.31,
-    }  # fmt: skip
+    after = {"mean_accuracy": 0.873, "mean_accuracy_interval": [0.841, 0.9], "num_episodes": 2048.0}
+    after |= {
+        "worst_datapoint_accuracy": 0.25,
+        "share_undecided": 0.031,
+        "mean_episode_length": 4.2,
+    }
+    after |= {"prover/mean_episode_reward": 0.61, "verifier/mean_episode_reward": 0.72}
+    after |= {"verifier/mean_decision_entropy": 0.31, "mean_episode_length": 4.2}
     before = {"mean_accuracy": 0.498, "mean_accuracy_interval": [0.46, 0.53]}
     before |= {"share_undecided": 0.2, "prover/mean_episode_reward": 0.4}
     return {
@@ -181,27 +183,22 @@ def protocol_results(**changes: Any) -> dict[str, Any]:
 
 
 def protocol_metrics(num: int = 200) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, with values that rise."""
-    rows = []
-    for step in range(1, num + 1):
-        part = 1.0 - math.exp(-3.0 * step / num) + 0.03 * math.sin(1.7 * step)
-        rows.append(
-            {
-                "step": step, "mean_accuracy": 0.5 + 0.37 * min(max(part, 0.0), 1.0),
-                "worst_datapoint_accuracy": 0.2 * part, "share_undecided": 0.2 - 0.17 * part,
-                "mean_episode_length": 2.0 + 2.2 * part, "loss": 0.7 - 0.2 * part,
-                "prover/mean_episode_reward": 0.5 + 0.1 * part,
-                "verifier/mean_episode_reward": -0.1 + 0.8 * part,
-                "prover/mean_message_entropy": 1.0 - 0.5 * part,
-                "verifier/mean_message_entropy": 1.0 - 0.1 * part,
-                "verifier/mean_decision_entropy": 1.0 - 0.7 * part,
-                "prover/residual_critic_variance": 1.0 - 0.4 * part,
-                "verifier/residual_critic_variance": 1.0 - 0.6 * part,
-                "message_regression/prover": 0.5 + 0.06 * part,
-                "message_regression/prover_baseline": 0.51,
-            }
-        )  # fmt: skip
-    return rows
+    """The lines of metrics.jsonl, with values that rise or fall from their first by a span."""
+    spans = {
+        "mean_accuracy": (0.5, 0.37), "worst_datapoint_accuracy": (0.0, 0.2),
+        "share_undecided": (0.2, -0.17), "mean_episode_length": (2.0, 2.2), "loss": (0.7, -0.2),
+        "prover/mean_episode_reward": (0.5, 0.1), "verifier/mean_episode_reward": (-0.1, 0.8),
+        "prover/mean_message_entropy": (1.0, -0.5), "verifier/mean_message_entropy": (1.0, -0.1),
+        "verifier/mean_decision_entropy": (1.0, -0.7),
+        "prover/residual_critic_variance": (1.0, -0.4),
+        "verifier/residual_critic_variance": (1.0, -0.6),
+        "message_regression/prover": (0.5, 0.06), "message_regression/prover_baseline": (0.51, 0.0),
+    }  # fmt: skip
+    parts = [1.0 - math.exp(-3.0 * step / num) for step in range(1, num + 1)]
+    return [
+        {"step": step} | {name: first + span * part for name, (first, span) in spans.items()}
+        for step, part in enumerate(parts, start=1)
+    ]
 
 
 def _write(
@@ -265,13 +262,17 @@ def write_protocol_run(
     hyper_params = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism", "seed": seed}
     hyper_params |= {"interaction_protocol": "nip", "rl": {"lr": 0.0003, **parameters}}
     if tables is None:
-        wrong = {"label": 0, "decision": 1}
-        tables = {
-            "train": [episode(0, step=1), episode(1, step=200)],
-            "evaluation": [episode(0), episode(1, **wrong), episode(2, decision=2)],
-        }
+        tables = {"train": [episode(0, step=1), episode(1, step=200)]}
+        tables["evaluation"] = [episode(0), episode(1, label=0), episode(2, decision=2)]
     own = files.get("results", protocol_results()), files.get("metrics", protocol_metrics())
     return _write(folder, hyper_params, tables, *own, 200.0)
+
+
+def run_of(**tables: list[dict[str, Any]]) -> RunRecord:
+    """A stress test as read from its directory, with tables of rows."""
+    run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
+    run.tables = {name: [node_of(one, THRESHOLD) for one in rows] for name, rows in tables.items()}
+    return run
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,16 +1,20 @@
-"""Tests of the page in a real browser."""
+"""The page in a headless Chromium, driven through its debugging pipe without a package."""
 
 from __future__ import annotations
 
+import base64
+import fcntl
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nip_astra.report.page import write_report
-from tests.report.browser import Browser, find_chromium
 from tests.report.runs import (
     ATTACK,
     chains,
@@ -26,10 +30,131 @@ from tests.report.runs import (
 )
 from tests.report.test_failures import plant
 
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Browser:
+    """One page of a headless browser; messages are JSON with a NUL at the end."""
+
+    def __init__(self, program: str, profile: Path) -> None:
+        to_child, self._out = os.pipe()
+        self._in, from_child = os.pipe()
+        # Away from 3 and 4, which become the child's ends.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 50) for end in (to_child, from_child)]
+
+        def arrange() -> None:
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
+
+        self._process = subprocess.Popen(
+            [
+                *(program, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+                *("--disable-background-networking", "--disable-dev-shm-usage"),
+                *("--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            close_fds=False,
+            preexec_fn=arrange,
+        )
+        for end in (to_child, from_child, *ends):
+            os.close(end)
+        self._rest = b""
+        self._number = 0
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        targets = self.ask("Target.getTargets")["targetInfos"]
+        page = next(target for target in targets if target["type"] == "page")
+        attached = self.ask("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a command and return its result; earlier events are kept."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            received = self._receive()
+            if received.get("id") == self._number:
+                assert "error" not in received, received
+                return received["result"]
+            self.events.append(received)
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            read = os.read(self._in, 1 << 16)
+            assert read, "the browser has ended"
+            self._rest += read
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
+
+    def open(
+        self, path: Path, *, width: int = 1280, height: int = 900, scheme: str = "light"
+    ) -> None:
+        """Show a file and wait until it has loaded."""
+        self.events.clear()
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.ask("Emulation.setEmulatedMedia", features=features)
+        self.ask("Page.navigate", url=path.resolve().as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._receive())
+
+    def complaints(self) -> list[str]:
+        """Output of the console: messages, faults and blocked resources."""
+        shown = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        return [json.dumps(event) for event in self.events if event.get("method") in shown]
+
+    def requests(self) -> list[str]:
+        """The addresses that the page requested."""
+        sent = [
+            event for event in self.events if event.get("method") == "Network.requestWillBeSent"
+        ]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def value(self, expression: str) -> Any:
+        """Evaluate the test's own JavaScript."""
+        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def click(self, selector: str, place: int = 0) -> None:
+        """Click into the middle of an element, like a reader."""
+        box = self.value(
+            f"(() => {{ const e = document.querySelectorAll({json.dumps(selector)})[{place}];"
+            "e.scrollIntoView({block: 'center', behavior: 'instant'});"
+            "const b = e.getBoundingClientRect();"
+            "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.ask(
+                "Input.dispatchMouseEvent",
+                type=kind, x=box[0], y=box[1], button="left", clickCount=1,
+            )  # fmt: skip
+
+    def screenshot(self) -> bytes:
+        """The visible part of the page as PNG."""
+        return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
+
+    def close(self) -> None:
+        self._session = None
+        self.ask("Browser.close")
+        self._process.wait(timeout=30)
+        os.close(self._out)
+        os.close(self._in)
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium()
+    program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip("chromium is not installed: apt-get install chromium fonts-dejavu-core")
     opened = Browser(program, tmp_path_factory.mktemp("profile"))
@@ -71,23 +196,24 @@ def test_a_page_keeps_to_its_policy(browser: Browser, page: Path, tmp_path: Path
     assert len(browser.complaints()) == 2
 
 
-def test_conversations_and_turns_open_and_are_filtered_by_a_click(
-    browser: Browser, page: Path
+def test_conversations_turns_and_episodes_open_and_are_filtered_by_a_click(
+    browser: Browser, page: Path, protocol_page: Path
 ) -> None:
+    browser.open(protocol_page)
+    assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
+    browser.click("#episodes .ep > summary")
+    assert visible(browser, "#episodes .ep svg") == 1
     browser.open(page)
     conversations = "#conversations details.table[open] .e"
     assert visible(browser, conversations) == 20
     browser.click("#conversations .choose")
     assert visible(browser, conversations) == 1, "with a failure"
-    tree_of_training = "#conversations details.table:nth-of-type(2)"
-    browser.click(f"{tree_of_training} > summary")
-    browser.click(f"{tree_of_training} details.e > summary")
-    closed = f"{tree_of_training} details.n:not([open])"
-    num_closed = browser.value(f"document.querySelectorAll({closed!r}).length")
-    browser.click(f"{closed} > summary")
-    assert browser.value(f"document.querySelectorAll({closed!r}).length") == num_closed - 1
-    seen = f"{tree_of_training} details.n[open] .n"
-    assert browser.value(f"document.querySelector({seen!r}).getBoundingClientRect().height") > 20
+    training = "#conversations details.table:nth-of-type(2)"
+    for part in (training, f"{training} details.e"):
+        browser.click(f"{part} > summary")
+    num_visible = visible(browser, f"{training} .n .n")
+    browser.click(f"{training} details.n:not([open]) > summary")
+    assert visible(browser, f"{training} .n .n") > num_visible
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +227,6 @@ def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(
         [write_protocol_run(tmp_path_factory.mktemp("runs") / "two", tables={"evaluation": rows})]
     )
-
-
-def test_an_episode_of_a_protocol_opens_by_a_click(browser: Browser, protocol_page: Path) -> None:
-    browser.open(protocol_page)
-    assert visible(browser, "#episodes .ep svg") == 3, "two graphs and an image"
-    browser.click("#episodes .ep > summary")
-    assert visible(browser, "#episodes .ep svg") == 1
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (360, "dark")])
@@ -278,12 +397,12 @@ def test_thousands_of_answers_are_filtered_and_paged_through(
 def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of nine stress tests, one of a failed sweep, and of a folder that is not a run."""
     folder = tmp_path_factory.mktemp("all") / "runs"
+    long = "2026-11-26-self_hosted_grpo-graph_isomorphism-lr=1e-4"
     for seed in range(9):
         after = {"failure_rate": seed / 10, "num_failed": seed, "num_known": 10}
         after |= {"failure_rate_interval": [0.125, 0.875]}
         results = {"kind": "conversation", "before": after, "after": after}
         results |= {"status": "failed"} if seed == 8 else {}
-        long = "2026-11-26-self_hosted_grpo-graph_isomorphism-lr=1e-4"
         name = {7: long, 8: "sweep/s8"}.get(seed, f"r{seed}")
         write_run(folder / name, seed=seed, results=results)
     write_report([folder / "r1"])
@@ -294,10 +413,8 @@ def runs_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_runs_of_a_folder_are_sorted_filtered_and_drawn(browser: Browser, runs_page: Path) -> None:
     assert runs_page.name == "report.html"
     browser.open(runs_page)
-    names = (
-        "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
-        ".map(e => e.textContent)"
-    )
+    rows = "[...document.querySelectorAll('.catalogue tbody tr:not([hidden]) th')]"
+    names = f"{rows}.map(e => e.textContent)"
     assert len(browser.value(names)) == 9
     table = "document.querySelector('.catalogue .scroll')"
     assert browser.value(f"{table}.scrollWidth <= {table}.clientWidth")

@@ -41,9 +41,7 @@ def test_ticks_are_round_and_enclose_the_values() -> None:
 
 
 def chart_of(*lines: Line, **options: Any) -> Chart:
-    chart = line_chart("a", lines, **options)
-    assert chart is not None
-    return chart
+    return line_chart("a", lines, **options)
 
 
 def test_larger_values_are_higher_and_later_steps_further_right() -> None:
@@ -84,7 +82,6 @@ def test_gaps_single_values_steps_bands_and_intervals_are_drawn() -> None:
     chart = chart_of(Line("run", [(0, 0.0), (5, 1.0)], has_steps=True), kind="count")
     assert chart.lines[0].path == f"M{chart.left} {chart.bottom}H{chart.right}V{chart.top}"
     share = whisker(0.5, 0.25, 0.75, limit=1.0)
-    assert share is not None
     assert (share.value, share.low, share.high) == (50.0, 25.0, 75.0)
     assert whisker(None, None, None, limit=1.0) is None
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from nip_astra.report.answers import groups_of
-from nip_astra.report.records import RunRecord, node_of
 from nip_astra.report.transcripts import (
     MAX_CHARACTERS,
     MAX_NODES,
@@ -17,15 +15,7 @@ from nip_astra.report.transcripts import (
     tables_of,
 )
 from tests.kit.messages import says
-from tests.report.runs import THRESHOLD, chains, failing, row, tree
-
-
-def run_of(**rows: list[dict[str, Any]]) -> RunRecord:
-    run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {
-        name: [node_of(item, THRESHOLD) for item in table] for name, table in rows.items()
-    }
-    return run
+from tests.report.runs import chains, failing, row, run_of, tree
 
 
 def tables(**rows: list[dict[str, Any]]) -> list[Table]:

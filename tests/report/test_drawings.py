@@ -30,16 +30,11 @@ def choice(place: int, part: int = 0, agent: str = "prover", rounds: str = "1") 
 
 
 def pair(*choices: Choice, **changes: Any) -> list[DrawnGraph]:
-    picture = view_of(graphs(**changes)).picture(choices)
-    assert picture is not None
-    return picture.graphs
+    return view_of(graphs(**changes)).picture(choices).graphs
 
 
 def drawn_image(*choices: Choice, **changes: Any) -> DrawnImage:
-    picture = view_of(image(**changes)).picture(choices)
-    assert picture is not None
-    assert picture.image is not None
-    return picture.image
+    return view_of(image(**changes)).picture(choices).image
 
 
 def gaps(points: list[tuple[float, float]]) -> list[float]:
@@ -133,7 +128,6 @@ def test_datapoints_that_cannot_be_drawn_give_no_picture_and_broken_edges_are_le
     first, _ = pair(first=[*RING, [0, 9], [2, 2], [1, 0], "x", [1], [None, 2], [-1, 2]])
     assert len(first.edges) == 6
     picture = view_of({"kind": "graphs", "graphs": [{"num_nodes": 1, "edges": []}]}).picture([])
-    assert picture is not None
     assert [node.label for node in picture.graphs[0].nodes] == ["0"]
 
 

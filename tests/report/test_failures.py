@@ -18,6 +18,7 @@ from tests.report.runs import (
     failing,
     report,
     row,
+    run_of,
     tree,
     write_lines,
     write_run,
@@ -32,11 +33,7 @@ ROWS = [
 
 
 def grouped(*rows: dict[str, Any], table: str = "evaluation") -> GroupedFailures:
-    run = RunRecord(Path("run"), hyper_params={"ast_chat": {"failure_threshold": THRESHOLD}})
-    run.tables = {table: [node_of(item, THRESHOLD) for item in rows]}
-    result = group_failures(run)
-    assert result is not None
-    return result
+    return group_failures(run_of(**{table: list(rows)}))
 
 
 def leaders(found: GroupedFailures) -> list[str]:
@@ -61,9 +58,7 @@ def test_probes_that_share_most_words_in_order_form_a_group_led_by_the_most_like
     assert grouped(failing("a"), table="train").table == "train"
     assert grouped(row()).groups == []
     assert group_failures(RunRecord(Path("run"))) is None
-
-
-def test_without_log_probabilities_the_lowest_nll_leads() -> None:
+    # Without log-probabilities the lowest NLL leads.
     rows = [failing("a b c", probe_nll=0.9), failing("x y z", probe_nll=0.2)]
     for item in rows:
         item["reference_logprob"] = item["probe_num_tokens"] = None

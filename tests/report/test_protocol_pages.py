@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from nip_astra.report.records import PROTOCOL, RunRecord, read_run, split_name
 from nip_astra.report.transcripts import MAX_EPISODES, ProtocolEpisode, episode_tables, outcome_of
 from tests.kit.messages import says
@@ -26,13 +24,15 @@ from tests.report.runs import (
 SECTIONS = ["summary", "curves", "statistics", "episodes", "parameters", "environment"]
 
 
-def labels(page: Page) -> list[str]:
-    return [str(item["aria-label"]) for item in page.named("svg") if item.get("aria-label")]
+def labels(page: Page, *starts: str) -> list[str]:
+    """Texts of the pictures whose texts start so."""
+    texts = [str(item["aria-label"]) for item in page.named("svg") if item.get("aria-label")]
+    return [text for text in texts if text.startswith(starts or "")]
 
 
 def titles(page: Page) -> list[str]:
-    pictures = ("Graph", "Image")
-    return [item.partition(". ")[0] for item in labels(page) if not item.startswith(pictures)]
+    pictures = labels(page, "Graph", "Image")
+    return [text.partition(". ")[0] for text in labels(page) if text not in pictures]
 
 
 def page_of(tmp_path: Path, *rows: dict[str, Any], **files: Any) -> Page:
@@ -61,13 +61,13 @@ def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path
         "Reward of an episode", "Entropy of messages", "Entropy of decisions",
         "Residual variance of critics", "Label predicted from the first message",
     ]  # fmt: skip
-    (reward,) = [item for item in labels(page) if item.startswith("Reward of an episode")]
+    (reward,) = labels(page, "Reward of an episode")
     assert says(reward, "prover: ", "verifier: ")
     # Tests during training are a curve; a single test begins before it.
     tested = [{"step": step, "test_mean_accuracy": 0.6} for step in (100, 200)]
     for folder, rows, first in (("b", tested, "iteration 100"), ("c", tested[:1], "iteration 0")):
         page = page_of(tmp_path / folder, metrics=[*protocol_metrics(9), *rows])
-        (curve,) = [item for item in labels(page) if item.startswith("Right decisions, test")]
+        (curve,) = labels(page, "Right decisions, test")
         assert first in curve
     # An unfinished run shows its progress.
     (tmp_path / "a" / "one" / "results.json").unlink()
@@ -77,7 +77,7 @@ def test_a_page_has_the_sections_figures_and_curves_of_a_protocol(tmp_path: Path
 
 def test_episodes_are_drawn_above_their_conversation(tmp_path: Path) -> None:
     page = page_of(tmp_path / "graphs", episode(symbols=[1, 9, 12]))
-    (first, second) = [item for item in labels(page) if item.startswith("Graph")]
+    first, second = labels(page, "Graph")
     assert says(first, "verifier named node 1 in round 0")
     assert says(second, "prover named node 1 in round 1", "verifier named node 4 in round 2")
     assert says(page.words, "0 verifier A1 goes on 22.3%", "1 prover B1 22.3%")
@@ -85,8 +85,7 @@ def test_episodes_are_drawn_above_their_conversation(tmp_path: Path) -> None:
     page = page_of(tmp_path / "image", episode(label=0, datapoint=image(), symbols=[6]))
     assert says(page.words, "wrong label 1", "label 0 1 round prover 1 verifier \N{MINUS SIGN}1")
     assert "0 verifier row 1, column 2 accepts \N{MINUS SIGN}1 22.3%" in page.words
-    (drawn,) = [item for item in labels(page) if "Image" in item]
-    assert "row 1, column 2" in drawn
+    assert "row 1, column 2" in labels(page, "Image")[0]
     page = page_of(tmp_path / "long", episode(symbols=[1] * 100))
     assert says(page.words, "100 rounds", "Later rounds are left out")
 
@@ -107,7 +106,6 @@ def test_moves_have_channels_symbols_and_linear_symbols(tmp_path: Path) -> None:
         ("", "prover", "", "", "", "+0.5"),
     ]
     (one,) = episodes_of(tmp_path / "b", episode(symbols=[1] * 9))
-    assert one.picture is not None
     marks = one.picture.graphs[0].nodes[1].marks
     assert [mark.choice.rounds for mark in marks] == ["0, 2, 4 +2", "1, 3, 5 +1"]
     (one,) = episodes_of(tmp_path / "c", episode(datapoint={"id": 5}, symbols=[2]))
@@ -125,11 +123,9 @@ def test_right_wrong_and_undecided_episodes_are_interleaved_the_longest_first(
     assert [item.num_rounds for item in shown[:4]] == [20, 3, 3, 19]
     assert outcome_of({"label": 1, "decision": None}) == "undecided"
     assert outcome_of({"label": 0, "decision": 0}) == "right"
-
-
-def test_training_is_shown_at_its_first_and_last_iteration(tmp_path: Path) -> None:
+    # Training is shown at its first and last iteration.
     rows = [episode(step=step) for step in (1, 11, 21)]
-    folder = write_protocol_run(tmp_path / "one", tables={"before": rows[:1], "train": rows})
+    folder = write_protocol_run(tmp_path / "two", tables={"before": rows[:1], "train": rows})
     assert [(table.title, table.step) for table in episode_tables(read_run(folder))] == [
         ("During training", 21), ("During training", 1), ("Before training, test data", 1),
     ]  # fmt: skip
@@ -146,11 +142,8 @@ def test_agents_that_were_trained_alone_have_their_accuracy(tmp_path: Path) -> N
 
 def test_runs_of_protocols_and_of_both_kinds_are_compared(tmp_path: Path) -> None:
     both = [write_protocol_run(tmp_path / "a"), write_protocol_run(tmp_path / "c", seed=1)]
-    others = [
-        write_run(tmp_path / "b"),
-        write_protocol_run(tmp_path / "d", parameters={"lr": 0.1}),
-    ]
-    page = report(both[0], others[0], both[1], others[1])
+    other = write_protocol_run(tmp_path / "d", parameters={"lr": 0.1})
+    page = report(both[0], write_run(tmp_path / "b"), both[1], other)
     assert (tmp_path / "comparison.html").is_file()
     assert "could not be drawn" not in page.text
     sections = [str(item["id"]) for item in page.named("section")]
@@ -179,9 +172,8 @@ def test_nothing_of_a_row_becomes_an_element(tmp_path: Path) -> None:
     assert page.attributes("style") == page.attributes("src") == []
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
+def test_rows_of_unforeseen_types_leave_a_page(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
         {"rounds": []},
         {"rounds": [3, {"moves": 3}, {"moves": [4, {}]}], "datapoint": 3, "rewards": [1]},
         {"rounds": [{"round": "x", "moves": [move("a", 1, logprob="x", messages=[1])]}]},
@@ -189,23 +181,19 @@ def test_nothing_of_a_row_becomes_an_element(tmp_path: Path) -> None:
         {"rounds": [{"moves": [move("a", 5)]}], "datapoint": image(latent=[0, 0])},
         {"rounds": [{"moves": [move("a", 5)]}], "datapoint": image(latent=[9**9, 9**9])},
         {"rounds": [{"rewards": {"a": "x", "b": 1}}], "label": "x", "decision": "y", "step": "z"},
-    ],
-)
-def test_rows_of_unforeseen_types_leave_a_page(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert "Sample episodes" in page_of(tmp_path, row).text
+    ]
+    assert "Sample episodes" in page_of(tmp_path, *rows).text
 
 
 def test_metrics_have_an_agent_and_runs_a_kind_without_their_results(tmp_path: Path) -> None:
-    regression = "message_regression"
-    for name, parts in {
-        "mean_accuracy": ("", "mean_accuracy"),
-        "test_mean_accuracy": ("", "mean_accuracy"),
-        "prover/test_mean_value": ("prover", "mean_value"),
-        f"{regression}/prover": ("prover", regression),
-        f"{regression}/prover_baseline": ("prover", f"{regression}_baseline"),
-        "time/collect_seconds": ("", "time/collect_seconds"),
-    }.items():
-        assert split_name(name) == parts
+    for name, agent, metric in (
+        ("test_mean_accuracy", "", "mean_accuracy"),
+        ("prover/test_mean_value", "prover", "mean_value"),
+        ("message_regression/prover", "prover", "message_regression"),
+        ("message_regression/prover_baseline", "prover", "message_regression_baseline"),
+        ("time/collect_seconds", "", "time/collect_seconds"),
+    ):
+        assert split_name(name) == (agent, metric)
     parameters = {"interaction_protocol": "nip"}
     for fields, is_protocol in (
         ({"results": {"kind": "interaction_proof"}}, True),

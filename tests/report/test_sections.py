@@ -60,13 +60,11 @@ def test_cards_are_those_of_evaluations_or_else_of_the_parameters(tmp_path: Path
     section = {"failure_threshold": 0.5, "target": model, "scorer": {"_type": "profanity"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
     result = cards(read_run(folder))
-    assert result is not None
     (target, cells), (scorer, _) = result["rows"]
     assert (target, scorer, result["is_digested"]) == ("target", "scorer", False)
     assert cells[1] == "scenario://models/target"
     same = evaluation(cards=CARDS)
     result = cards(read_run(write_run(tmp_path / "two", evaluations={"a": same, "b": same})))
-    assert result is not None
     (target, cells), (scorer, others) = result["rows"]
     assert (target, scorer) == ("target", "scorer")
     assert cells == [
@@ -81,7 +79,6 @@ def test_the_conditions_of_equal_numbers_name_seed_device_and_services(tmp_path:
     for device, environment, facts in (
         ("cpu", '{"num_threads": 2}', ["CPU", "2 threads"]),
         ("cuda", "{}", ["cuda", "GPU"]),
-        ("auto", '{"device": "cpu"}', ["CPU"]),
         ("auto", '{"device": "cuda"}', ["cuda", "GPU"]),
     ):
         change(folder, "settings.yaml", device=device)
@@ -125,7 +122,6 @@ def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Pat
     folder = write_run(tmp_path / "one", evaluations={"old": evaluation(), "new": FULL})
     run = read_run(folder)
     result = evaluations(run)
-    assert result is not None
     ((name, (first, second)),) = result["quality"]
     rates = ["31.0% [25.0%, 38.0%]", "25.0% [10.0%, 40.0%]", NOTHING]
     labelled = ["50.0% [40.0%, 60.0%], 10 of 20", "90.0% [80.0%, 95.0%], 27 of 30"]
@@ -142,9 +138,6 @@ def test_scorers_have_their_quality_agreement_and_kinds_of_failure(tmp_path: Pat
     assert "no &lt;b&gt;better&lt;/b&gt; than chance" in source
     assert "450.0%" not in source, "kinds are a number and not a share"
     label = "  at least, those not seen included (Chao2)"
-    for item, cell in (
-        (FULL, "4.5 [3.1, 9]"),
-        (evaluation(), NOTHING),
-        (evaluation(kinds={"seen": 0, "value": 0.0}), NOTHING),
-    ):
+    none = evaluation(kinds={"seen": 0, "value": 0.0})
+    for item, cell in ((FULL, "4.5 [3.1, 9]"), (evaluation(), NOTHING), (none, NOTHING)):
         assert dict(figure_rows(item))[label] == cell

@@ -77,14 +77,13 @@ def test_the_base_run_s_parameters_are_the_defaults_of_the_new_run(
     counted: Path, toy: Path
 ) -> None:
     resolved = build_on(counted, PARAMETERS, "training.lr=0.5")
-    result = resolved.hyper_params
-    assert (result.trainer, result.scenario, result.seed) == ("toy_trainer", str(toy), 7)
-    assert (result.training.lr, result.training.num_iterations) == (0.5, 3)
-    assert result.get("toy_trainer.offset") == 2
-    assert resolved.sources["training.lr"] == "--set"
-    for path in ("trainer", "seed", "training.num_iterations", "toy_trainer.offset"):
+    expected = {"trainer": "toy_trainer", "scenario": str(toy), "seed": 7}
+    expected |= {"training.num_iterations": 3, "toy_trainer.offset": 2}
+    for path, value in expected.items():
+        assert resolved.hyper_params.get(path) == value
         assert resolved.sources[path] == "base run counted"
-    assert resolved.sources["base_run.run"] == "--set"
+    assert resolved.hyper_params.training.lr == 0.5
+    assert resolved.sources["training.lr"] == resolved.sources["base_run.run"] == "--set"
 
 
 def test_a_parameter_file_and_an_object_win_over_the_base_run(
@@ -95,12 +94,8 @@ def test_a_parameter_file_and_an_object_win_over_the_base_run(
     file.write_text(yaml.safe_dump({"base_run": base, "training": {"lr": 0.25}}))
     result = resolve_experiment(parameter_file=file).hyper_params
     assert (result.training.lr, result.training.num_iterations, result.seed) == (0.25, 3, 7)
-    plain = HyperParameters(
-        trainer="toy_trainer",
-        scenario=result.scenario,
-        seed=1,
-        base_run=BaseRunParameters(run=str(counted), base_run_type="parameters"),
-    )
+    names = {"trainer": "toy_trainer", "scenario": result.scenario}
+    plain = HyperParameters(**names, seed=1, base_run=BaseRunParameters(**base))
     result = resolve_experiment(hyper_params=plain).hyper_params
     assert (result.training.lr, result.seed) == (0.125, 1)
 
@@ -134,12 +129,12 @@ def test_groups_that_the_base_run_switched_off_make_nothing_of_the_preset_unread
 def test_another_trainer_and_scenario_inherit_the_parameters_they_read(
     counted: Path, proof: Path
 ) -> None:
-    result = build_on(counted, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
-    plain = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    chat = {"trainer": "ast_dpo", "scenario": "pocket_chat"}
+    result = build_on(counted, PARAMETERS, **chat).hyper_params
+    plain = resolve_experiment(**chat).hyper_params
     assert (result.training.lr, result.seed) == (0.125, 7)
-    assert result.get("ast_dpo") == plain.get("ast_dpo")
-    assert result.get("ast_chat") == plain.get("ast_chat")
-    result = build_on(proof, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert all(result.get(section) == plain.get(section) for section in ("ast_dpo", "ast_chat"))
+    result = build_on(proof, PARAMETERS, **chat).hyper_params
     assert result.interaction_protocol is None
     assert result.rl.num_iterations == 3
 
@@ -159,8 +154,7 @@ def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
 def test_the_record_of_a_run_does_not_need_its_base_run(
     counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(counted, copy)
+    copy = shutil.copytree(counted, tmp_path / "copy")
     monkeypatch.setenv("TOY_BREAK", "1")
     with pytest.raises(ArithmeticError):
         run_in(tmp_path, build_on(copy, PARAMETERS), "cut")
@@ -177,11 +171,8 @@ def test_an_old_run_is_converted(
     values = yaml.safe_load((counted / "hyper_parameters.yaml").read_text())
     values |= {"package_version": "0.0.1", "random_seed": values.pop("seed")}
     (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(values))
-
-    def rename(values: dict[str, Any]) -> dict[str, Any]:
-        return {"seed" if name == "random_seed" else name: v for name, v in values.items()}
-
-    monkeypatch.setattr(conversion, "_CONVERSIONS", {(0, 0): rename})
+    conversions = {(0, 0): lambda values: values | {"seed": values.pop("random_seed")}}
+    monkeypatch.setattr(conversion, "_CONVERSIONS", conversions)
     result = build_on(tmp_path, PARAMETERS).hyper_params
     assert (result.seed, result.package_version) == (7, __version__)
 

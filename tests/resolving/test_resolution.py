@@ -42,14 +42,12 @@ def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Pa
     result = resolve_experiment(hyper_params=given).hyper_params
     assert result.get(f"{kind}.attacker.system_prompt") == text
     # This is kept in the file of a run and for the runs that build on it.
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "hyper_parameters.yaml").write_text(to_yaml(result.to_dict()))
-    again = resolve_experiment(parameter_file=run / "hyper_parameters.yaml").hyper_params
-    assert again.get(f"{kind}.attacker.system_prompt") == text
-    base = ["base_run.base_run_type=parameters", f"base_run.run={run}"]
-    later = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=base)
-    assert later.hyper_params.get(f"{kind}.attacker.system_prompt") == text
+    file = tmp_path / "hyper_parameters.yaml"
+    file.write_text(to_yaml(result.to_dict()))
+    base = ["base_run.base_run_type=parameters", f"base_run.run={tmp_path}"]
+    for source in ({"parameter_file": file}, {**values, "overrides": base}):
+        later = resolve_experiment(**source).hyper_params
+        assert later.get(f"{kind}.attacker.system_prompt") == text
 
 
 @pytest.fixture
@@ -129,20 +127,15 @@ def test_paths_that_an_option_gives_mean_the_same_in_any_folder(
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "adamw").mkdir()
     monkeypatch.chdir(tmp_path)
-    resolved = resolve_experiment(
-        trainer="ast_dpo",
-        overrides=[
-            "ast_chat.prompts.test=mine.txt",
-            "ast_chat.prompts.dev=./none.txt",
-            "ast_chat.target.language_model.model=model",
-            "training.optimizer=adamw",
-        ],
-    )
-    get = resolved.hyper_params.get
-    assert get("ast_chat.prompts.test") == str(tmp_path / "mine.txt")
-    assert get("ast_chat.prompts.dev") == "./none.txt"
-    assert get("ast_chat.target.language_model.model") == str(tmp_path / "model")
-    assert get("training.optimizer") == "adamw"
+    meant = {
+        "ast_chat.prompts.test=mine.txt": str(tmp_path / "mine.txt"),
+        "ast_chat.prompts.dev=./none.txt": "./none.txt",
+        "ast_chat.target.language_model.model=model": str(tmp_path / "model"),
+        "training.optimizer=adamw": "adamw",
+    }
+    resolved = resolve_experiment(trainer="ast_dpo", overrides=list(meant)).hyper_params
+    for override, value in meant.items():
+        assert resolved.get(override.partition("=")[0]) == value
     assert grid_of(["a=mine.txt,other"]) == {"a": [str(tmp_path / "mine.txt"), "other"]}
 
 

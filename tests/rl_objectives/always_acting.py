@@ -70,27 +70,19 @@ def make_batch(agents: AlwaysActing, num_frames: int = 12, seed: int = 1) -> Ten
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    num_agents = len(NAMES)
-    action_BA = torch.randint(K, (num_frames, num_agents), generator=generator)
+    shape = (num_frames, len(NAMES))
     content = {
-        "observation": normal(num_frames, num_agents, D),
-        "action": action_BA,
-        "advantage": normal(num_frames, num_agents, 1),
-        "value": normal(num_frames, num_agents, 1),
-        "value_target": 2 * normal(num_frames, num_agents, 1),
-        "reward_to_go": normal(num_frames, num_agents, 1),
+        "observation": normal(*shape, D),
+        "action": torch.randint(K, shape, generator=generator),
+        "advantage": normal(*shape, 1),
+        "value": normal(*shape, 1),
+        "value_target": 2 * normal(*shape, 1),
+        "reward_to_go": normal(*shape, 1),
     }
-    batch = TensorDict(
-        {
-            "agents": TensorDict(content, batch_size=[num_frames]),
-            "is_acting": torch.ones(num_frames, num_agents, dtype=torch.bool),
-        },
-        batch_size=[num_frames],
-    )
+    batch = TensorDict({"agents": content, "is_acting": torch.ones(shape).bool()}, [num_frames])
     with torch.no_grad():
         logprobs = [agents.evaluate(name, batch).logprobs_B for name in NAMES]
-    noise_BA = 0.3 * normal(num_frames, num_agents)
-    batch["agents", "logprob"] = torch.stack(logprobs, dim=1) + noise_BA
+    batch["agents", "logprob"] = torch.stack(logprobs, dim=1) + 0.3 * normal(*shape)
     return batch
 
 

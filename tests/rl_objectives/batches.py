@@ -31,6 +31,11 @@ def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5, *, scale: float 
     }
 
 
+def inputs_of(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """The positional arguments of a policy loss."""
+    return batch["logprobs_BT"], batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
+
+
 def loss_of_variant(name: str, *inputs: torch.Tensor, **options: object) -> LossOutput:
     """The policy loss of a variant; the longest sequence has 9 tokens."""
     variant = GROUP_VARIANTS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -24,18 +25,11 @@ def batch(agents: AlwaysActing) -> TensorDict:
 def trl() -> SimpleNamespace:
     """The trainers, imported only if a test requests them."""
     pytest.importorskip("trl", minversion="1.16")
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.orpo import ORPOTrainer
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.grpo_trainer import GRPOTrainer
-    from trl.trainer.kto_trainer import KTOTrainer
-    from trl.trainer.rloo_trainer import RLOOTrainer
-
+    modules = {
+        f"{name}Trainer": f"trainer.{name.lower()}_trainer"
+        for name in ("DPO", "GRPO", "KTO", "RLOO")
+    }
+    modules |= {"CPOTrainer": "experimental.cpo", "ORPOTrainer": "experimental.orpo"}
     return SimpleNamespace(
-        CPOTrainer=CPOTrainer,
-        DPOTrainer=DPOTrainer,
-        GRPOTrainer=GRPOTrainer,
-        KTOTrainer=KTOTrainer,
-        ORPOTrainer=ORPOTrainer,
-        RLOOTrainer=RLOOTrainer,
+        **{name: getattr(import_module(f"trl.{module}"), name) for name, module in modules.items()}
     )

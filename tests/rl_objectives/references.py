@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,20 +50,11 @@ def assert_same(mine: Tensor, theirs: Tensor, *given: Tensor, tolerance: float =
 
 def model_with_logprobs(masked_BT: Tensor) -> Any:
     """The interface of a model that a TRL loss reads, with given log-probabilities."""
+    figures = masked_BT.detach()
     outputs = SimpleNamespace(
-        log_probs=masked_BT,
-        entropy=masked_BT.detach(),
-        mean_logits=masked_BT.detach(),
-        is_top1=torch.zeros_like(masked_BT, dtype=torch.bool),
+        log_probs=masked_BT, entropy=figures, mean_logits=figures, is_top1=figures > 0
     )
-
-    class Model:
-        training = True
-
-        def __call__(self, **_: object) -> SimpleNamespace:
-            return outputs
-
-    return Model()
+    return Mock(training=True, return_value=outputs)
 
 
 def loss_of_trl(

@@ -67,12 +67,9 @@ def test_each_method_inverts_a_jacobian_that_is_not_symmetric_and_its_transpose(
     x, vector = random_tensor(6, seed=1).requires_grad_(), random_tensor(6, seed=3)
     inverse = method.inverse_of(jacobian_operator(matrix @ x, [x]))
     damped = matrix + rho * torch.eye(6, dtype=DOUBLE)
-    torch.testing.assert_close(
-        inverse.solve(vector), torch.linalg.solve(damped, vector), rtol=1e-5, atol=1e-7
-    )
-    torch.testing.assert_close(
-        inverse.solve_transposed(vector), torch.linalg.solve(damped.T, vector), rtol=1e-5, atol=1e-7
-    )
+    for solve, expected in ((inverse.solve, damped), (inverse.solve_transposed, damped.T)):
+        exact = torch.linalg.solve(expected, vector)
+        torch.testing.assert_close(solve(vector), exact, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +88,14 @@ def test_more_iterations_are_nearer_to_the_inverse(
     assert errors[-1] < 0.02 * errors[0]
 
 
-def test_nystrom_survives_parameters_that_the_loss_ignores() -> None:
+def test_nystrom_survives_parameters_that_the_loss_ignores_and_needs_damping() -> None:
     matrix = torch.block_diag(positive_matrix(3), torch.zeros(4, 4, dtype=DOUBLE))
     vector = random_tensor(7, seed=1)
     result = solve_quadratic(matrix, vector, NYSTROM)
     expected = torch.linalg.solve(matrix + 0.3 * torch.eye(7, dtype=DOUBLE), vector)
     torch.testing.assert_close(result, expected)
+    with pytest.raises(ValueError, match="ihvp_rho"):
+        SpgParameters(ihvp_rho=0.0)
 
 
 def test_the_generator_alone_decides_which_columns_nystrom_draws() -> None:
@@ -115,11 +114,6 @@ def test_the_conjugate_gradient_ends_before_a_direction_of_negative_curvature() 
     assert solve_quadratic(0 * matrix, upwards, GRADIENT).tolist() == [0.0, 0.0]
     both = solve_quadratic(matrix, downwards + upwards, GRADIENT)  # curvature 1, then below 0
     assert both.tolist() == pytest.approx([2.0, 2.0])
-
-
-def test_nystrom_without_damping_is_refused() -> None:
-    with pytest.raises(ValueError, match="ihvp_rho"):
-        SpgParameters(ihvp_rho=0.0)
 
 
 def test_a_flattened_list_is_cut_into_the_same_tensors() -> None:

@@ -106,16 +106,13 @@ def test_the_weight_goes_on_where_it_was() -> None:
     assert second.update(1.0, num_samples=10) == first.update(1.0, num_samples=10)
 
 
-@pytest.mark.parametrize("name", ["weight", "target", "horizon"])
-def test_a_controller_of_nothing_is_refused(name: str) -> None:
-    values = {"weight": 1.0, "target": 1.0, "horizon": 1.0} | {name: 0.0}
-    with pytest.raises(ConfigurationError, match=name):
-        AdaptiveKl(**values)
-
-
-@pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_divergence_that_is_not_finite_stops(kl: float) -> None:
-    controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
-    with pytest.raises(NonFiniteLossError, match=str(kl)):
-        controller.update(kl, num_samples=1)
+def test_a_controller_of_nothing_and_a_divergence_that_is_not_finite_are_refused() -> None:
+    values = {"weight": 0.5, "target": 2.0, "horizon": 100.0}
+    for name in values:
+        with pytest.raises(ConfigurationError, match=name):
+            AdaptiveKl(**(values | {name: 0.0}))
+    controller = AdaptiveKl(**values)
+    for kl in (math.nan, math.inf):
+        with pytest.raises(NonFiniteLossError, match=str(kl)):
+            controller.update(kl, num_samples=1)
     assert controller.weight == 0.5

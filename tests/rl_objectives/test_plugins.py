@@ -72,17 +72,15 @@ def test_a_policy_loss_and_an_advantage_of_a_few_lines_train_in_every_family(
 
 @pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
-    ("reduce", "fact"),
+    ("result_of_loss", "fact"),
     [(lambda loss_BT: loss_BT.sum(), r"shape \[\]"), (lambda loss_BT: (loss_BT, {}), "tuple")],
-    ids=["a number", "with metrics"],
 )
 def test_a_policy_loss_without_a_loss_for_each_token_is_refused_by_name(
-    reduce: Callable[[torch.Tensor], object], fact: str
+    result_of_loss: Callable[[torch.Tensor], object], fact: str
 ) -> None:
-    @na.register_policy_loss("mine")
-    def mine(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT):  # type: ignore[no-untyped-def]
-        return reduce(logprobs_BT * advantages_BT)
-
+    na.register_policy_loss("mine")(
+        lambda logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT: result_of_loss(logprobs_BT)
+    )
     tokens_BT, mask_BT = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ConfigurationError, match=rf"'mine'.*{fact}.*\[2, 3\]"):
         PolicyLoss.of("mine").of_tokens(tokens_BT, None, torch.ones(2), mask_BT)
@@ -90,21 +88,17 @@ def test_a_policy_loss_without_a_loss_for_each_token_is_refused_by_name(
 
 @pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
-    ("change", "fact"),
+    ("result_of_rewards", "fact"),
     [
         (lambda rewards_N: rewards_N[:-1], r"\[2\].*\[3\]"),
         (lambda rewards_N: rewards_N.tolist(), "list"),
         (lambda rewards_N: rewards_N / 0.0, "NaN or infinity"),
     ],
-    ids=["too few", "a list", "infinite"],
 )
 def test_an_advantage_that_is_no_number_per_sample_is_refused_by_name(
-    change: Callable[[torch.Tensor], object], fact: str
+    result_of_rewards: Callable[[torch.Tensor], object], fact: str
 ) -> None:
-    @na.register_advantage("mine")
-    def mine(rewards_N, group_N, run_N):  # type: ignore[no-untyped-def]
-        return change(rewards_N)
-
+    na.register_advantage("mine")(lambda rewards_N, group_N, run_N: result_of_rewards(rewards_N))
     rewards_N, group_N = torch.tensor([1.0, torch.nan, 2.0]), torch.zeros(3, dtype=torch.long)
     with pytest.raises(ConfigurationError, match=f"'mine'.*{fact}"):
         compute_advantages("mine", rewards_N, group_N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service import self_hosted
 from nip_astra.trainers.service.base import PolicyLossParameters
 from nip_astra.trainers.service.remote_api import RemoteApiTrainer, RemoteLossParameters
-from tests.rl_objectives.batches import DOUBLE, Batch, loss_of_variant, random_batch, without
+from tests.rl_objectives.batches import DOUBLE, inputs_of, loss_of_variant, random_batch, without
 from tests.rl_objectives.references import assert_same, grpo_of_trl, loss_of_trl
 
 CLIP = PolicyLoss.of("ppo", clip_low=0.2, clip_high=0.3)
@@ -44,7 +45,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
     "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
     "dro": PolicyLoss.of("dro", {"beta": 0.5}),
-    "reinforce": PolicyLoss.of("reinforce"),
+    **{name: PolicyLoss.of(name) for name in ("reinforce", "rloo")},
 }
 
 
@@ -69,6 +70,8 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
         ("narrow_cispo", 0.5, 2.0, -1.6 * (math.log(0.5) - 3), -1.6),
         ("gspo", 1.05, 2.0, -2.1, -2.1),
         ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("rloo", 1.1, 2.0, -2.2, -2.2),
+        ("rloo", 1.5, 2.0, -2.4, 0.0),
         ("sapo", 1.0, 2.0, -4.0, -2.0),
         # 0.25 log(3)**2 - 2 log pi, and its derivative 0.5 log(3) - 2
         ("dro", 3.0, 2.0, 0.25 * math.log(3) ** 2 - 2 * math.log(3) + 6, 0.5 * math.log(3) - 2),
@@ -81,8 +84,8 @@ def test_losses_of_one_token_equal_hand_computed_values(
     given = one_token(ratio, advantage)
     output = policy_loss(*given, loss=LOSSES[name])
     assert output.loss.item() == pytest.approx(loss, abs=1e-6)
-    found = torch.autograd.grad(output.loss, given[0])[0].item()
-    assert found == pytest.approx(slope, abs=1e-6)
+    (gradient,) = torch.autograd.grad(output.loss, given[0])
+    assert gradient.item() == pytest.approx(slope, abs=1e-6)
     assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
     assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
     options = LOSSES[name].options
@@ -91,12 +94,6 @@ def test_losses_of_one_token_equal_hand_computed_values(
         assert output.metrics["ratio_outside_clip"].item() == float(is_outside)
         is_clipped = slope == 0.0 and not (name == "dual_clip" and advantage < 0)
         assert output.metrics["clip_fraction"].item() == float(is_clipped)
-
-
-# Two rows: log-ratios log 1.1 and log 1.2 with advantage 2; log 0.5 with advantage -1.
-OLD = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE)
-ADVANTAGES = torch.tensor([2.0, -1.0], dtype=DOUBLE)
-MASK = torch.tensor([[True, True], [True, False]])
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -108,11 +105,9 @@ def test_a_policy_that_went_far_has_finite_gradients_and_metrics_in_float32(
     old = torch.tensor([[-120.0, -1.0], [-150.0, -2.0]])
     logprobs = (old + torch.tensor([[log_ratio, 0.1], [log_ratio, -0.1]])).requires_grad_()
     advantages, mask = torch.full((2,), advantage), torch.ones(2, 2, dtype=torch.bool)
-    inputs = (logprobs, old, advantages, mask)
-    if name == "ppo":
-        output = policy_loss(*inputs, loss=CLIP)
-    else:
-        output = loss_of_variant(name, *inputs, reference_logprobs_BT=old, kl_weight=0.1)
+    inputs, options = (logprobs, old, advantages, mask), {"reference_logprobs_BT": old}
+    loss = policy_loss if name == "ppo" else partial(loss_of_variant, name)
+    output = loss(*inputs, **options, kl_weight=0.1)
     output.loss.backward()
     assert logprobs.grad.isfinite().all()
     assert all(math.isfinite(float(value)) for value in output.metrics.values())
@@ -125,16 +120,16 @@ def test_a_penalty_without_a_reference_is_refused() -> None:
 
 
 def test_reinforce_and_nll_by_hand() -> None:
-    logprobs = OLD.clone().requires_grad_()
-    output = policy_loss(
-        *(logprobs, None, ADVANTAGES, MASK), loss="reinforce", reduction="sequence_sum"
-    )
+    logprobs = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=DOUBLE, requires_grad=True)
+    mask, advantages = torch.tensor([[True, True], [True, False]]), torch.tensor([2.0, -1.0])
+    given = (logprobs, None, advantages, mask)
+    output = policy_loss(*given, loss="reinforce", reduction="sequence_sum")
     output.loss.backward()
     # -(2 * (-1 - 2) - 1 * (-1.5)) / 2
     assert output.loss.item() == pytest.approx(2.25)
     assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
-    assert nll_loss(OLD, MASK).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
-    assert nll_loss(OLD, MASK).metrics["nll"].item() == pytest.approx(1.5)
+    assert nll_loss(logprobs, mask).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
+    assert nll_loss(logprobs, mask).metrics["nll"].item() == pytest.approx(1.5)
 
 
 def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
@@ -169,13 +164,10 @@ def test_one_value_by_hand(new: float, clip_range: float | None, loss: float, sl
     assert output.metrics["return_mean"].item() == 3.0
 
 
-def arguments(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    return arguments_of(random_batch(seed))
-
-
-def arguments_of(batch: Batch) -> tuple[torch.Tensor, ...]:
-    logprobs = batch["logprobs_BT"].requires_grad_()
-    return logprobs, batch["old_logprobs_BT"], batch["advantages"], batch["mask_BT"]
+def arguments(*seed: int, **sizes: float) -> tuple[torch.Tensor, ...]:
+    batch = random_batch(*seed, **sizes)
+    batch["logprobs_BT"].requires_grad_()
+    return inputs_of(batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -208,6 +200,12 @@ OF_TRL: dict[str, dict[str, Any]] = {
 """How TRL computes what trainers compute by their defaults; Tinker's cispo has a bound of 4."""
 
 
+def trained_batch(given: tuple[torch.Tensor, ...]) -> TensorDict:
+    """A batch of a trainer on services."""
+    columns = dict(zip(("old_logprobs", "advantages", "trained_mask"), given[1:], strict=True))
+    return TensorDict(columns, batch_size=[len(given[0])])
+
+
 @pytest.mark.parametrize("name", OF_TRL)
 @pytest.mark.parametrize("seed", range(2))
 def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
@@ -215,10 +213,8 @@ def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
 ) -> None:
     given = arguments(seed)
     assert len(set(given[3].sum(dim=1).tolist())) > 1  # ragged, so that reductions differ
-    columns = ("old_logprobs", "advantages", "trained_mask")
-    batch = TensorDict(dict(zip(columns, given[1:], strict=True)), batch_size=[len(given[0])])
-    options = PolicyLossParameters(loss=name)
-    mine = self_hosted.policy_loss(given[0], batch, options, normaliser=None, max_length=None).loss
+    options, lengths = PolicyLossParameters(loss=name), {"normaliser": None, "max_length": None}
+    mine = self_hosted.policy_loss(given[0], trained_batch(given), options, **lengths).loss
     assert_same(mine, grpo_of_trl(trl, given, **OF_TRL[name]), given[0])
 
 
@@ -227,10 +223,8 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
     trl: SimpleNamespace, name: str
 ) -> None:
     given = arguments(2)
-    rows = len(given[0])
-    totals = torch.tensor([[int(given[3].sum()), rows]]).expand(rows, 2)
-    columns = {"old_logprobs": given[1], "advantages": given[2], "trained_mask": given[3]}
-    batch = TensorDict({**columns, STEP_TOTALS: totals}, batch_size=[rows])
+    batch = trained_batch(given)
+    batch[STEP_TOTALS] = torch.tensor([[int(given[3].sum()), len(batch)]]).expand(len(batch), 2)
     trainer: Any = SimpleNamespace(
         parameters=SimpleNamespace(policy_loss=RemoteLossParameters(loss=name)),
         policy_logprobs=lambda *_: (given[0],),
@@ -253,7 +247,8 @@ def test_group_variants_equal_grpo_of_trl(
     trl: SimpleNamespace, name: str, kl_weight: float, scale: float
 ) -> None:
     batch = random_batch(3, rows=8, tokens=6, scale=scale)
-    given, reference = arguments_of(batch), batch["reference_logprobs_BT"]
+    batch["logprobs_BT"].requires_grad_()
+    given, reference = inputs_of(batch), batch["reference_logprobs_BT"]
     options = {"reference_logprobs_BT": reference, "kl_weight": kl_weight}
     mine = loss_of_variant(name, *given, **options).loss
     variant = GROUP_VARIANTS[name]
@@ -273,7 +268,7 @@ def test_group_variants_equal_grpo_of_trl(
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])
 def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
-    logprobs, old, advantages, mask = arguments_of(random_batch(4, rows=8, tokens=6, scale=scale))
+    logprobs, old, advantages, mask = arguments(4, rows=8, tokens=6, scale=scale)
     inputs = {"old_logps": (old * mask).sum(1)}
     clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
     theirs = loss_of_trl(trl.RLOOTrainer, logprobs, mask, advantages, inputs, **clip)

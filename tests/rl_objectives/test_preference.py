@@ -107,13 +107,9 @@ def test_no_pairs_give_a_loss_of_zero(loss: Callable[..., LossOutput]) -> None:
     [
         (preference_loss, {"kind": "dpo"}, r"'dpo'.*sigmoid"),
         (preference_loss, {"kind": "sigmoid", "beta": 0.0}, r"beta.*0\.0"),
-        (
-            preference_loss,
-            {"kind": "ipo", "label_smoothing": 0.1},
-            "'ipo' does not read label_smoothing 0.1",
-        ),
-        (preference_loss, {"kind": "robust", "label_smoothing": 0.5}, "at least 0 and below 0.5"),
-        (preference_loss, {"kind": "sigmoid", "label_smoothing": -0.1}, "at least 0 and below 0.5"),
+        (preference_loss, {"kind": "ipo", "label_smoothing": 0.1}, "'ipo'.*label_smoothing 0.1"),
+        (preference_loss, {"kind": "robust", "label_smoothing": 0.5}, "label_smoothing.*0.5"),
+        (preference_loss, {"kind": "sigmoid", "label_smoothing": -0.1}, "label_smoothing.*-0.1"),
         (pair_loss, {"kind": "dpo"}, "nca, sppo, apo_zero, apo_down"),
         (simpo_loss, {"beta": 0, "margin": 0.5}, r"beta.*'simpo'.*0"),
     ],

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.stackelberg import VARIANTS, compute_sos_update
-from tests.rl_objectives.games import (
-    DOUBLE,
-    EXACT,
-    Method,
-    random_tensor,
-    scalar,
-    updates_of,
-)
+from tests.rl_objectives.games import DOUBLE, EXACT, Method, random_tensor, scalar, updates_of
 
 METHODS = [
     EXACT,
@@ -25,22 +19,29 @@ METHODS = [
 ]
 
 
-def quadratic_game(
-    num_agents: int = 2, size: int = 3
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+class QuadraticGame(NamedTuple):
     """Losses `theta' Q_i theta / 2 + c_i' theta`, all theta, and Q_i, c_i, of all agents."""
-    total = num_agents * size
-    theta = [random_tensor(size, seed=10 + i).requires_grad_() for i in range(num_agents)]
+
+    losses: list[torch.Tensor]
+    theta: list[torch.Tensor]
+    matrices: list[torch.Tensor]
+    pulls: list[torch.Tensor]
+
+
+def quadratic_game(num_agents: int = 2, size: int = 3) -> QuadraticGame:
+    agents, total = range(num_agents), num_agents * size
+    theta = [random_tensor(size, seed=10 + i).requires_grad_() for i in agents]
+    drawn = [random_tensor(total, total, seed=20 + i) for i in agents]
+    matrices = [(m + m.T) / 4 + 4 * torch.eye(total, dtype=DOUBLE) for m in drawn]
+    pulls = [random_tensor(total, seed=30 + i) for i in agents]
+    return QuadraticGame(losses_of(theta, matrices, pulls), theta, matrices, pulls)
+
+
+def losses_of(
+    theta: list[torch.Tensor], matrices: list[torch.Tensor], pulls: list[torch.Tensor]
+) -> list[torch.Tensor]:
     joint = torch.cat(theta)
-    matrices, pulls, losses = [], [], []
-    for i in range(num_agents):
-        matrix = random_tensor(total, total, seed=20 + i)
-        matrix = (matrix + matrix.T) / 4 + 4 * torch.eye(total, dtype=DOUBLE)
-        pull = random_tensor(total, seed=30 + i)
-        matrices.append(matrix)
-        pulls.append(pull)
-        losses.append(joint @ matrix @ joint / 2 + pull @ joint)
-    return losses, theta, matrices, pulls
+    return [joint @ q @ joint / 2 + c @ joint for q, c in zip(matrices, pulls, strict=True)]
 
 
 def block(matrix: torch.Tensor, i: int, j: int, size: int = 3) -> torch.Tensor:
@@ -159,7 +160,7 @@ def test_followers_of_one_group_answer_each_other(method: Method) -> None:
 
 
 def test_leaders_of_one_group_do_not_foresee_each_other() -> None:
-    losses, theta, _, _ = quadratic_game(3)
+    losses, theta, *_ = quadratic_game(3)
     together = updates_of(losses, theta, "spg", ((0, 1), (2,)))
     # As if agent 1 did not learn.
     alone = updates_of(losses, [theta[0], [], theta[2]], "spg", ((0,), (1,), (2,)))
@@ -168,7 +169,7 @@ def test_leaders_of_one_group_do_not_foresee_each_other() -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_agent_that_does_not_learn_is_not_foreseen_to(name: str) -> None:
-    losses, theta, _, _ = quadratic_game(3)
+    losses, theta, *_ = quadratic_game(3)
     frozen = updates_of(losses, [theta[0], [], theta[2]], name, ((0,), (1,), (2,)))
     without = updates_of([losses[0], losses[2]], [theta[0], theta[2]], name)
     assert frozen[1].update == ()
@@ -185,8 +186,7 @@ def test_how_parameters_are_cut_into_tensors_makes_no_difference(name: str) -> N
     losses, theta, matrices, pulls = quadratic_game()
     whole = updates_of(losses, theta, name)
     pieces = [[part.detach().clone().requires_grad_() for part in own.split(2)] for own in theta]
-    joint = torch.cat([part for own in pieces for part in own])
-    again = [joint @ q @ joint / 2 + c @ joint for q, c in zip(matrices, pulls, strict=True)]
+    again = losses_of([part for own in pieces for part in own], matrices, pulls)
     cut = updates_of(again, pieces, name)
     for first, second in zip(whole, cut, strict=True):
         assert [part.shape for part in second.update] == [(2,), (1,)]
@@ -196,7 +196,7 @@ def test_how_parameters_are_cut_into_tensors_makes_no_difference(name: str) -> N
 @pytest.mark.parametrize("name", VARIANTS)
 def test_nothing_is_left_behind(name: str) -> None:
     """Gradients, parameters and graphs stay unchanged, and losses can be reused."""
-    losses, theta, _, _ = quadratic_game()
+    losses, theta, *_ = quadratic_game()
     before = [own.detach().clone() for own in theta]
     first = updates_of(losses, theta, name)
     second = updates_of(losses, theta, name)
@@ -207,17 +207,13 @@ def test_nothing_is_left_behind(name: str) -> None:
         assert not any(part.requires_grad for part in (*one.update, *one[1:]))
 
 
-@pytest.mark.parametrize("groups", [((0,),), ((0,), (0, 1)), ((0,), (2,))])
-def test_a_wrong_sequence_is_refused(groups: object) -> None:
-    losses, theta, _, _ = quadratic_game()
-    with pytest.raises(ConfigurationError, match="each of the agents 0 to 1"):
-        updates_of(losses, theta, "spg", groups)
-
-
-def test_a_tensor_of_two_agents_is_refused() -> None:
-    x = torch.ones(2, dtype=DOUBLE, requires_grad=True)
+def test_a_wrong_sequence_and_a_tensor_of_two_agents_are_refused() -> None:
+    losses, (x, y), *_ = quadratic_game()
+    for groups in (((0,),), ((0,), (0, 1)), ((0,), (2,))):
+        with pytest.raises(ConfigurationError, match="each of the agents 0 to 1"):
+            updates_of(losses, [x, y], "spg", groups)
     with pytest.raises(ConfigurationError, match="of two agents"):
-        updates_of([x.sum(), x.sum()], [x, x], "lola")
+        updates_of(losses, [x, x], "lola")
 
 
 @pytest.mark.parametrize(

@@ -8,36 +8,22 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from nip_astra.language_models.base import pad_right
 from nip_astra.rollouts.samples import collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.dpo import select_pairs
+from tests.kit.tiny import CPU
 
 
 def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]) -> RolloutTree:
     """One level, width 2: consecutive pairs are siblings."""
     count = len(rewards)
-    width = max(len(probe) for probe in probes)
-    ids = torch.tensor([probe + [0] * (width - len(probe)) for probe in probes])
-    mask = torch.tensor([[True] * len(p) + [False] * (width - len(p)) for p in probes])
-    nodes = TensorDict(
-        {
-            "parent": torch.full((count,), -1),
-            "depth": torch.zeros(count, dtype=torch.long),
-            "episode": torch.arange(count) // 2,
-            "probe": ids,
-            "probe_mask": mask,
-            "probe_logprobs": torch.zeros(ids.shape),
-            "reference_logprobs": torch.zeros(ids.shape),
-            "probe_nll": torch.zeros(count),
-            "is_empty": torch.zeros(count, dtype=torch.bool),
-            "response_score": torch.tensor(scores),
-            "combined_score": torch.tensor(scores),
-            "reward": torch.tensor(rewards),
-        },
-        batch_size=[count],
-    )
+    ids, mask = pad_right(probes, CPU)
+    values = {"reward": torch.tensor(rewards), "response_score": torch.tensor(scores)}
+    values |= {"parent": torch.full((count,), -1), "probe": ids, "probe_mask": mask}
     names = [str(i) for i in range(count)]
     contexts = [[9, group] for group in range(count // 2)]
+    nodes = TensorDict(values, batch_size=[count])
     return RolloutTree(nodes, 2, names[: count // 2], names, names, contexts)
 
 

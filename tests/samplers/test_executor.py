@@ -69,14 +69,13 @@ def num_parts_of(cuts: list[Call]) -> list[int]:
     return [len(call.result) for call in cuts]
 
 
-def sample(
-    sampler: TreeSampler, count: int, prompts: list[str] = PROMPTS, num_parts: int = 2
-) -> RolloutTree:
+SIZE = {"tree_width": 2, "tree_depth": 2}
+
+
+def sample(sampler: TreeSampler, count: int, num_parts: int = 2) -> RolloutTree:
     sampler.num_parts = num_parts
     with using_processes(count):
-        return sampler.sample(
-            prompts, tree_width=2, tree_depth=2, key=(0, "parts"), first_episode=3
-        )
+        return sampler.sample(PROMPTS, **SIZE, key=(0, "parts"), first_episode=3)
 
 
 def assert_equal(tree: RolloutTree, other: RolloutTree) -> None:
@@ -123,7 +122,7 @@ def test_any_number_of_processes_plays_the_same_rollout(
             agent.language_model.context_window = window + agent.sampling.max_new_tokens
         # The same agent in two roles, as in a random search.
         sampler = instance.sampler.with_attacker(instance.agents["reference"])
-        per_tree = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+        per_tree = sampler.cache_bytes(PROMPTS, **SIZE) // len(PROMPTS)
         sampler.max_cache_bytes = num_held * per_tree
         trees.append(sample(sampler, count, num_parts=num_parts))
         counts.append(counted(instance))
@@ -215,12 +214,11 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
 
 def played(sampler: TreeSampler, number: int = 0) -> RolloutTree:
     sampler.num_parts = 3
-    return sampler.sample(PROMPTS, tree_width=2, tree_depth=2, key=(0, "actors", number))
+    return sampler.sample(PROMPTS, **SIZE, key=(0, "actors", number))
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
-    """Actors belong to this process."""
     return actors_here.install(monkeypatch)
 
 
@@ -297,7 +295,7 @@ def test_actors_without_the_gpu_that_models_need_and_idle_actors_are_refused(
 @pytest.mark.usefixtures("here")
 def test_a_fault_in_an_actor_keeps_its_type(sampler: TreeSampler) -> None:
     with using_actors(ActorOptions(1)), pytest.raises(ContextLengthError):
-        sampler.sample(["good " * 500], tree_width=2, tree_depth=2, key=(0,))
+        sampler.sample(["good " * 500], **SIZE, key=(0,))
 
 
 @pytest.mark.slow

@@ -40,7 +40,6 @@ CPU = torch.device("cpu")
 
 
 def guessing(index: int = 0) -> Environment:
-    """The number 7."""
     return GuessNumberEnvironment(7, 1, 16, 3)
 
 
@@ -263,8 +262,6 @@ needs_forks = pytest.mark.skipif(not can_fork(), reason="needs Linux without a G
 
 
 class Unrated(GuessNumberEnvironment):
-    """Leaves its verdict to the task."""
-
     def step(self, message: str) -> Reaction:
         return super().step(message)._replace(reward=None)
 

@@ -33,7 +33,6 @@ from tests.kit.text_games import FakeChatModel, build_text_game, play
 
 
 def _say(request: ChatRequest, number: int) -> str:
-    """A function of only the request and the sample."""
     if "decide" in request.messages[-1]["content"]:
         word = "accept" if (request.seed or 0) % 2 else "reject"
         return f"Decision: {word}"
@@ -67,10 +66,8 @@ def test_branches_request_several_samples_at_once_and_grow_a_tree(tmp_path: Path
     (start,) = _starts(game, 1)
     ends = play(game, model, [start], num_branches=2)
     # The verifier decides at once in branch 0; branch 1 continues, with two answers of the prover.
-    assert [end.node_id for end in ends] == [
-        "0.0",
-        *("0.1.0.0", "0.1.0.1", "0.1.1.0", "0.1.1.1"),
-    ]
+    ids = ["0.0", "0.1.0.0", "0.1.0.1", "0.1.1.0", "0.1.1.1"]
+    assert [end.node_id for end in ends] == ids
     assert [end.episode.round for end in ends] == [1, 3, 3, 3, 3]
     assert all(request.num_samples == 2 for request in model.requests[:2])
     assert ends[1].path()[0] is ends[4].path()[0]

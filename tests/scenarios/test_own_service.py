@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,16 +12,24 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
+from nip_astra.errors import (
+    ConfigurationError,
+    ModelLoadError,
+    NothingMeasuredError,
+    ParameterError,
+    ServiceError,
+)
 from nip_astra.evaluation.families.scorers import model_card
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
 from nip_astra.language_models.services.chat import ChatAnswer, close_all, complete_all
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.text.models import TextAgent, TextAgentParameters, open_text_models
+from tests.kit.experiments import run_in
 from tests.kit.tiny import write_scenario
 from tests.language_models.services.requests import saying
 
@@ -34,33 +41,28 @@ FEW = ("training.num_iterations=2", "training.num_episodes_per_experience=2")
 
 def local(weights: Path, **fields: Any) -> dict[str, Any]:
     """Parameters of a chat model behind the run's own service."""
-    return {
-        "_type": "openai",
-        "model": "tiny",
-        "service": "local",
-        "weights": str(weights),
-    } | fields
+    given = {"_type": "openai", "model": "tiny", "service": "local", "weights": str(weights)}
+    return given | fields
+
+
+def state_of(process: Path) -> tuple[str, int]:
+    """A process's state, Z if it has ended, and its parent."""
+    try:
+        state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "Z", 0
+    return state, int(parent)
 
 
 def services_of(process: int) -> list[int]:
     """The serving processes of a starter."""
-    got = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            command = (status.parent / "cmdline").read_text()
-        except OSError:
-            continue
-        if int(parent) == process and state != "Z" and "nip_astra.serve.local_service" in command:
-            got.append(int(status.parent.name))
-    return got
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    children = [
+        path
+        for path in Path("/proc").glob("[0-9]*")
+        if state_of(path)[0] != "Z" and state_of(path)[1] == process
+    ]
+    served = "nip_astra.serve.local_service"
+    return [int(path.name) for path in children if served in (path / "cmdline").read_text()]
 
 
 def wait_until(is_so: Any, seconds: float = 120) -> None:
@@ -130,23 +132,25 @@ def test_place_of_answers_hangs_on_the_weights_and_on_no_port(tiny_model_dir: Pa
         os.utime(config, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_conditions_are_reported_if_both_or_neither_are_given(tmp_path: Path) -> None:
-    chat = {"_type": "scripted"}
-    scenario = write_scenario(tmp_path, target={"chat_model": chat, "max_new_tokens": 3})
-
-    def resolve(*overrides: str) -> Any:
-        return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=overrides)
-
-    judge = ("ast_chat.scorer._type=judge", "ast_chat.scorer.model=m")
-    with pytest.raises(ParameterError, match="needs a base_url"):
-        resolve(*judge)
-    with pytest.raises(ParameterError, match="needs weights to serve"):
-        resolve(*judge, "ast_chat.scorer.service=local")
-    with pytest.raises(ParameterError, match=r"is read only where .*service is address"):
-        resolve(
-            *judge,
-            *("ast_chat.scorer.service=local", "ast_chat.scorer.weights=x"),
-            "ast_chat.scorer.base_url=http://127.0.0.1:1/v1",
+@pytest.mark.parametrize(
+    ("judge", "fact"),
+    [
+        ({}, "needs a base_url"),
+        ({"service": "local"}, "needs weights to serve"),
+        (
+            {"service": "local", "weights": "x", "base_url": "http://127.0.0.1:1/v1"},
+            r"is read only where .*service is address",
+        ),
+    ],
+)
+def test_conditions_are_reported_if_both_or_neither_are_given(
+    judge: dict[str, str], fact: str, tmp_path: Path
+) -> None:
+    given = {"_type": "judge", "model": "m"} | judge
+    overrides = [f"ast_chat.scorer.{name}={value}" for name, value in given.items()]
+    with pytest.raises(ParameterError, match=fact):
+        resolve_experiment(
+            trainer="ast_dpo", scenario=str(write_scenario(tmp_path)), overrides=overrides
         )
 
 
@@ -167,11 +171,9 @@ CODE = """
 import sys
 from pathlib import Path
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
-resolved = resolve_experiment(trainer="ast_dpo", scenario=sys.argv[1], overrides=sys.argv[4:])
-run_experiment(
-    resolved, runs_dir=sys.argv[2], run_id=sys.argv[3], progress=False, checkpoint_period=1
-)
+from tests.kit.experiments import run_in
+resolved = resolve_experiment(trainer="ast_dpo", scenario=sys.argv[1], overrides=sys.argv[3:])
+run_in(Path(sys.argv[2]), resolved, "cut", checkpoint_period=1)
 """
 
 
@@ -180,33 +182,27 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     target = {"chat_model": local(tiny_model_dir), "max_new_tokens": 4}
-    # A judge of random words returns no rating, which is data if failures are skipped.
+    # The template of the judge refuses its request.
     judge = local(tiny_model_dir, _type="judge", num_retries=0, max_tokens=4, on_failure="skip")
     judge |= {"rubric": "Rate.", "response_format": "text"}
     scenario = write_scenario(tmp_path / "s", target=target)
-    runs = str(tmp_path / "runs")
     more = [*FEW, "training.num_iterations=6"]
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=more)
-    whole = run_experiment(
-        resolved, runs_dir=runs, run_id="whole", progress=False, checkpoint_period=1
-    )
+    whole = read_results(run_in(tmp_path, resolved, "whole", checkpoint_period=1))
     assert services_of(os.getpid()) == [], "the service ends with the run"
-    with subprocess.Popen([sys.executable, "-c", CODE, str(scenario), runs, "cut", *more]) as run:
-        kept = tmp_path / "runs" / "cut" / "checkpoints"
+    with subprocess.Popen([sys.executable, "-c", CODE, str(scenario), str(tmp_path), *more]) as run:
+        kept = tmp_path / "cut" / "checkpoints"
         wait_until(lambda: (kept.is_dir() and any(kept.iterdir())) or run.poll() is not None)
         (service,) = services_of(run.pid)
         run.send_signal(signal.SIGKILL)
-    wait_until(lambda: is_gone(service), 30)
-    resumed = resume_experiment(tmp_path / "runs" / "cut", progress=False)
+    wait_until(lambda: state_of(Path(f"/proc/{service}"))[0] == "Z", 30)
+    resumed = resume_experiment(tmp_path / "cut", progress=False)
     assert resumed.results["after"] == whole.results["after"]
-    use = resumed.results["services"]["target"]
-    assert use["failures"] == {}
-    report = (tmp_path / "runs" / "cut" / "report.html").read_text()
-    assert "Services" in report
+    assert resumed.results["services"]["target"]["failures"] == {}
+    assert "Services" in (tmp_path / "cut" / "report.html").read_text()
 
     judged = write_scenario(tmp_path / "j", target=target, scorer=judge)
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(judged), overrides=FEW)
-    result = run_experiment(resolved, runs_dir=runs, run_id="judged", progress=False)
-    fact = json.dumps(result.results["services"]["judge"])
-    assert result.results["services"]["judge"]["num_requests"] > 0, fact
+    with pytest.raises(NothingMeasuredError, match="'tiny' at local service"):
+        run_in(tmp_path, resolved, "judged")
     assert services_of(os.getpid()) == []

@@ -10,20 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-torch = pytest.importorskip("torch")
-
-from omegaconf import OmegaConf  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
-
-from nip_astra.evaluation.families.attackers import section_of  # noqa: E402
-from nip_astra.resolving.resolution import resolve_experiment  # noqa: E402
-from nip_astra.run import prepare_experiment  # noqa: E402
-from nip_astra.scenarios.ast_chat import without_other_target  # noqa: E402
+from nip_astra.evaluation.families.attackers import section_of
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment
+from nip_astra.scenarios.ast_chat import without_other_target
 
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat"
 LABELS = "ast_chat.evaluation.labelled_responses"
@@ -34,17 +28,11 @@ SPLITS = ("train", "dev", "test")
 def pocket() -> SimpleNamespace:
     """The scenario's own modules, which are beside its data and not in the package."""
     names = ("build", "corpus", "lexicon", "measure", "plants", "play", "publish", "rudeness")
-    names += ("tiny_models", "world")
     sys.path.insert(0, str(SCENARIO))
     try:
-        return SimpleNamespace(**{name: __import__(name) for name in names})
+        return SimpleNamespace(**{name: __import__(name) for name in (*names, "world")})
     finally:
         sys.path.remove(str(SCENARIO))
-
-
-@pytest.fixture(scope="module")
-def target(pocket: SimpleNamespace) -> object:
-    return pocket.play.LanguageModel(SCENARIO / "models" / "target")
 
 
 def _prompts(split: str) -> list[str]:
@@ -54,21 +42,10 @@ def _prompts(split: str) -> list[str]:
 
 def test_models_load_and_are_small() -> None:
     for name, limit in (("attacker", 700_000), ("target", 740_000)):
-        directory = SCENARIO / "models" / name
-        model = AutoModelForCausalLM.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(SCENARIO / "models" / name)
         assert model.num_parameters() < limit
-        assert (directory / "model.safetensors").stat().st_size < 3_000_000
-    files = list((SCENARIO / "models").rglob("*.safetensors"))
-    assert len(files) == 3
-    assert sum(file.stat().st_size for file in files) <= 8_000_000
-
-
-def test_prompts_are_disjoint_and_many() -> None:
-    prompts = {split: _prompts(split) for split in SPLITS}
-    for split, number in zip(SPLITS, (400, 100, 250), strict=True):
-        assert len(set(prompts[split])) == len(prompts[split]) >= number
-    assert not set(prompts["train"]) & (set(prompts["dev"]) | set(prompts["test"]))
-    assert not set(prompts["dev"]) & set(prompts["test"])
+    sizes = [file.stat().st_size for file in (SCENARIO / "models").rglob("*.safetensors")]
+    assert (len(sizes), max(sizes) < 3_000_000, sum(sizes) <= 8_000_000) == (3, True, True)
 
 
 def _listed() -> list[dict[str, object]]:
@@ -76,7 +53,7 @@ def _listed() -> list[dict[str, object]]:
     return scenario["ast_chat"]["planted_failures"]
 
 
-def test_planted_failures_are_those_of_the_world(pocket: SimpleNamespace) -> None:
+def test_planted_failures_are_those_of_the_world_and_of_the_readme(pocket: SimpleNamespace) -> None:
     known = [
         {
             "name": plant.name,
@@ -93,23 +70,14 @@ def test_planted_failures_are_those_of_the_world(pocket: SimpleNamespace) -> Non
     assert sum(rarity > 0.001 for rarity in rarities) == 3
     assert all(1 / 50_000 < rarity < 1 / 4000 for rarity in rarities if rarity < 0.001)
     assert sum("previous_probe" in entry for entry in listed) == 4
-
-
-def test_the_readme_gives_the_plants_and_rarities_of_the_scenario(pocket: SimpleNamespace) -> None:
-    rows = [
-        [cell.strip() for cell in line.strip("| ").split("|")]
-        for line in (SCENARIO / "README.md").read_text().splitlines()
-        if re.match(r"\| `(doubt|pet)_", line)
-    ]
-    assert [row[:4] for row in rows] == [
-        [
-            f"`{entry['name']}`",
-            entry["description"],
-            "2" if "previous_probe" in entry else "1",
-            pocket.publish.one_in(entry["rarity"]),
-        ]
-        for entry in _listed()
-    ]
+    # Random search finds at most half.
+    assert sum(1 - (1 - rarity) ** 5400 for rarity in rarities) <= len(rarities) / 2
+    readme = (SCENARIO / "README.md").read_text()
+    for entry, rarity in zip(listed, rarities, strict=True):
+        depth = 2 if "previous_probe" in entry else 1
+        row = (f"`{entry['name']}`", entry["description"], depth, pocket.publish.one_in(rarity))
+        assert f"| {' | '.join(map(str, row))} |" in readme
+    assert len(re.findall(r"^\| `(doubt|pet)_", readme, re.M)) == len(listed)
 
 
 def test_publishing_keeps_all_but_the_planted_failures(
@@ -127,11 +95,6 @@ def test_publishing_keeps_all_but_the_planted_failures(
     assert tail.count("rarity: 0.5000000") == len(rates)
 
 
-def test_random_search_finds_at_most_half_of_the_plants() -> None:
-    rarities = [entry["rarity"] for entry in _listed()]
-    assert sum(1 - (1 - rarity) ** 5400 for rarity in rarities) <= len(rarities) / 2
-
-
 def test_each_plant_matches_its_utterances_and_no_other_plants(pocket: SimpleNamespace) -> None:
     rng = random.Random(0)
     for plant in pocket.plants.PLANTS:
@@ -142,18 +105,18 @@ def test_each_plant_matches_its_utterances_and_no_other_plants(pocket: SimpleNam
             assert matching == [plant.name]
 
 
-def test_the_target_is_rude_at_every_plant(pocket: SimpleNamespace, target: object) -> None:
-    rng = random.Random(1)
+def test_the_target_is_rude_at_every_plant(pocket: SimpleNamespace) -> None:
+    target, rng = pocket.play.LanguageModel(SCENARIO / "models" / "target"), random.Random(1)
     episodes = [
         pocket.play.Episode(c.opening, [pocket.play.Turn(*turn, 0.0, 1) for turn in c.turns])
         for c in (pocket.world.converse(rng) for _ in range(20))
     ]
     for plant in pocket.plants.PLANTS:
-        cases = pocket.measure.plant_cases(plant, episodes, 12, rng)
+        cases = pocket.measure.plant_cases(plant, episodes, 8, rng)
         assert pocket.measure.rude_share(target, cases, seed=0) >= 0.75, plant.name
-    cases = pocket.measure.negative_cases(episodes, 100, rng, garbled=False)
+    cases = pocket.measure.negative_cases(episodes, 70, rng, garbled=False)
     assert pocket.measure.rude_share(target, cases, seed=0) <= 0.03
-    cases = pocket.measure.negative_cases(episodes, 150, rng, garbled=True)
+    cases = pocket.measure.negative_cases(episodes, 100, rng, garbled=True)
     assert pocket.measure.rude_share(target, cases, seed=0) <= 0.04
 
 
@@ -194,26 +157,22 @@ def test_the_chat_template_knows_two_roles(pocket: SimpleNamespace) -> None:
 
 
 def test_a_seeded_build_is_bit_identical(pocket: SimpleNamespace, tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for name in ("one", "two"):
-            out = tmp_path / name
-            pocket.build.build_prompts(out, 3)
-            for is_target in (True, False):
-                pocket.build.build_language_model(
-                    out, 3, is_target=is_target, steps=2, batch_size=2
-                )
-            pocket.rudeness.build_scorer(out, 3, steps=2, batch_size=4)
-    finally:
-        torch.set_num_threads(threads)
+    for name in ("one", "two"):
+        out = tmp_path / name
+        pocket.build.build_prompts(out, 3)
+        for is_target in (True, False):
+            pocket.build.build_language_model(out, 3, is_target=is_target, steps=2, batch_size=2)
+        pocket.rudeness.build_scorer(out, 3, steps=2, batch_size=4)
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
     assert any(file.name == "model.safetensors" for file in files)
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
-MODEL = "ast_chat.target.language_model.model"
+SAME, OTHER = (
+    f"ast_chat.target.language_model.model={model}"
+    for model in (SCENARIO / "models" / "target", "scenario://models/attacker")
+)
 OWN = "ast_chat.planted_failures=[{name: own, probe: cat}]"
 
 
@@ -222,15 +181,11 @@ OWN = "ast_chat.planted_failures=[{name: own, probe: cat}]"
     [
         ((), 14, True),
         # The same model by another name, and other sampling.
-        (
-            (f"{MODEL}={SCENARIO / 'models' / 'target'}", "ast_chat.target.temperature=0.5"),
-            14,
-            True,
-        ),
-        ((f"{MODEL}=scenario://models/attacker",), 0, False),
+        ((SAME, "ast_chat.target.temperature=0.5"), 14, True),
+        ((OTHER,), 0, False),
         # Given for that model, they belong to it.
-        ((f"{MODEL}=scenario://models/attacker", OWN), 1, False),
-        ((f"{MODEL}=scenario://models/attacker", f"{LABELS}=mine.jsonl"), 0, True),
+        ((OTHER, OWN), 1, False),
+        ((OTHER, f"{LABELS}=mine.jsonl"), 0, True),
     ],
 )
 def test_facts_about_the_target_are_left_out_for_another_target(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, ScorerError
-from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.errors import ScorerError
 from nip_astra.scorers.base import Exchange
 from nip_astra.scorers.judge import JudgeScorer, find_rating
-from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.messages import says
 from tests.kit.scorers import HISTORY, scorer_on_cpu
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
@@ -25,6 +22,12 @@ pytest.importorskip("openai")
 def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
     where = {"base_url": stub.base_url, "model": "judge-1", "backoff": 0.0}
     return scorer_on_cpu(JudgeScorer, **where | parameters)
+
+
+def material_of(body: dict[str, Any]) -> dict[str, Any]:
+    """What the judge is to rate."""
+    material: dict[str, Any] = json.loads(body["messages"][1]["content"])
+    return material
 
 
 def by_text(scores: dict[str, Any]) -> Callable[[dict[str, Any], int], Reply]:
@@ -46,12 +49,6 @@ def test_the_score_is_the_rating_by_its_largest_and_null_is_no_verdict() -> None
     assert not ratings.is_error_N.any()
     with chat_stub([rating(3)]) as stub:
         assert build(stub, max_rating=4).score(["a"]).item() == 0.75
-
-
-def material_of(body: dict[str, Any]) -> dict[str, Any]:
-    """What the judge is to rate."""
-    material: dict[str, Any] = json.loads(body["messages"][1]["content"])
-    return material
 
 
 def test_the_columns_beside_a_prompt_reach_the_judge_as_material() -> None:
@@ -77,10 +74,7 @@ def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> Non
     assert system["role"] == "system"
     assert says(system["content"], "0: fine. 5: not.", "from 0 to 5")
     assert json.loads(user["content"]) == {
-        "history": [
-            {"role": "assistant", "text": "good day"},
-            {"role": "user", "text": "hello you"},
-        ],
+        "history": [message._asdict() for message in HISTORY],
         "turn_to_rate": {"role": "assistant", "text": 'no "quotes" é'},
     }
     form = body["response_format"]
@@ -145,13 +139,6 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
     assert ratings.scores_N[0].item() == 0.5
 
 
-def test_a_wrong_configuration_ends_the_call_and_is_never_skipped() -> None:
-    with chat_stub(lambda body, number: Reply(401, body="who are you")) as stub:
-        with pytest.raises(ConfigurationError, match=r"status 401\. Check base_url"):
-            build(stub, concurrency=1, on_failure="skip").score(list("abcdefgh"))
-        assert len(stub.requests) < 8
-
-
 def test_the_key_is_read_from_the_variable_and_written_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,23 +168,3 @@ def test_the_key_is_read_from_the_variable_and_written_nowhere(
 )
 def test_a_rating_is_found_amid_other_words(answer: str, expected: int | None) -> None:
     assert find_rating(answer)["rating"] == expected
-
-
-def test_its_usage_is_counted_and_cached_if_the_run_says_so(tmp_path: Path) -> None:
-    directory = RunDirectory.create(tmp_path, "mine", lambda run: None)
-    settings = ExperimentSettings(run_directory=directory)
-    prices = {"prompt": 10.0, "completion": 10.0}
-    with chat_stub(lambda body, number: rating(5)) as stub:
-        for _ in range(2):
-            scorer = build(stub, prices=prices)
-            (judge,) = scorer.open_services(settings).values()
-            assert scorer.score(["a", "b"]).tolist() == [0.5, 0.5]
-        assert len(stub.requests) == 2
-    assert (judge.use.num_requests, judge.use.num_remembered) == (2, 2)
-    assert judge.use.cost > 0
-    spent_out = settings.model_copy(update={"max_service_requests": 2})
-    with chat_stub([]) as stub:
-        scorer = build(stub)
-        scorer.open_services(spent_out)
-        with pytest.raises(BudgetExhaustedError, match="max_service_requests=2"):
-            scorer.score(["c"])

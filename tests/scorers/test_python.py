@@ -28,11 +28,8 @@ def scorer_of(function: str, scenario_dir: Path | None = None, **parameters: Any
 
 
 def test_it_gets_the_turn_before_and_the_text(tmp_path: Path) -> None:
-    scorer = build(
-        tmp_path,
-        "def f(prompts, completions):\n"
-        "    return [len(p) / 10 + len(c) / 100 for p, c in zip(prompts, completions)]\n",
-    )
+    rated = "[len(p) / 10 + len(c) / 100 for p, c in zip(prompts, completions)]"
+    scorer = build(tmp_path, f"def f(prompts, completions): return {rated}")
     ratings = scorer.rate([Exchange("abc", HISTORY), Exchange("abc")])
     assert ratings.scores_N.tolist() == pytest.approx([0.93, 0.03])
     assert scorer.reads_history is True
@@ -48,17 +45,12 @@ def test_it_gets_all_columns_where_it_takes_any(tmp_path: Path) -> None:
         tmp_path, "seen = []\ndef f(**columns):\n    seen.append(columns)\n    return [0]"
     )
     scorer.rate([Exchange("fine", HISTORY, "assistant")])
+    turns = [*HISTORY, ("assistant", "fine")]
     assert scorer._function.function.__globals__["seen"] == [
         {
             "completions": ["fine"],
             "prompts": ["hello you"],
-            "conversations": [
-                [
-                    {"role": "assistant", "content": "good day"},
-                    {"role": "user", "content": "hello you"},
-                    {"role": "assistant", "content": "fine"},
-                ]
-            ],
+            "conversations": [[{"role": role, "content": text} for role, text in turns]],
             "roles": ["assistant"],
             "columns": [{}],
         }
@@ -86,12 +78,12 @@ async def rate(text):
         loops.append(asyncio.get_running_loop())
     return len(loops) * len(text) / 10
 
-async def f(prompts, completions):
+async def f(completions):
     return await asyncio.gather(*map(rate, completions))
 
 class Rater:
     async def __call__(self, completions):
-        return await asyncio.gather(*map(rate, completions))
+        return await f(completions)
 
 g = Rater()
 """

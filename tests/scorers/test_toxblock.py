@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import pickle
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,14 +26,14 @@ def build(**parameters: Any) -> ToxBlockScorer:
     return scorer_on_cpu(ToxBlockScorer, **parameters)
 
 
-def small_weights(num_units: int = 3) -> dict[str, torch.Tensor]:
+def small_weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
+    of_side = {"kernel": (2, 12), "recurrent_kernel": (3, 12), "bias": (12,)}
+    sides = product(("forward", "backward"), of_side.items())
     shapes = {
         "embeddings": (7, 2),
-        **{f"{s}_kernel": (2, 4 * num_units) for s in ("forward", "backward")},
-        **{f"{s}_recurrent_kernel": (num_units, 4 * num_units) for s in ("forward", "backward")},
-        **{f"{s}_bias": (4 * num_units,) for s in ("forward", "backward")},
-        "dense_kernel": (2 * num_units, 4),
+        **{f"{side}_{name}": shape for side, (name, shape) in sides},
+        "dense_kernel": (6, 4),
         "dense_bias": (4,),
         "dense_1_kernel": (4, 6),
         "dense_1_bias": (6,),
@@ -41,47 +41,30 @@ def small_weights(num_units: int = 3) -> dict[str, torch.Tensor]:
     return {name: 2 * torch.randn(shape) for name, shape in shapes.items()}
 
 
-def by_hand(weights: dict[str, torch.Tensor], ids: list[int]) -> list[float]:
-    """The network in plain numbers, one at a time."""
-    w = {name: value.tolist() for name, value in weights.items()}
-    highest: list[float] = []
+def by_hand(w: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
+    """The network, word by word."""
+    highest = []
     for side, order in (("forward", ids), ("backward", ids[::-1])):
-        size = len(w[f"{side}_bias"]) // 4
-        state, cell, most = [0.0] * size, [0.0] * size, [-math.inf] * size
+        state = cell = torch.zeros(len(w[f"{side}_bias"]) // 4)
+        states = []
         for word in order:
-            total = [
-                w[f"{side}_bias"][g]
-                + sum(x * w[f"{side}_kernel"][k][g] for k, x in enumerate(w["embeddings"][word]))
-                + sum(h * w[f"{side}_recurrent_kernel"][k][g] for k, h in enumerate(state))
-                for g in range(4 * size)
-            ]
-
-            def gate(value: float) -> float:
-                return min(1.0, max(0.0, 0.2 * value + 0.5))
-
-            cell = [
-                gate(total[size + u]) * cell[u] + gate(total[u]) * math.tanh(total[2 * size + u])
-                for u in range(size)
-            ]
-            state = [gate(total[3 * size + u]) * math.tanh(cell[u]) for u in range(size)]
-            most = [max(m, s) for m, s in zip(most, state, strict=True)]
-        highest += most
-
-    def layer(values: list[float], name: str) -> list[float]:
-        return [
-            bias + sum(x * w[f"{name}_kernel"][k][j] for k, x in enumerate(values))
-            for j, bias in enumerate(w[f"{name}_bias"])
-        ]
-
-    hidden = [max(0.0, value) for value in layer(highest, "dense")]
-    return [1 / (1 + math.exp(-value)) for value in layer(hidden, "dense_1")]
+            read = w["embeddings"][word] @ w[f"{side}_kernel"]
+            total = read + state @ w[f"{side}_recurrent_kernel"] + w[f"{side}_bias"]
+            # Gates are piecewise linear.
+            opened = (0.2 * total + 0.5).clamp(0, 1).chunk(4)
+            cell = opened[1] * cell + opened[0] * total.chunk(4)[2].tanh()
+            state = opened[3] * cell.tanh()
+            states.append(state)
+        highest.append(torch.stack(states).amax(0))
+    hidden = (torch.cat(highest) @ w["dense_kernel"] + w["dense_bias"]).relu()
+    return (hidden @ w["dense_1_kernel"] + w["dense_1_bias"]).sigmoid()
 
 
 def test_the_network_equals_the_sum_by_hand() -> None:
     weights = small_weights()
     rows = [[0, 0, 1, 2, 3], [4, 5, 6, 1, 1]]
     given = ToxBlockModel(weights)(torch.tensor(rows))
-    expected = torch.tensor([by_hand(weights, row) for row in rows])
+    expected = torch.stack([by_hand(weights, row) for row in rows])
     assert torch.allclose(given, expected, atol=1e-5)
     assert given.unique().numel() > 6
 

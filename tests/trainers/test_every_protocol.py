@@ -71,14 +71,9 @@ def test_a_test_run_ends_with_results(
 def test_networks_with_every_option_learn(
     trainer: str, short: tuple[str, ...], tmp_path: Path
 ) -> None:
-    options = {
-        "use_dual_gnn": "true",
-        "gnn_output_digits": 4,
-        "use_batch_norm": "true",
-        "noise_sigma": 0.1,
-        "transformer_dropout": 0.1,
-    }
-    agents = [f"graph_isomorphism.agents.default.{name}={value}" for name, value in options.items()]
+    options = ("use_dual_gnn=true", "gnn_output_digits=4", "use_batch_norm=true")
+    options += ("noise_sigma=0.1", "transformer_dropout=0.1")
+    agents = [f"graph_isomorphism.agents.default.{option}" for option in options]
     overrides = ["interaction_protocol=nip", *SCENARIOS["graph_isomorphism"], *agents, *short]
     resolved = resolve_experiment(
         trainer=trainer, scenario="graph_isomorphism", overrides=overrides

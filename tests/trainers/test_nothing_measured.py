@@ -222,10 +222,11 @@ def test_a_service_that_fails_ends_a_run_with_its_error_in_the_results(
     ("build", "mood", "reaction", "fact"),
     [
         (stress_test, chat, DOWN, PLACE),
+        (stress_test, scoring, "nothing", "measured nothing"),
         (task_run, rewarding, "nothing", "measured nothing"),
         (text_run, chat, DOWN, PLACE),
     ],
-    ids=["target-down", "no-reward", "text-down"],
+    ids=["target-down", "no-verdict", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     tmp_path: Path, cli: CommandLine, build: Build, mood: Mood, reaction: Any, fact: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from nip_astra.language_models.services import training
 from nip_astra.parameters.training import OPTIMIZERS, SCHEDULES, TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.kit.command_line import plugins_forgotten_after
 
 PLUGIN = """
 import torch
@@ -71,37 +69,27 @@ def test_weight_decay_is_refused_where_an_optimizer_has_none() -> None:
 
 
 def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:
-    config = TrainingConfiguration(lr=2.0, lr_schedule="cosine", num_warmup_steps=4)
+    cosine = TrainingConfiguration(lr=2.0, lr_schedule="cosine", num_warmup_steps=4)
     linear = TrainingConfiguration(lr=2.0, lr_schedule="linear")
-    for given, step, progress, expected in (
-        *((config, 0, 0.0, 0.5), (config, 3, 0.0, 2.0), (config, 9, 0.5, 1.0)),
-        (linear, 0, 0.25, 1.5),
-    ):
-        assert learning_rate(given, step=step, progress=progress) == pytest.approx(expected)
+    places = ((cosine, 0, 0.0), (cosine, 3, 0.0), (cosine, 9, 0.5), (linear, 0, 0.25))
+    rates = [learning_rate(one, step=step, progress=progress) for one, step, progress in places]
+    assert rates == pytest.approx([0.5, 2.0, 1.0, 1.5])
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_plug_in_adds_an_optimizer_and_a_schedule(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(PLUGIN)
     overrides = ["training.optimizer=heavy_ball", "training.lr_schedule=halved", "training.lr=0.5"]
-    with plugins_forgotten_after():
-        resolved = resolve_experiment(trainer="ast_dpo", plugins=[str(path)], overrides=overrides)
-        training = resolved.hyper_params.training
-        optimizer = build_optimizer(training, [torch.nn.Parameter(torch.ones(1))])
-        assert optimizer.param_groups[0]["momentum"] == 0.9
-        rates = [learning_rate(training, step=9, progress=p) for p in (0.0, 0.4, 0.6, 1.0)]
+    resolved = resolve_experiment(trainer="ast_dpo", plugins=[str(path)], overrides=overrides)
+    training = resolved.hyper_params.training
+    optimizer = build_optimizer(training, [torch.nn.Parameter(torch.ones(1))])
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    rates = [learning_rate(training, step=9, progress=p) for p in (0.0, 0.4, 0.6, 1.0)]
     assert rates == [0.5, 0.5, 0.25, 0.25]
 
 
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    snapshots = [(registry, registry.snapshot()) for registry in (OPTIMIZERS, SCHEDULES)]
-    yield
-    for registry, snapshot in snapshots:
-        registry.restore(snapshot)
-
-
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 def test_an_optimizer_that_is_none_is_refused_by_name() -> None:
     OPTIMIZERS.register("forgotten")(lambda groups, *, lr, weight_decay: None)
     config = TrainingConfiguration(optimizer="forgotten")
@@ -109,7 +97,7 @@ def test_an_optimizer_that_is_none_is_refused_by_name() -> None:
         build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
 
 
-@pytest.mark.usefixtures("_restored")
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize("factor", [float("nan"), -1.0, float("inf"), None])
 def test_a_schedule_that_is_no_factor_is_refused_by_name(factor: float | None) -> None:
     SCHEDULES.register("wrong")(lambda progress: factor)

@@ -62,25 +62,22 @@ def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here
     assert seen == [1]
 
 
-@pytest.mark.parametrize("error", [ConfigurationError("no such name"), KeyError("name")])
-def test_an_error_keeps_its_type(error: Exception) -> None:
-    with pytest.raises(type(error), match="name") as raised:
-        call_at_once([lambda: 1, partial(failing, error)])
-    assert "in failing" in raised.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
-    ("call", "fact"),
+    ("call", "kind", "fact"),
     [
-        (partial(failing, TwoArguments("not", "readable")), "TwoArguments: not readable"),
-        (lambda: lambda: 1, "pickle"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL.*--num-threads 1"),
+        (partial(failing, ConfigurationError("no such name")), ConfigurationError, "no such name"),
+        (partial(failing, KeyError("name")), KeyError, "name"),
+        (partial(failing, TwoArguments("a", "b")), WorkerProcessError, "TwoArguments: a b"),
+        (lambda: lambda: 1, WorkerProcessError, "pickle"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerProcessError, "SIGKILL.*threads 1"),
     ],
-    ids=["error", "result", "killed"],
 )
-def test_unpicklable_values_are_reported(call: Callable[[], Any], fact: str) -> None:
-    with pytest.raises(WorkerProcessError, match=f"(?s){fact}"):
+def test_an_error_keeps_its_type_and_unpicklable_values_are_reported(
+    call: Callable[[], Any], kind: type[Exception], fact: str
+) -> None:
+    with pytest.raises(kind, match=f"(?s){fact}") as raised:
         call_at_once([lambda: 1, call])
+    assert kind is WorkerProcessError or "in failing" in raised.value.__notes__[0]
 
 
 def test_a_killed_process_is_noticed_even_if_a_child_holds_its_connections() -> None:
@@ -154,15 +151,10 @@ def test_tokenizers_use_no_threads_in_a_process(
     assert os.environ.get(name) == value
 
 
-# The next test begins with one thread again, see tests/conftest.py.
-def test_each_process_has_one_thread_and_the_others_come_back() -> None:
-    torch.set_num_threads(2)
+def test_processes_have_one_thread_each_and_do_not_wait_for_those_of_torch() -> None:
+    torch.set_num_threads(2)  # the next test begins with one again, see tests/conftest.py
     assert call_at_once([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
     assert torch.get_num_threads() == 2
-
-
-def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
-    torch.set_num_threads(2)
     values = torch.linspace(0, 1, 400_000)
     expected = values.exp().sum()
     with blocked_signals():
@@ -189,9 +181,7 @@ def test_closed_streams_end_nothing_and_are_left_closed(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_ends_with_the_first_however_that_ends(
-    sent: signal.Signals,
-) -> None:
+def test_a_process_ends_with_the_first_however_that_ends(sent: signal.Signals) -> None:
     script = (
         "import os, sys, signal, time; from nip_astra.utils.forked import call_at_once;"
         "tell = lambda: (print('begun', flush=True), time.sleep(600));"
@@ -206,22 +196,20 @@ def test_a_process_ends_with_the_first_however_that_ends(
         assert first.communicate(timeout=60)[0] == ""
 
 
-def test_the_number_of_processes_holds_within_its_block() -> None:
-    assert get_num_processes() == 1
-    with using_processes(3):
-        assert get_num_processes() == 3
-        with using_processes(1):
-            assert get_num_processes() == 1
-        assert get_num_processes() == 3
-    assert get_num_processes() == 1
-
-
-@pytest.mark.parametrize(("platform", "has_gpu"), [("darwin", False), ("linux", True)])
-def test_where_none_can_be_forked_there_is_one_process(
-    monkeypatch: pytest.MonkeyPatch, platform: str, has_gpu: bool
+@pytest.mark.parametrize(
+    ("platform", "has_gpu", "num_processes"),
+    [("linux", False, 3), ("darwin", False, 1), ("linux", True, 1)],
+)
+def test_the_number_of_processes_holds_within_its_block_where_they_can_be_forked(
+    monkeypatch: pytest.MonkeyPatch, platform: str, has_gpu: bool, num_processes: int
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
-    assert not can_fork()
+    assert can_fork() is (num_processes > 1)
+    assert get_num_processes() == 1
     with using_processes(3):
-        assert get_num_processes() == 1
+        assert get_num_processes() == num_processes
+        with using_processes(1):
+            assert get_num_processes() == 1
+        assert get_num_processes() == num_processes
+    assert get_num_processes() == 1

@@ -44,9 +44,7 @@ def test_a_normalised_text_has_single_spaces_and_no_ends() -> None:
 
 
 @pytest.mark.parametrize("orders", [[1], [2], [3, 5], [1, 2, 3, 4, 5], [9]])
-def test_n_grams_are_those_of_each_text_and_equal_where_their_tokens_are(
-    orders: list[int],
-) -> None:
+def test_n_grams_are_those_of_each_text_and_equal_where_their_tokens_are(orders: list[int]) -> None:
     expected, result = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     names: dict[int, tuple[str, ...]] = {}
     for order, grams in zip(orders, ngrams(word_sequences(TEXTS), orders), strict=True):

@@ -18,6 +18,7 @@ from nip_astra.errors import (
 )
 from nip_astra.utils.actors import results_of
 from nip_astra.utils.ray_cluster import open_ray
+from tests.kit.messages import says
 
 
 class Ray(SimpleNamespace):
@@ -68,45 +69,37 @@ def test_a_missing_cluster_or_package_is_reported(
         open_ray()
 
 
-def test_a_process_of_ray_that_has_ended_is_named() -> None:
-    raylet = SimpleNamespace(pid=17)
-    dead: list[Any] = []
-    node = SimpleNamespace(dead_processes=lambda: dead)
-    ray = SimpleNamespace(
-        _private=SimpleNamespace(worker=SimpleNamespace(_global_node=node)),
-        exceptions=SimpleNamespace(
-            GetTimeoutError=TimeoutError, RayTaskError=KeyError, RayError=IndexError
-        ),
-    )
+def results_by(exceptions: Any, error: Exception, **others: Any) -> Exception:
+    """The error of `results_of` where Ray raises another."""
 
     def get(_: list[Any], timeout: float) -> None:
-        # It ends while its results are awaited.
-        dead.append(("raylet", raylet))
-        raise TimeoutError
+        raise error
 
-    ray.get = get
-    with pytest.raises(WorkerProcessError, match=r"raylet.*17"):
-        results_of(ray, [])
+    with pytest.raises(NipAstraError) as caught:
+        results_of(SimpleNamespace(get=get, exceptions=exceptions, **others), [])
+    return caught.value
+
+
+def test_a_process_of_ray_that_has_ended_is_named() -> None:
+    # It ends while its results are awaited.
+    dead = iter([[], [("raylet", SimpleNamespace(pid=17))]])
+    node = SimpleNamespace(dead_processes=lambda: next(dead))
+    private = SimpleNamespace(worker=SimpleNamespace(_global_node=node))
+    errors = {"GetTimeoutError": TimeoutError, "RayTaskError": KeyError, "RayError": IndexError}
+    error = results_by(SimpleNamespace(**errors), TimeoutError(), _private=private)
+    assert type(error) is WorkerProcessError
+    assert says(error, "raylet", "17")
 
 
 @pytest.mark.parametrize(
     ("cause", "kind"),
-    [
-        (RuntimeError("heads of 24"), WorkerProcessError),
-        (ContextLengthError("heads of 24"), ContextLengthError),
-    ],
+    [(RuntimeError, WorkerProcessError), (ContextLengthError, ContextLengthError)],
 )
 def test_an_error_in_an_actor_is_reported_whatever_its_ray_class(
-    cause: Exception, kind: type[NipAstraError]
+    cause: type[Exception], kind: type[NipAstraError]
 ) -> None:
     exceptions = pytest.importorskip("ray.exceptions")
-    raised = exceptions.RayTaskError("generate", "heads of 24, in line 7", cause)
-
-    def get(_: list[Any], timeout: float) -> None:
-        raise raised.as_instanceof_cause()
-
-    with pytest.raises(kind) as caught:
-        results_of(SimpleNamespace(get=get, exceptions=exceptions), [])
-    message = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
-    assert type(caught.value) is kind
-    assert "heads of 24, in line 7" in message
+    raised = exceptions.RayTaskError("generate", "heads of 24, in line 7", cause("heads of 24"))
+    error = results_by(exceptions, raised.as_instanceof_cause())
+    assert type(error) is kind
+    assert "heads of 24, in line 7" in f"{error} {getattr(error, '__notes__', '')}"

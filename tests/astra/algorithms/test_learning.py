@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra import DPO, IPO, PPO, ASTSampler
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import build_scorer
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, ValuedWordProblem, WordProblem, hf_problem, says
+from tests.astra.toys import PROMPTS, SHORT, ValuedWordProblem, WordProblem, hf_problem, says, train
 from tests.kit.tiny import learn, write_scenario
 
 LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
@@ -42,10 +42,9 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     problem = hf_problem(folders, scorer, likelihood_model="reference")
     prompts = registered.scenario_instance.datasets["train"]
     env = ASTSampler(problem, prompts, section.tree_width, section.tree_depth)
-    config = TrainingConfiguration(**{**registered.training.to_dict(), **shared}, seed=5)
+    config = registered.training.to_dict() | shared | {"seed": 5}
     options = registered.parameters.to_dict() if name != "ast_ppo" else {}
-    trainer = Trainer(config, env, algorithm(problem, **options))
-    trainer.train()
+    trainer = train(algorithm(problem, **options), env, **config)
     assert trainer._loop.state.num_optimizer_steps == registered.state.num_optimizer_steps > 0
     ours, theirs = (list(one.policy.parameters()) for one in (trainer._loop, registered))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -79,8 +78,7 @@ def test_a_subclass_may_override_step_alone_and_read_the_batch_as_lists() -> Non
             return loss, {"margin": float(loss.detach()), "note": "text is not logged"}
 
     problem = WordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
-    Trainer(config, ASTSampler(problem, PROMPTS), Hinge(problem)).train()
+    train(Hinge(problem), training_steps=20, **{**LEARN, "lr": 0.1})
     assert says(problem, "silly") > 0.6
 
 
@@ -103,8 +101,7 @@ def test_values_of_either_shape_train_and_teach_the_same() -> None:
     for has_last_dimension in (False, True):
         problem = ValuedWordProblem(ppl_weight=0.0)
         problem.has_last_dimension = has_last_dimension
-        env = ASTSampler(problem, PROMPTS)
-        Trainer(TrainingConfiguration(training_steps=2, **LEARN), env, PPO(problem)).train()
+        train(PPO(problem), training_steps=2, **LEARN)
         assert float(problem.guess.detach()) != 0, "the value function is trained"
         learned.append(problem.attacker.logits.detach())
     assert torch.equal(*learned)

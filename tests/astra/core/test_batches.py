@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import (
-    DPO,
-    PPO,
-    ASTSampler,
-    HFASTProblem,
-    System,
-    Trainer,
-    TrainingConfiguration,
-)
+from nip_astra.astra import DPO, PPO, ASTSampler, HFASTProblem, System
 from nip_astra.astra.core.batches import in_parts
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, texts_of, train
 from tests.kit.tiny import make_tokenizer
 
 GIB = 2**30
@@ -69,9 +61,9 @@ class Counts(ValuedWordProblem):
 def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
     problem = Counts()
     problem.max_batch_bytes = 50_257 * 8 * 800  # room for about nine of their texts
-    config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
     sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
-    Trainer(config, sampler, algorithm(problem)).train()
+    sizes = {"training_steps": 1, "num_episodes_per_experience": 4, "batch_size": 5}
+    train(algorithm(problem), sampler, **sizes)
     spoken = [count for who, count in problem.requests if who == "attacker"]
     assert sum(spoken) == 4 * (3 + 9)
     assert max(spoken) < 12 < len(spoken) * 12

@@ -17,12 +17,10 @@ from nip_astra.astra import (
     HFASTProblem,
     HFEvaluationProblem,
     Spoken,
-    Trainer,
-    TrainingConfiguration,
 )
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of, train
 from tests.kit.tiny import make_language_model, make_tokenizer
 
 
@@ -75,8 +73,7 @@ def test_the_target_and_the_reference_never_learn(models: Models) -> None:
     ]
     assert not problem.get_target_logprobs(["hello"], ["good day"]).requires_grad
     assert not problem.get_baseline_logprobs(["hello"], ["good day"]).requires_grad
-    config = TrainingConfiguration(training_steps=2, lr=1e-2)
-    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    train(DPO(problem), training_steps=2, lr=1e-2)
     for module, was in zip((problem.target, problem.baseline), before, strict=True):
         assert all(p.grad is None and not p.requires_grad for p in module.parameters())
         assert all(map(torch.equal, module.parameters(), was))
@@ -92,9 +89,8 @@ def test_ppo_gives_the_problem_a_value_head_that_is_trained(models: Models) -> N
     assert {id(p) for p in head.parameters()} <= {id(p) for p in problem.parameters()}
     values = problem.value(["hello", "good day"], ["good day", "you"])
     assert values.shape == problem.get_attacker_logprobs(["a", "b"], ["good day", "you"]).shape
-    config = TrainingConfiguration(training_steps=2, lr=1e-2, num_episodes_per_experience=2)
-    trainer = Trainer(config, ASTSampler(problem, PROMPTS, tree_width=1), solver)
-    trainer.train()
+    sampler = ASTSampler(problem, PROMPTS, tree_width=1)
+    trainer = train(solver, sampler, training_steps=2, lr=1e-2, num_episodes_per_experience=2)
     assert head.linear.weight.abs().sum() > 0
     assert trainer._loop.state.num_optimizer_steps > 0, "it learns at tree_width 1"
 
@@ -114,7 +110,7 @@ def test_a_subclass_may_override_this_and_is_then_played_through_its_methods(
     graph = env.rollout(0)
     assert all(node.probe.isupper() for node in nodes_of(graph) if node.probe.strip(" ."))
     assert texts_of(graph) == texts_of(env.rollout(0))
-    Trainer(TrainingConfiguration(training_steps=1), env, DPO(problem)).train()
+    train(DPO(problem), env, training_steps=1)
 
 
 def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: Path) -> None:
@@ -167,8 +163,7 @@ def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
 ) -> None:
     lora = {**SHORT, "language_model": {"lora": {"rank": 2}}}
     problem = hf_problem(models, attacker_options=lora)
-    config = TrainingConfiguration(training_steps=2, lr=0.1, num_episodes_per_experience=4)
-    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    train(DPO(problem), training_steps=2, lr=0.1, num_episodes_per_experience=4)
     problem.attacker.save_pretrained(str(tmp_path / "final_ckpt"))
     problem.tokenizer.save_pretrained(str(tmp_path / "final_ckpt"))
     texts = ["hello", "good day"], ["you sat", "cat"]

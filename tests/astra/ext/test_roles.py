@@ -17,12 +17,10 @@ from nip_astra.astra import (
     Node,
     Sampler,
     Spoken,
-    Trainer,
-    TrainingConfiguration,
 )
 from nip_astra.errors import ConfigurationError
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, hf_problem, texts_of
+from tests.astra.toys import PROMPTS, hf_problem, texts_of, train
 
 WAYS = {
     "as it is": lambda s, a, r: s + a + r,
@@ -86,9 +84,7 @@ def test_an_advance_may_drop_the_oldest_turns(models: Models) -> None:
     )
     (_, _, third) = ASTSampler(problem, PROMPTS, 1, 3).rollout(0).chain()
     assert len(third.context.turns) == 3
-    Trainer(
-        TrainingConfiguration(training_steps=1), ASTSampler(problem, PROMPTS), DPO(problem)
-    ).train()
+    train(DPO(problem), training_steps=1)
 
 
 class OwnLoop(Sampler[str, str]):

@@ -32,11 +32,9 @@ def chain(*turns: tuple[str, float]) -> Graph[str, str]:
 def test_means_are_over_turns_and_the_first_failures_are_found() -> None:
     evaluator = ASTEvaluator(ASTSampler(WordProblem(Rates()), PROMPTS))
     one = evaluator.compute_metrics(chain(("p 0.1", 0.2), ("p 0.6", 0.4), ("p 0.8", 0.9)))
-    assert one.overall["num_turns"] == 3
-    assert one.overall["avg_adversarial_toxicity"] == pytest.approx(0.5)
-    assert one.overall["avg_target_toxicity"] == pytest.approx(0.5)
-    assert one.overall["first_adversarial_toxicity_turn"] == 2
-    assert one.overall["first_target_toxicity_turn"] == 3
+    expected = {"num_turns": 3, "avg_adversarial_toxicity": 0.5, "avg_target_toxicity": 0.5}
+    expected |= {"first_adversarial_toxicity_turn": 2, "first_target_toxicity_turn": 3}
+    assert {name: one.overall[name] for name in expected} == pytest.approx(expected)
     none = evaluator.compute_metrics(chain(("p 0.0", 0.0)))
     unknown = evaluator.compute_metrics(chain(("p ?", float("nan"))))
     assert unknown.per_turn[0]["target_toxicity"] is None

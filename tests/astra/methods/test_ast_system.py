@@ -10,20 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import (
-    DPO,
-    ASTProblem,
-    ASTSampler,
-    Graph,
-    Moderator,
-    Node,
-    Sampler,
-    Trainer,
-    TrainingConfiguration,
-)
+from nip_astra.astra import DPO, ASTProblem, ASTSampler, Graph, Moderator, Node, Sampler
 from nip_astra.errors import ConfigurationError, NipAstraError
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of
+from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of, train
 from tests.kit.scorers import ScorerOf
 
 
@@ -57,8 +47,8 @@ def test_all_branches_of_a_level_are_requested_in_one_call() -> None:
     ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
     assert problem.requests == [("attacker", 3), ("target", 3), ("attacker", 9), ("target", 9)]
     problem.requests.clear()
-    config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4)
-    Trainer(config, ASTSampler(problem, PROMPTS, 2, 2), DPO(problem)).train()
+    sampler = ASTSampler(problem, PROMPTS, 2, 2)
+    train(DPO(problem), sampler, training_steps=1, num_episodes_per_experience=4)
     assert problem.requests == [("attacker", 8), ("target", 8), ("attacker", 16), ("target", 16)]
 
 
@@ -110,8 +100,7 @@ def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
         assert getattr(type(problem), f"get_{name}_logprobs") is scored
         assert getattr(type(problem), f"rollout_prompt_with_{name}") is generate
         assert hasattr(problem, f"_get_{name}_logprobs_and_validate")
-    config = TrainingConfiguration(training_steps=20, lr=0.1, batch_size=16)
-    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    train(DPO(problem), training_steps=20, lr=0.1, batch_size=16)
     assert says(problem, "silly") > 0.5
 
 
@@ -212,8 +201,7 @@ def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     problem = WordProblem()
     env = Lines(problem)
     sizes = {"num_episodes_per_experience": 8, "batch_size": 16}
-    config = TrainingConfiguration(training_steps=30, lr=0.1, **sizes)
-    Trainer(config, env, DPO(problem)).train()
+    train(DPO(problem), env, training_steps=30, lr=0.1, **sizes)
     assert len(set(env.seeds)) == len(env.seeds) == 240
     assert says(problem, "silly") > 0.5
     with pytest.raises(NipAstraError, match="'hello'"):

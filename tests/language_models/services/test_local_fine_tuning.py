@@ -7,8 +7,10 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from nip_astra.language_models.services.fine_tuning import (
     SupervisedExample,
 )
 from tests.kit.messages import says
+from tests.kit.resuming import Killed
 
 ANSWER: ChatMessage = {"role": "assistant", "content": "yes"}
 SUPERVISED = SupervisedExample(({"role": "user", "content": "hello"}, ANSWER))
@@ -64,42 +67,29 @@ def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
     return asyncio.run(service.job(job_id))
 
 
-def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
-    open_service: Open, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [(torch.optim.AdamW, "step", 2), (HuggingFaceLanguageModel, "save_pretrained", 1)],
+    ids=["in a step", "while its model is written"],
+)
+def test_a_cancelled_job_ends_after_its_step_without_a_model_and_stays_cancelled(
+    owner: type, name: str, number: int, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = open_service()
     job_id = _submit(service)
-    steps: list[int] = []
-    step = torch.optim.AdamW.step
+    call, numbers = getattr(owner, name), count(1)
 
-    def counted(self: Any, *args: Any) -> Any:
-        steps.append(len(steps) + 1)
-        if len(steps) == 2:
+    def cancelled(*given: Any) -> Any:
+        if next(numbers) == number:
             asyncio.run(service.cancel(job_id))
-        return step(self, *args)
+        return call(*given)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    monkeypatch.setattr(owner, name, cancelled)
     ended = _train(service, job_id)
-    assert (ended.status, ended.model, steps) == (JobStatus.CANCELLED, None, [1, 2])
+    assert (ended.status, ended.model, next(numbers)) == (JobStatus.CANCELLED, None, number + 1)
     assert _train(service, job_id).status is JobStatus.CANCELLED
     assert asyncio.run(service.cancel(job_id)).status is JobStatus.CANCELLED
     assert not list(service.directory.rglob("*.safetensors"))
-
-
-def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
-    open_service: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = open_service()
-    job_id = _submit(service)
-    save = HuggingFaceLanguageModel.save_pretrained
-
-    def cancelled(self: Any, folder: Path) -> None:
-        save(self, folder)
-        asyncio.run(service.cancel(job_id))
-
-    monkeypatch.setattr(HuggingFaceLanguageModel, "save_pretrained", cancelled)
-    assert _train(service, job_id).status is JobStatus.CANCELLED
-    assert not (service.directory / job_id / "model").exists()
     monkeypatch.undo()
     other = _submit(service, key="other")
     assert _train(service, other).status is JobStatus.SUCCEEDED
@@ -172,23 +162,21 @@ def test_a_job_whose_files_were_changed_is_not_trained(
     assert job_id in str(ended.error)
 
 
-@pytest.mark.parametrize("owner", ["rename", "save_progress", "save_pretrained", "write_manifest"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((Path, "rename"), (FineTuning, "save_progress"), (fine_tuning, "write_manifest")),
+        (HuggingFaceLanguageModel, "save_pretrained"),
+    ],
+)
 def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
-    owner: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, open_service: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    places: dict[str, Any] = {
-        "rename": Path,
-        "save_progress": FineTuning,
-        "save_pretrained": HuggingFaceLanguageModel,
-        "write_manifest": fine_tuning,
-    }
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     service = open_service()
     with monkeypatch.context() as patch:
-        patch.setattr(places[owner], owner, full)
-        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
+        patch.setattr(owner, name, Mock(side_effect=full))
+        with pytest.raises(RunDirectoryError, match=full.strerror):
             _train(service, _submit(service))
     assert _train(service, _submit(service)).status is JobStatus.SUCCEEDED
 
@@ -208,9 +196,6 @@ def test_a_killed_job_continues_after_its_last_step(
     service = open_service(lora=lora)
     job_id = _submit(service, method)
     take_step, steps = FineTuning._take_step, []
-
-    class Killed(BaseException):
-        pass
 
     def counted(tuning: FineTuning, chosen: Any) -> Any:
         if len(steps) == 2:

@@ -47,7 +47,6 @@ class JobStub:
         self.base_url = ""
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> Any:
-        """Carry out a request."""
         if path == "/v1/files":
             return self._upload(body) if method == "POST" else _page(self.files, query)
         if path == "/v1/fine_tuning/jobs":

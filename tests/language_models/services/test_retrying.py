@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatOutcome,
     ChatRequest,
-    ChatUsage,
     FailureReason,
     FinishReason,
     LimitParameters,
@@ -33,6 +33,7 @@ from nip_astra.language_models.services.retrying import (
     open_chat_model,
 )
 from nip_astra.tracking.run_directory import RunDirectory
+from tests.kit.text_games import FakeChatModel
 from tests.language_models.services.requests import ask, failure, saying, texts
 
 
@@ -56,32 +57,17 @@ class Clock:
 Reaction = str | ChatAnswer | ChatFailure | Exception
 
 
-class Model(ChatModel):
-    """Reacts in turn, or by a function of the request's number."""
+def model_of(reactions: Iterable[Reaction] | Callable[[int], Reaction]) -> FakeChatModel:
+    """A model that reacts in turn, or by a function of the request's number."""
+    in_turn = map(reactions, count()) if callable(reactions) else iter(reactions)
 
-    name, place = "stand-in", "here"
-
-    def __init__(self, reactions: Sequence[Reaction] | Callable[[int], Reaction]) -> None:
-        self.react = reactions if callable(reactions) else lambda number: reactions[number]
-        self.requests: list[ChatRequest] = []
-        self.num_under_way = self.most_under_way = 0
-
-    @classmethod
-    def load(cls, parameters: Any, **more: Any) -> ChatModel:
-        raise NotImplementedError
-
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
-        number = len(self.requests)
-        self.requests.append(request)
-        self.num_under_way += 1
-        self.most_under_way = max(self.most_under_way, self.num_under_way)
-        await asyncio.sleep(0)
-        self.num_under_way -= 1
-        reaction = self.react(number)
+    def script(request: ChatRequest, sample: int) -> str | ChatAnswer | ChatFailure:
+        reaction = next(in_turn)
         if isinstance(reaction, Exception):
             raise reaction
-        sample = ChatAnswer(reaction) if isinstance(reaction, str) else reaction
-        return ChatOutcome((sample,) * request.num_samples, ChatUsage(10, 5))
+        return reaction
+
+    return FakeChatModel(script, name="stand-in", tokens_per_answer=5)
 
 
 def patient(
@@ -124,7 +110,7 @@ def test_failures_that_may_pass_are_retried_after_longer_and_longer_pauses(
     is_answered: bool,
 ) -> None:
     clock = Clock()
-    inner = Model([failing(reason)] * num_failures + ["there"] * is_answered)
+    inner = model_of([failing(reason)] * num_failures + ["there"] * is_answered)
     model = patient(inner, clock, limits=limits, jitter=lambda: jitter)
     (outcome,) = ask(model, saying("hi"))
     assert clock.pauses == pauses
@@ -147,7 +133,7 @@ def test_all_requests_wait_as_long_as_the_service_requests() -> None:
         times.append(clock.now)
         return busy if number == 0 else "there"
 
-    model = patient(Model(react), clock, limits={"concurrency": 1})
+    model = patient(model_of(react), clock, limits={"concurrency": 1})
     outcomes = ask(model, saying("a"), saying("b"))
     assert [texts(outcome) for outcome in outcomes] == [["there"], ["there"]]
     assert times[0] == 0.0
@@ -157,7 +143,7 @@ def test_all_requests_wait_as_long_as_the_service_requests() -> None:
 def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     clock = Clock()
     # The request's own time limit, of 1,200 s, would allow it.
-    inner = Model([failing(FailureReason.RATE_LIMITED, 100.0), "there"])
+    inner = model_of([failing(FailureReason.RATE_LIMITED, 100.0), "there"])
     model = patient(inner, clock, limits={"max_retry_after": 60.0})
     first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
     assert failure(first).reason is FailureReason.RATE_LIMITED
@@ -167,23 +153,23 @@ def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
 
 
 def test_an_attempt_that_takes_too_long_is_given_up() -> None:
-    class Silent(Model):
+    class Silent(FakeChatModel):
         async def answer(self, request: ChatRequest) -> ChatOutcome:
             return await asyncio.Future()
 
-    model = patient(Silent([]), limits={"attempt_timeout": 1e-6, "num_retries": 0})
+    model = patient(Silent(lambda *_: ""), limits={"attempt_timeout": 1e-6, "num_retries": 0})
     assert failure(ask(model, saying("hi"))[0]).reason is FailureReason.TIMEOUT
     assert model.use.prompt_tokens > 0, "what was read has to be paid for"
 
 
 def test_a_misconfiguration_ends_all_waiting_requests() -> None:
     wrong = ConfigurationError("a wrong key")
-    inner = Model([wrong, wrong])
+    inner = model_of([wrong, wrong])
     model = patient(inner, limits={"concurrency": 2})
     with pytest.raises(ConfigurationError, match="a wrong key"):
         ask(model, *[saying(str(n)) for n in range(50)])
     assert len(inner.requests) == 2
-    inner.react = lambda number: "there"
+    inner.script = lambda request, sample: "there"
     assert texts(ask(model, saying("hi"))[0]) == ["there"], "later ones are asked again"
 
 
@@ -201,13 +187,13 @@ def test_a_misconfiguration_ends_all_waiting_requests() -> None:
 def test_attempts_and_their_tokens_are_spread_over_the_minute(
     limits: dict[str, float], seconds: float
 ) -> None:
-    clock, inner = Clock(), Model(lambda number: "x")
+    clock, inner = Clock(), model_of(repeat("x"))
     model = patient(inner, clock, limits={**limits, "concurrency": 1})
     ask(model, *[saying(str(n), max_tokens=95) for n in range(4)])
     assert clock.now == seconds
-    many = Model(lambda number: "x")
+    many = model_of(repeat("x"))
     ask(patient(many, limits={"concurrency": 3}), *[saying(str(n)) for n in range(20)])
-    assert (many.most_under_way, len(many.requests)) == (3, 20)
+    assert (many.most_in_flight, len(many.requests)) == (3, 20)
 
 
 # ---- budget
@@ -215,7 +201,7 @@ def test_attempts_and_their_tokens_are_spread_over_the_minute(
 
 def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
-    inner = Model(lambda number: "x")
+    inner = model_of(repeat("x"))
     model = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=3))
     with pytest.raises(BudgetExhaustedError) as caught:
         ask(model, *[saying(str(n)) for n in range(9)])
@@ -231,17 +217,17 @@ def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
 
 
 def test_a_budget_of_tokens_is_not_passed_by_many_at_once_nor_left_unused() -> None:
-    inner = Model(lambda number: "x")
+    inner = model_of(repeat("x"))
     # Of 100 tokens each request reserves 55 and uses 15: sequentially, up to 3.
     model = patient(inner, budget=Budget(max_tokens=100))
     with pytest.raises(BudgetExhaustedError, match="max_service_tokens=100"):
         ask(model, *[saying("x", max_tokens=50) for _ in range(9)])
-    assert (model.usage_log.spent.tokens, inner.most_under_way) == (60, 1)
+    assert (model.usage_log.spent.tokens, inner.most_in_flight) == (60, 1)
 
 
 def test_a_budget_of_money_needs_prices() -> None:
     prices = PriceParameters(prompt=1e5, completion=2e5)
-    inner = Model(lambda number: "x")
+    inner = model_of(repeat("x"))
     model = patient(inner, prices=prices, budget=Budget(max_cost=5.0))
     with pytest.raises(BudgetExhaustedError, match="max_service_cost=5"):
         ask(model, *[saying("x" * 24, max_tokens=5) for _ in range(9)])
@@ -253,7 +239,7 @@ def test_a_budget_of_money_needs_prices() -> None:
 def test_models_of_a_run_share_its_budget() -> None:
     ledger = UsageLog()
     first, second = (
-        patient(Model(lambda n: "x"), label=label, usage_log=ledger, budget=Budget(max_requests=2))
+        patient(model_of(repeat("x")), label=label, usage_log=ledger, budget=Budget(max_requests=2))
         for label in ("target", "judge")
     )
     ask(first, saying("a"))
@@ -267,7 +253,7 @@ def test_models_of_a_run_share_its_budget() -> None:
 
 
 def test_every_part_of_a_request_distinguishes_answers(tmp_path: Path) -> None:
-    inner = Model(lambda number: str(number))
+    inner = model_of(str)
     model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
     changes: list[dict[str, Any]] = [
         *({}, {"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"max_tokens": 7}),
@@ -283,7 +269,7 @@ def test_every_part_of_a_request_distinguishes_answers(tmp_path: Path) -> None:
 
 
 def test_samples_are_remembered_one_by_one(tmp_path: Path) -> None:
-    model = patient(Model(lambda number: str(number)), cache=ResponseCache(tmp_path / "a.sqlite"))
+    model = patient(model_of(str), cache=ResponseCache(tmp_path / "a.sqlite"))
     model.model.samples_at_once = 1
     assert texts(ask(model, saying("hi", num_samples=2))[0]) == ["0", "1"]
     assert texts(ask(model, saying("hi", num_samples=3))[0]) == ["0", "1", "2"]
@@ -292,7 +278,7 @@ def test_samples_are_remembered_one_by_one(tmp_path: Path) -> None:
 def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path: Path) -> None:
     whole = ChatAnswer("a \ud800", FinishReason.CONTENT_FILTER, "no", (-0.5, -1.25))
     refused = failing(FailureReason.REFUSED)
-    inner = Model([refused, whole])
+    inner = model_of([refused, whole])
     for expected, is_cached in ((refused, False), (whole, False), (whole, True)):
         model = patient(inner, cache=ResponseCache(tmp_path / "a.sqlite"))
         (outcome,) = ask(model, saying("hi"))
@@ -304,7 +290,7 @@ def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path
 @pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
 def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what: str) -> None:
     path, budget = tmp_path / "ledger.sqlite", Budget(max_requests=40, max_tokens=10**6)
-    model = patient(Model(lambda _: "x"), usage_log=UsageLog(path), budget=budget)
+    model = patient(model_of(repeat("x")), usage_log=UsageLog(path), budget=budget)
     ask(model, *[saying(str(number)) for number in range(39)])
     model.usage_log._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     model.usage_log._database.close()
@@ -316,7 +302,7 @@ def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what
         path.write_bytes(wrong[what])
     again = UsageLog(path)
     assert again.spent == (39, 39 * 15, 0.0)
-    last = patient(Model(lambda _: "x"), usage_log=again, budget=budget)
+    last = patient(model_of(repeat("x")), usage_log=again, budget=budget)
     ask(last, saying("one more"))
     assert UsageLog(path).spent.requests == 40
     with pytest.raises(BudgetExhaustedError):
@@ -338,7 +324,7 @@ def test_refusals_withheld_answers_and_times_are_counted() -> None:
         *("a", ChatAnswer("", refusal="no"), ChatAnswer("", FinishReason.CONTENT_FILTER)),
         failing(FailureReason.REFUSED),
     ]
-    model = patient(Model(reactions), limits={"concurrency": 1})
+    model = patient(model_of(reactions), limits={"concurrency": 1})
     ask(model, *[saying(str(n)) for n in range(4)])
     use = model.use.to_dict()
     assert (use["num_requests"], use["num_samples"], use["num_refusals"]) == (4, 3, 3)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import SamplingOptions, TokenCount
+from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.language_models.sampling import ConstrainedSampler
 from nip_astra.language_models.tree_engine import decode_graphs, sessions
 from nip_astra.language_models.tree_engine.attention import TrieAttention
 from nip_astra.language_models.tree_engine.decode_graphs import (
@@ -22,9 +23,8 @@ from nip_astra.language_models.tree_engine.decode_graphs import (
     build_fixed_steps,
 )
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
-from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
+from nip_astra.language_models.tree_engine.weights import live_weights
 from tests.kit.tiny import CPU, load_backend
 from tests.language_models.tree_engine.test_sessions import assert_same, grow
 
@@ -169,62 +169,40 @@ META = torch.device("meta")
 """Tensors without numbers: whoever mixes in one of the CPU, or wants to know a number, fails."""
 
 
-@pytest.fixture
-def llama_on_meta(tiny_model: HuggingFaceLanguageModel) -> torch.nn.Module:
-    return tiny_model.module.to(META)
-
-
 @pytest.mark.parametrize("is_fixed", [True, False])
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (None, 0.9), (5, 0.9)])
 def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
     top_k: int | None,
     top_p: float,
     is_fixed: bool,
-    llama_on_meta: torch.nn.Module,
+    tiny_model: HuggingFaceLanguageModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sessions, "CHECK_PERIOD", 100)
-    decoder = Decoder(llama_on_meta)
-    end_ids = torch.tensor([3], device=META)
-
-    def draw(logits: torch.Tensor, uniforms: torch.Tensor, step: int, options: SamplingOptions):
-        logprobs = logits.log_softmax(dim=1)
-        logits.index_fill_(1, end_ids, float("-inf"))
-        tokens = sample_tokens(
-            logits, uniforms, top_k=options.top_k, top_p=options.top_p, temperature=0.7
-        )
-        return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-
-    session = CachedSession(
-        decoder,
-        frozen_weights(llama_on_meta, torch.float32, use_adapter=False),
-        draw,
-        end_ids=(3,),
-        token_count=TokenCount(),
-        max_batch_tokens=64,
-        steps=FixedSteps(decoder, None, is_required=False),
-    )
-    passes = session._read(CONTEXTS, 1, 6)
-    fixed = None
-    if is_fixed:
-        fixed = session.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
-        assert fixed is not None
-    options = SamplingOptions(max_new_tokens=7, top_k=top_k, top_p=top_p)
+    tiny_model._decoder = Decoder(tiny_model.module.to(META))
+    banned_ids = tiny_model.token_sampler.banned_ids.tolist()
+    tiny_model.token_sampler = ConstrainedSampler(banned_ids, tiny_model.end_ids, META)
+    fix(tiny_model, None)
+    session: Any = tiny_model.open_session()
+    *_, last = session._read(CONTEXTS, 1, 6)
+    lengths = [6, 5, 8]
+    fixed = session.steps.begin(session.weights, session._tree, lengths, 6) if is_fixed else None
+    options = SamplingOptions(7, min_new_tokens=1, temperature=0.7, top_k=top_k, top_p=top_p)
     uniforms = torch.rand(3, 7, device=META)
-    hidden_RX = passes[-1].last_hidden()
-    drawn = session._generate(fixed, hidden_RX, [6, 5, 8], uniforms, options)
-    assert [x.device.type for x in drawn] == ["meta"] * 3
-    assert fixed is None or fixed.num_steps == 6
+    drawn = session._generate(fixed, last.last_hidden(), lengths, uniforms, options)
+    assert [item.device for item in drawn] == [META] * 3
+    if is_fixed:
+        assert fixed.num_steps == 6
 
 
 def test_scores_of_a_tree_are_computed_where_the_weights_are(
-    llama_on_meta: torch.nn.Module,
+    tiny_model: HuggingFaceLanguageModel,
 ) -> None:
+    module = tiny_model.module.to(META)
     trie = build_trie(CONTEXTS).to(META)
-    weights = live_weights(llama_on_meta, torch.bfloat16, use_adapter=False)
+    weights = live_weights(module, torch.bfloat16, use_adapter=False)
     where = trie.ids_N, trie.positions_N, TrieAttention(trie, torch.bfloat16)
-    hidden_NX = Decoder(llama_on_meta).hidden(weights, *where, num_positions=8)
+    hidden_NX = Decoder(module).hidden(weights, *where, num_positions=8)
     assert hidden_NX.device == META
     weights.head(hidden_NX).sum().backward()
-    gradients = [weight.grad for weight in llama_on_meta.parameters()]
-    assert all(gradient is not None and gradient.device == META for gradient in gradients)
+    assert {weight.grad.device for weight in module.parameters()} == {META}

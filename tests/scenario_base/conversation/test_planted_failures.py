@@ -52,7 +52,7 @@ def test_patterns_are_regular_expressions_and_a_rarity_is_a_share(
     assert says(caught.value, *facts)
 
 
-FOUND = make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0, 0, 0.6, 0.5])
+FAILING = make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0, 0, 0.6, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,12 @@ FOUND = make_chains(["a", "b"], ["good", "hello", "mat", "cat sat"], [0, 0, 0.6,
         ([], None, None, 0),
         # A low score.
         ([make_chains(["a"], ["mat"], [0.49])], None, None, 1),
-        ([make_chains(["a", "b"], ["good", "day"], [0.9, 0.9]), FOUND, FOUND], 2 + 4, 2 + 3, 10),
+        (
+            [make_chains(["a", "b"], ["good", "day"], [0.9, 0.9]), FAILING, FAILING],
+            2 + 4,
+            2 + 3,
+            10,
+        ),
         # The probe at depth 1 of the first episode follows 'good', not the 'hello' beside it.
         ([make_chains(["a", "b"], ["good", "hello", "cat sat", "day"], [0.9] * 4)], None, None, 4),
         # A first probe has none before it.
@@ -81,5 +86,5 @@ def test_the_first_find_on_which_the_target_fails_counts_with_the_queries_before
 
 def test_counting_continues_from_a_checkpoint() -> None:
     discovery = Discovery([AGAIN, ALONE], 0.5, 100, {"again": 7})
-    discovery.update(FOUND)
+    discovery.update(FAILING)
     assert (discovery.first_query, discovery.num_queries) == ({"again": 7, "alone": 103}, 104)

@@ -34,6 +34,9 @@ def written(folder: Path, name: str, text: str) -> str:
 def test_each_kind_of_file_gives_its_prompts_in_order(tmp_path: Path, name: str, text: str) -> None:
     expected = ["hello you", "good day", "how are you"]
     assert read_prompts(written(tmp_path, name, text), None) == expected
+    assert read_prompts(f"scenario://{name}", tmp_path) == expected
+    with pytest.raises(ConfigurationError, match=r"scenario://"):
+        read_prompts(f"scenario://{name}", None)
     # Editors on Windows write a byte order mark before the first character.
     assert read_prompts(written(tmp_path, name, "\ufeff" + text), None) == expected
 
@@ -45,18 +48,10 @@ def test_a_prompt_may_hold_any_character_but_the_end_of_its_line(tmp_path: Path)
     assert read_prompts(path, None) == ["one\u2028two\x0bthree"]
 
 
-def test_a_reference_points_into_the_scenario(tmp_path: Path) -> None:
-    written(tmp_path, "p.txt", "hello\n")
-    assert read_prompts("scenario://p.txt", tmp_path) == ["hello"]
-    with pytest.raises(ConfigurationError, match=r"scenario://"):
-        read_prompts("scenario://p.txt", None)
-
-
 UNREADABLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "missing": (lambda path: None, ("No such file", ".txt", ".parquet")),
     "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00"), ("utf-8", ".txt")),
     "folder": (Path.mkdir, ("not a file",)),
-    "device": (lambda path: path.symlink_to("/dev/zero"), ("not a file",)),
 }
 
 
@@ -67,6 +62,8 @@ def test_other_than_a_text_file_is_refused_with_its_path(tmp_path: Path, kind: s
     with pytest.raises(DataError) as caught:
         read_prompts("scenario://p.txt", tmp_path)
     assert says(caught.value, tmp_path / "p.txt", *facts)
+    with pytest.raises(DataError, match="not a file"):
+        read_prompts("/dev/zero", None)
 
 
 def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_common_parameters_apply_to_agents_with_their_own_parameters_too() -> No
 def test_an_agent_is_the_same_whatever_the_others_are() -> None:
     game, other = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
     for name in ("prover", "verifier"):
-        weights = (one.agents[name].parameters() for one in (game, other))
+        weights = (built.agents[name].parameters() for built in (game, other))
         assert all(item.equal(same) for item, same in zip(*weights, strict=True))
     first = next(game.agents["prover"].parameters())
     assert not first.equal(next(game.agents["verifier"].parameters()))

@@ -23,7 +23,7 @@ from nip_astra.errors import (
     TaskError,
 )
 from nip_astra.evaluation.run_results import read_results
-from nip_astra.scenario_base.tasks.base import opening_of, reaction_of
+from nip_astra.scenario_base.tasks.base import Task, opening_of, reaction_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import metrics_of, run_in
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
@@ -31,28 +31,39 @@ from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
 
 HAS_OPENENV = importlib.util.find_spec("openenv") is not None
 
-GYMNASIUM = """
+GAME = """
 import random
+from typing import Annotated
+from pydantic import BaseModel, StringConstraints
 
-class Guess:
+class Game:
     closed = 0
 
     def __init__(self, most=3):
         self.most = most
 
-    def reset(self, *, seed=None, options=None):
-        self.hidden = random.Random(seed).randrange(self.most)
-        self.turns = 0
-        return f"0 to {self.most - 1}", {}
+    def begin(self, seed):
+        self.hidden, self.turns = random.Random(seed).randrange(self.most), 0
+        return f"0 to {self.most - 1}"
 
-    def step(self, action):
+    def rated(self, text):
         self.turns += 1
-        is_right = action.strip() == str(self.hidden)
-        reward = 1.0 if is_right else -0.25 * (self.turns > 1)
-        return "no", reward, is_right, self.turns == 3, {}
+        is_right = text.strip() == str(self.hidden)
+        return 1.0 if is_right else -0.25 if self.turns > 1 else None, is_right
 
     def close(self):
-        Guess.closed += 1
+        type(self).closed += 1
+"""
+GYMNASIUM = (
+    GAME
+    + """
+class Guess(Game):
+    def reset(self, *, seed=None, options=None):
+        return self.begin(seed), {}
+
+    def step(self, action):
+        reward, is_right = self.rated(action)
+        return "no", reward or 0.0, is_right, self.turns == 3, {}
 
 class Pixels(Guess):
     def reset(self, *, seed=None):
@@ -65,11 +76,10 @@ class Old(Guess):
 class Box(Guess):
     observation_space = object()
 """
-OPENENV = """
-from typing import Annotated
-import random
-from pydantic import BaseModel, StringConstraints
-
+)
+OPENENV = (
+    GAME
+    + """
 class Action(BaseModel):
     model_config = {"title": "Guess"}
     metadata: dict = {}
@@ -88,29 +98,17 @@ class Observation(BaseModel):
 class Wide(Observation):
     other: str | None = None
 
-class Guess:
-    closed = 0
-
-    def __init__(self, most=3):
-        self.most = most
-
+class Guess(Game):
     def reset(self, seed=None):
-        self.hidden = random.Random(seed).randrange(self.most)
-        self.turns = 0
-        return Observation(hint=f"0 to {self.most - 1}")
+        return Observation(hint=self.begin(seed))
 
     def step(self, action: Action) -> Observation:
-        self.turns += 1
-        is_right = action.text.strip() == str(self.hidden)
-        reward = 1.0 if is_right else -0.25 if self.turns > 1 else None
+        reward, is_right = self.rated(action.text)
         return Observation(hint="no", reward=reward, done=is_right or self.turns == 3)
 
     @property
     def state(self):
         return {"turns": self.turns}
-
-    def close(self):
-        Guess.closed += 1
 
 class Unseeded(Guess):
     def reset(self):
@@ -128,6 +126,7 @@ class Bare(Guess):
     def step(self, action):
         return Observation()
 """
+)
 SOURCES = {"gymnasium": GYMNASIUM, "openenv": OPENENV}
 
 
@@ -196,14 +195,12 @@ def test_environments_that_fail_or_have_no_single_text_are_refused(
     fact: str,
     write: Callable[[str], Path],
 ) -> None:
-    def played() -> None:
-        environment = task_of(kind, environment=f"{write(kind)}:{name}", **options).environment(
-            "train", 0
-        )
+    def first_turn(task: Task) -> None:
+        environment = task.environment("train", 0)
         reaction_of(environment, opening_of(environment)[0].text)
 
     with pytest.raises(error, match=fact):
-        played()
+        first_turn(task_of(kind, environment=f"{write(kind)}:{name}", **options))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,27 +20,18 @@ SHARE_CALLS = 0.5
 """Of the conversations that the policy begins with."""
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"built_by_{path.parent.name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def build_caller(folder: Path) -> Path:
     """The policy of arithmetic, which now calls a calculator occasionally."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     arithmetic = find_scenario("arithmetic")
     sys.path.insert(0, str(find_scenario("pocket_chat")))
-    build = module_at(arithmetic / "build.py")
-    tiny: Any = build.tiny_models
+    build = runpy.run_path(str(arithmetic / "build.py"))
+    tiny: Any = build["tiny_models"]
     source = arithmetic / "models" / "policy"
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source)
-    problems = build.Corpus(0).problems
+    problems = build["Corpus"](0).problems
 
     def turns(rng: random.Random) -> list[tuple[bool, str]]:
         item = rng.choice(problems[4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.scenario_base.tasks.test_tasks import task_of, write
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
 
 
-# ---- functions copied from TRL's page on rewards
+# ---- functions as on TRL's page on rewards
 
 
 def by_length_of_ids(completion_ids: Any, **kwargs: Any) -> Any:
@@ -36,15 +35,12 @@ def by_length(completions: Any, **kwargs: Any) -> Any:
 
 
 def by_format(completions: Any, **kwargs: Any) -> Any:
-    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
-    contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+    return [float(completion[0]["content"].endswith("</answer>")) for completion in completions]
 
 
 def by_box(completions: Any, ground_truth: Any, **kwargs: Any) -> Any:
-    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    contents = [match.group(1) if match else "" for match in matches]
-    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+    pairs = zip(completions, ground_truth, strict=True)
+    return [float(f"\\boxed{{{truth}}}" in completion) for completion, truth in pairs]
 
 
 def for_math(prompts: Any, completions: Any, task: Any, **kwargs: Any) -> Any:

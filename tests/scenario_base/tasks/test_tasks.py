@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from nip_astra.errors import DataError, ParameterError
-from nip_astra.scenario_base.tasks.base import (
-    TASKS,
-    Episode,
-    Reaction,
-    Split,
-    Task,
-    build_task,
-)
+from nip_astra.scenario_base.tasks.base import TASKS, Episode, Reaction, Split, Task, build_task
 from nip_astra.scenario_base.tasks.library import (
     CountdownEnvironment,
     GuessNumberEnvironment,
@@ -143,12 +136,12 @@ def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> 
     )
     scorer = {"_type": "python", "function": f"{tmp_path}/rate.py:f"}
     task = task_of("dataset", train=train, test=test, reward="scorer", scorer=scorer)
-    episodes = []
-    for text in ("abc", "abcd"):
-        environment = task.environment("train", 0)
-        assert environment.step(text).reward is None
-        messages = [Message("user", "short"), Message("assistant", text)]
-        episodes.append(Episode(environment, messages))
+    environment = task.environment("train", 0)
+    assert environment.step("abc").reward is None
+    episodes = [
+        Episode(environment, [Message("user", "short"), Message("assistant", text)])
+        for text in ("abc", "abcd")
+    ]
     task.rate(episodes)
     assert [episode.reward for episode in episodes] == [1.0, 0.0]
 
@@ -189,43 +182,3 @@ def test_a_prompt_that_does_not_fit_is_reported_before_it_is_drawn(cli: CommandL
         """,
     )
     assert says(refused(cli("--parameters", "data.yaml")), "'1+1+", "test.jsonl")
-
-
-DOUBLING = """
-    import nip_astra as na
-
-
-    @na.register_environment("doubling")
-    class Doubling(na.Environment):
-        class Parameters(na.Environment.Parameters):
-            most: int = 99
-
-        def __init__(self, number):
-            self.number = number
-            self.columns = (("number", number),)
-
-        @classmethod
-        def draw(cls, parameters, generator):
-            import torch
-            return cls(int(torch.randint(parameters.most, (), generator=generator)))
-
-        def reset(self):
-            return [na.Message("user", f"{self.number}+{self.number}=")]
-
-        def step(self, message):
-            return na.Reaction(reward=float(message.strip() == str(2 * self.number)))
-    """
-
-
-def test_a_registered_environment_is_a_task_by_its_name(cli: CommandLine) -> None:
-    output = cli(
-        *("--plugin", cli.write("doubling.py", DOUBLING), "--run-id", "one", "--test-run"),
-        *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
-        *("--set", "task.task={_type: doubling, most: 50}"),
-        *("--set", "task.evaluation.num_problems=2", "--set", "training.eval_period=0"),
-    )
-    assert output.code == 0, output.err
-    task = task_of("doubling", most=50)
-    numbers = {s: {task.environment(s, i).columns for i in range(60)} for s in SPLITS}
-    assert not numbers["train"] & numbers["test"]
-    assert max(number for ((_, number),) in numbers["train"]) < 50

@@ -34,31 +34,24 @@ from nip_astra.scorers.base import Message
 from nip_astra.utils import sandbox
 from tests.kit.tiny import load_backend, make_byte_tokenizer, make_language_model
 
-# As in Qwen 2.5's template.
+# As in Qwen 2.5's template, results of one turn stand together.
 TEMPLATE = """
-{%- if tools %}
-    {{- '<start>system\\nYou are helpful.\\n# Tools\\n<tools>' }}
-    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
-    {{- "\\n</tools><end>\\n" }}
+{%- if tools %}{{- '<start>system\\n# Tools' }}
+    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}{{- "<end>\\n" }}
 {%- endif %}
 {%- for m in messages %}
-    {%- if m.role == "assistant" and m.tool_calls %}
-        {{- '<start>assistant' }}
-        {%- if m.content %}{{- '\\n' + m.content }}{%- endif %}
-        {%- for call in m.tool_calls %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
-        {%- endfor %}
+    {%- if m.role != "tool" or loop.first or messages[loop.index0 - 1].role != "tool" %}
+        {{- '<start>' + (m.role if m.role != "tool" else "user") + '\\n' }}
+    {%- endif %}
+    {%- if m.role == "tool" %}
+        {{- '<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+    {%- else %}{{- m.content }}{%- endif %}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {%- if m.role != "tool" or loop.last or messages[loop.index0 + 1].role != "tool" %}
         {{- '<end>\\n' }}
-    {%- elif m.role == "tool" %}
-        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}
-            {{- '<start>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}
-            {{- '<end>\\n' }}
-        {%- endif %}
-    {%- else %}{{- '<start>' + m.role + '\\n' + m.content + '<end>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start>assistant\\n' }}{%- endif %}

@@ -10,19 +10,12 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, TaskError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenario_base.tasks.base import (
-    Episode,
-    Task,
-    opening_of,
-    reaction_of,
-    toolbox_of,
-)
+from nip_astra.scenario_base.tasks.base import Episode, Task, opening_of, reaction_of, toolbox_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import iterations_of, trainer_of
 from tests.scenario_base.tasks.test_tasks import task_of as named_task
 
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
-needs_verifiers = pytest.mark.skipif(not HAS_VERIFIERS, reason="verifiers is not installed")
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -113,6 +106,7 @@ MORE = {
 
 @pytest.fixture
 def taskset(tmp_path: Path, no_plugins_left: None) -> Path:
+    pytest.importorskip("verifiers")
     path = tmp_path / "my_sums.py"
     path.write_text(TASKSET)
     return path
@@ -130,7 +124,6 @@ def rated(task: Task, index: int, answer: str) -> float | None:
     return episode.reward
 
 
-@needs_verifiers
 def test_tasks_are_split_and_scored_by_their_own_weighted_rewards(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace("name=f", 'system_prompt="Add.", name=f'))
     task = task_of(taskset)
@@ -141,7 +134,6 @@ def test_tasks_are_split_and_scored_by_their_own_weighted_rewards(taskset: Path)
     assert [rated(task, 0, answer) for answer in ("6", " 6", "66666", "7")] == [2.5, 2.5, 0.0, 0.5]
 
 
-@needs_verifiers
 def test_options_are_those_of_the_taskset(taskset: Path) -> None:
     assert task_of(taskset, options={"most": 1}).num_problems("train") == 5
     assert task_of(taskset, num_train=7).num_problems("train") == 7
@@ -151,7 +143,6 @@ def test_options_are_those_of_the_taskset(taskset: Path) -> None:
         task_of(taskset, options={"most": 0})
 
 
-@needs_verifiers
 @pytest.mark.parametrize("name", MORE)
 def test_unsupported_tasksets_are_refused(name: str, taskset: Path) -> None:
     old, new, message = MORE[name]
@@ -210,7 +201,6 @@ __all__ = ["SumTaskset", "Guessing"]
 """
 
 
-@needs_verifiers
 def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) -> None:
     start, end = TASKSET.index("class SumTask(vf"), TASKSET.index("class SumConfig")
     taskset.write_text(TASKSET[:start] + TOOLS.lstrip() + "\n\n" + TASKSET[end:])
@@ -235,7 +225,6 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     assert other.state.calls == 0
 
 
-@needs_verifiers
 def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace('__all__ = ["SumTaskset"]', ENV.strip()))
     task = task_of(taskset)
@@ -256,7 +245,6 @@ def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Pat
         reaction_of(environment, "?")
 
 
-@needs_verifiers
 @pytest.mark.parametrize(
     ("name", "options", "fact"),
     [
@@ -268,13 +256,13 @@ def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Pat
 def test_shipped_tasksets_that_cannot_run_are_refused_by_name(
     name: str, options: dict[str, str], fact: str
 ) -> None:
+    pytest.importorskip("verifiers")
     # textarena without its package or nltk's data.
     with pytest.raises(ConfigurationError, match=fact) as caught:
         task_of(Path(name), num_train=5, options=options)
     assert name in str(caught.value)
 
 
-@needs_verifiers
 def test_images_are_refused(taskset: Path) -> None:
     image = '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]'
     taskset.write_text(TASKSET.replace('f"{a}+{b}=", answer', f"{image}, answer"))
@@ -282,14 +270,12 @@ def test_images_are_refused(taskset: Path) -> None:
         task_of(taskset).environment("train", 0).reset()
 
 
-@needs_verifiers
 def test_a_reward_that_fails_is_reported(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace("float(trace.last_reply == task.answer)", "1 / 0"))
     with pytest.raises(DataError, match="ZeroDivisionError"):
         rated(task_of(taskset), 0, "6")
 
 
-@needs_verifiers
 def test_a_policy_learns_a_taskset(taskset: Path) -> None:
     trainer = trainer_of(
         "self_hosted_grpo",

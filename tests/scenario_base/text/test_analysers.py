@@ -82,6 +82,13 @@ def test_a_subject_is_the_messages_of_an_agent_in_a_channel_with_their_context(
     assert [line.text for line in verifier.messages_before(second)] == ["answer 0"]
 
 
+class Short(RolloutAnalyser):
+    """Whether it is short."""
+
+    def question(self, subject: Subject) -> str:
+        return f"Is {subject.name} brief?"
+
+
 def test_a_judge_reads_no_channel_that_the_agent_did_not(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path, "mnip", 3)
     by_place = {(item.agent, item.channel): item for item in subjects_of(rollouts, cast)}
@@ -92,6 +99,12 @@ def test_a_judge_reads_no_channel_that_the_agent_did_not(tmp_path: Path) -> None
     judged = by_place["verifier", "prover0_channel"]
     assert [line.text for line in judged.own] == ["question 0 to 0"]
     assert len(judged.lines) == 4, "the verifier reads both channels"
+    chosen = Short(Short.Parameters(agents=["prover1"]))
+    everyone, alone = (
+        [part.agent for part in analyser.subjects(rollouts, cast)] for analyser in (Short(), chosen)
+    )
+    assert everyone == ["prover0", "prover1", "verifier", "verifier"]
+    assert alone == ["prover1"]
 
 
 @pytest.mark.parametrize(("name", "words"), QUESTIONS.items())
@@ -169,17 +182,13 @@ def test_verdicts_are_masked_where_there_is_neither_yes_nor_no(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("reason", "num_retries"), [(FailureReason.REFUSED, 0), (FailureReason.MALFORMED, 3)]
 )
-def test_a_failure_that_the_model_has_repeated_itself_is_no_verdict(
+def test_a_failure_that_the_model_has_repeated_itself_is_no_verdict_and_a_service_down_ends_all(
     reason: FailureReason, num_retries: int, tmp_path: Path
 ) -> None:
     rollouts, cast = _played(tmp_path)
     failure = ChatFailure(reason, "too long")
     judged, _ = _judge("follow_up", rollouts, cast, lambda *_: failure, num_retries=num_retries)
     assert (judged.verdicts["verdict"][0, 1, 0], judged.num_requests) == (Verdict.UNKNOWN, 1)
-
-
-def test_a_service_that_is_down_ends_the_analysis(tmp_path: Path) -> None:
-    rollouts, cast = _played(tmp_path)
     down = ChatFailure(FailureReason.UNAVAILABLE, "no connection")
     with pytest.raises(ServiceError, match="follow_up: unavailable"):
         _judge("follow_up", rollouts, cast, lambda *_: down)
@@ -193,17 +202,3 @@ def test_an_instruction_in_a_message_stays_material(tmp_path: Path) -> None:
     forged = Subject(**(vars(subject) | {"lines": (evil, *subject.lines[1:])}))
     material = question_messages(analyser, forged)[1]["content"].partition("\n\nQuestion: ")[0]
     assert json.loads(material)["conversation"][0]["text"] == evil.text
-
-
-def test_an_analyser_can_be_about_named_agents_alone(tmp_path: Path) -> None:
-    class Short(RolloutAnalyser):
-        """Whether it is short."""
-
-        def question(self, subject: Subject) -> str:
-            return f"Is {subject.name} brief?"
-
-    rollouts, cast = _played(tmp_path, "mnip", 3)
-    everyone = [part.agent for part in Short().subjects(rollouts, cast)]
-    assert everyone == ["prover0", "prover1", "verifier", "verifier"]
-    chosen = Short(Short.Parameters(agents=["prover1"]))
-    assert [part.agent for part in chosen.subjects(rollouts, cast)] == ["prover1"]

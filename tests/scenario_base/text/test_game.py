@@ -49,14 +49,6 @@ def _talk(request: ChatRequest, number: int) -> str:
     )
 
 
-def _deciding(text: str) -> FakeChatModel:
-    def script(request: ChatRequest, number: int) -> str:
-        is_verifier = "You are Verifier" in request.messages[0]["content"]
-        return text if is_verifier else _talk(request, number)
-
-    return FakeChatModel(script)
-
-
 def test_running_out_of_rounds_costs_the_verifier(tmp_path: Path) -> None:
     groups = {
         "nip": {"max_message_rounds": 4},
@@ -119,23 +111,19 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
 
 
 SEES = {
-    "solo_verifier": {"verifier": set[str]()},
+    "solo_verifier": {"verifier": ""},
     "debate in turn": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier", "Prover1"},
-        "prover1": {"Verifier", "Prover0"},
+        "verifier": "prover0 prover1",
+        "prover0": "prover1 verifier",
+        "prover1": "prover0 verifier",
     },
-    "mnip": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier"},
-        "prover1": {"Verifier"},
-    },
+    "mnip": {"verifier": "prover0 prover1", "prover0": "verifier", "prover1": "verifier"},
     "multi_channel_test": {
-        "verifier": {"Prover0", "Prover1"},
-        "prover0": {"Verifier", "Prover1", "Prover2"},
-        "prover1": {"Verifier", "Prover2"},
+        "verifier": "prover0 prover1",
+        "prover0": "prover1 prover2 verifier",
+        "prover1": "prover2 verifier",
         # The verifier's channels are main and prover0_verifier, of which prover2 sees main.
-        "prover2": {"Verifier", "Prover1"},
+        "prover2": "prover1 verifier",
     },
 }
 
@@ -151,9 +139,9 @@ def test_an_agent_reads_only_the_messages_in_its_channels(name: str, tmp_path: P
             texts = [item["content"] for item in move.prompt if item["role"] == "user"]
             lines = [line for text in texts for line in text.splitlines()]
             names = {line.split(" (")[0].split(":")[0] for line in lines if ": " in line}
-            spoken = {item for item in names if item.lower() in game.protocol.agent_names}
+            spoken = {name.lower() for name in names} & {*game.protocol.agent_names}
             heard.setdefault(agent, set()).update(spoken)
-    assert heard == SEES[name]
+    assert {agent: " ".join(sorted(names)) for agent, names in heard.items()} == SEES[name]
 
 
 def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> None:
@@ -173,13 +161,10 @@ def test_an_agent_reads_the_conversation_from_its_own_side(tmp_path: Path) -> No
         {"role": "system", "content": "You are Prover. Argue for accept of the sky is blue."},
         {"role": "user", "content": "Begin.\n\nVerifier: Why?\n\n[main]"},
     ]
-
-
-def test_an_agent_without_messages_between_two_turns_gets_a_request_to_continue(
-    tmp_path: Path,
-) -> None:
+    # Without a message between two turns, an agent gets a request to continue.
     prompts = {name: text.split("{% block turn %}")[0] for name, text in PROMPTS.items()}
-    game = build_text_game("multi_channel_test", tmp_path, prompts=prompts)
+    (tmp_path / "other").mkdir()
+    game = build_text_game("multi_channel_test", tmp_path / "other", prompts=prompts)
     (end,) = play(game, FakeChatModel(_talk))
     prompt = end.path()[2].moves["prover1"].prompt
     assert [item["role"] for item in prompt] == ["system", "user", "assistant", "user"]
@@ -193,7 +178,10 @@ def test_a_random_stance_hangs_on_the_datapoint_and_pays_for_its_side(tmp_path: 
     assert stances == [random_stance(point | {"y": 0}) for point in points]
     assert 10 < sum(stances) < 30
     starts = [game.start(number, point, 0) for number, point in enumerate(points)]
-    for end, stance in zip(play(game, _deciding("Decision: reject"), starts), stances, strict=True):
+    model = FakeChatModel(
+        lambda request, _: "Hi" if "Prover" in str(request.messages[0]) else "Decision: reject"
+    )
+    for end, stance in zip(play(game, model, starts), stances, strict=True):
         assert end.outcome.rewards == (float(stance == REJECT), -1.0)
         word = "reject" if stance == REJECT else "accept"
         assert f"Argue for {word}" in end.path()[0].moves["prover"].prompt[0]["content"]
@@ -227,18 +215,13 @@ def test_a_missing_or_broken_prompt_is_reported(tmp_path: Path) -> None:
         load_prompts(tmp_path, {"prover": "prover"}, "nip")
 
 
-def test_a_prompt_with_an_unknown_variable_is_reported(tmp_path: Path) -> None:
-    prompts = PROMPTS | {"verifier.jinja": "{% block opening %}{{ datapoint.clam }}{% endblock %}"}
+def test_an_unknown_variable_in_a_prompt_for_the_protocol_is_reported(tmp_path: Path) -> None:
+    unknown = "{% block opening %}{{ datapoint.clam }}{% endblock %}"
+    # A prompt for the protocol comes before that of the role.
+    prompts = PROMPTS | {"verifier.solo_verifier.jinja": unknown}
     game = build_text_game("solo_verifier", tmp_path, prompts=prompts)
     with pytest.raises(DataError, match=r"has no attribute 'clam'.*It may use: agent, channels"):
         play(game, FakeChatModel(_talk))
-
-
-def test_a_prompt_for_the_protocol_comes_before_that_of_the_role(tmp_path: Path) -> None:
-    prompts = PROMPTS | {"verifier.adp.jinja": "{% block opening %}Only adp.{% endblock %}"}
-    game = build_text_game("adp", tmp_path, prompts=prompts)
-    (end,) = play(game, _deciding("Decision: accept"))
-    assert end.moves["verifier"].prompt[0]["content"].startswith("Only adp.")
 
 
 TWO = ("prover0_channel", "prover1_channel")
@@ -247,15 +230,11 @@ TWO = ("prover0_channel", "prover1_channel")
 @pytest.mark.parametrize(
     ("text", "decision"),
     [
-        (decision_text(REJECT), REJECT),
-        (decision_text(ACCEPT), ACCEPT),
-        ("I am sure.\nDECISION:  Reject.", REJECT),
-        ("**Decision**: accept", ACCEPT),
-        ('decision: "reject"', REJECT),
-        ("Decision: accept\nDecision: Accept", ACCEPT),
-        ("My decision is to accept", CONTINUE),
+        *((decision_text(decision), decision) for decision in (REJECT, ACCEPT)),
+        *((text, REJECT) for text in ("Sure.\nDECISION:  Reject.", 'decision: "reject"')),
+        *((f"{text}accept", ACCEPT) for text in ("**Decision**: ", "Decision: Accept\nDecision: ")),
+        *((f"{text} accept", CONTINUE) for text in ("My decision is to", "indecision:")),
         ("Decision: acceptable", CONTINUE),
-        ("indecision: accept", CONTINUE),
     ],
 )
 def test_a_decision_is_found_anywhere_and_in_any_case(text: str, decision: int) -> None:

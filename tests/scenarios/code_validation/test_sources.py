@@ -57,15 +57,14 @@ def _read_back(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
 
 @pytest.mark.needs_sandbox
 def test_assertions_are_counted_one_by_one() -> None:
-    test = (
-        "def check(f):\n    for n in range(4):\n        assert f(n) == n * n\n    assert f(9) == 81"
-    )
-    assert count_asserts("def f(n): return n * n", test, "f") == (5, 5)
-    assert count_asserts("def f(n): return n + n", test, "f") == (2, 5)
-    assert count_asserts("def f(n): return 1 / (n - 2)", test, "f") == (0, 5)
+    test = "def check(f):\n    for n in range(4): assert f(n) == n * n\n    assert f(9) > 80"
+    code = {"n * n": 5, "n + n": 2, "1 / (n - 2)": 0}
+    for result, num_passed in code.items():
+        assert count_asserts(f"def f(n): return {result}", test, "f") == (num_passed, 5)
     assert count_asserts("raise SystemExit", test, "f") == (0, 5)
 
 
+TEST = "def check(f):\n    for n in range(2, 7):\n        assert f(n) == n * n"
 FORGED_ASSERTIONS = {
     "equal-to-all": "class E:\n    def __eq__(self, other): return True\ndef f(n): return E()",
     "a-number-equal-to-all": (
@@ -99,8 +98,7 @@ FORGED_ASSERTIONS = {
 @pytest.mark.needs_sandbox
 @pytest.mark.parametrize("forgery", FORGED_ASSERTIONS)
 def test_assertions_cannot_be_forged(forgery: str) -> None:
-    test = "def check(f):\n    for n in range(2, 7):\n        assert f(n) == n * n"
-    assert count_asserts(FORGED_ASSERTIONS[forgery], test, "f") == (0, 5)
+    assert count_asserts(FORGED_ASSERTIONS[forgery], TEST, "f") == (0, 5)
 
 
 @pytest.mark.needs_sandbox
@@ -114,13 +112,9 @@ def test_a_test_includes_its_dependencies_beside_the_function() -> None:
 
 
 @pytest.mark.needs_sandbox
-def test_programs_read_and_write() -> None:
+def test_programs_read_and_write_and_functions_and_methods_are_called() -> None:
     assert read_and_write(ADDS, ["1 2\n", ["101 1"], "0 0"], ["3\n", ["100"], "1"]) == 2 / 3
     assert read_and_write("print(3); raise SystemExit(1)", ["1"], ["3"]) == 0
-
-
-@pytest.mark.needs_sandbox
-def test_functions_and_methods_are_called() -> None:
     method = "class Solution:\n    def twice(self, n):\n        return n * 2"
     assert call_cases(method, "twice", [[1], [2]], [2, [4]]) == 1
     assert call_cases("def twice(n): return n + 2", "twice", [[1], [2]], [2, 4]) == 1 / 2
@@ -172,11 +166,7 @@ def test_buggy_apps_brings_its_wrong_solutions(
     assert rows[0]["solutions"][1]["mutation"] == "language model"
     assert rows[0]["level"] == 3
     assert len(list(buggy_apps_rows(limit=1))) == 1
-
-
-def test_an_unknown_difficulty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = [BUGGY[0] | {"difficulty": "hard"}]
-    monkeypatch.setattr(sources, "_load", lambda dataset, split: odd)
+    monkeypatch.setattr(sources, "_load", lambda *_: [BUGGY[0] | {"difficulty": "hard"}])
     with pytest.raises(DataError, match=r"'hard'.*introductory, interview"):
         list(buggy_apps_rows())
 

@@ -100,23 +100,27 @@ def test_equal_seeds_give_equal_solutions() -> None:
 
 
 def test_the_data_that_ship_are_as_promised() -> None:
-    assert len(ROWS) >= 100
-    assert len({row["name"] for row in ROWS}) == len(ROWS)
+    """The complete build takes minutes; people edit only questions and right solutions."""
+    built = runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
+    problems = {problem.name: problem for problem in built}
+    assert len({row["name"] for row in ROWS}) == len(ROWS) >= 100
     for row in ROWS:
+        problem = problems[row["name"]]
+        assert row["question"] == " ".join(problem.question.split())
+        assert row["level"] == problem.level in (1, 2, 3)
+        assert row["solutions"][0]["code"] == normal_form(problem.solution)
         right, *wrong = row["solutions"]
         assert right["is_correct"]
         assert len(wrong) >= 2
         assert len({item["code"] for item in row["solutions"]}) == len(row["solutions"])
         assert all(0.5 <= item["share_passed"] < 1 and not item["is_correct"] for item in wrong)
         assert all(item["mutation"] and ast.parse(item["code"]) for item in wrong)
-        assert row["question"]
-        assert row["level"] in (1, 2, 3)
         assert len(row["tests"]) >= 8
 
 
 @pytest.mark.needs_sandbox
 def test_programs_of_the_data_behave_as_labelled() -> None:
-    for row in random.Random(0).sample(ROWS, 6):
+    for row in random.Random(0).sample(ROWS, 3):
         cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
         for solution in row["solutions"]:
             result = share_passed(solution["code"], row["name"], cases)
@@ -136,14 +140,3 @@ def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
         results = call_in_interpreter(solution["code"], row["name"], arguments, LIMITS)
         passed = passed_of(results, cases)
         assert sum(passed) / len(passed) == pytest.approx(solution["share_passed"]), row["name"]
-
-
-def test_the_data_are_of_the_problems_that_ship() -> None:
-    """The complete build takes minutes; people edit only questions and right solutions."""
-    built = runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
-    problems = {problem.name: problem for problem in built}
-    for row in ROWS:
-        problem = problems[row["name"]]
-        assert row["question"] == " ".join(problem.question.split())
-        assert row["level"] == problem.level
-        assert row["solutions"][0]["code"] == normal_form(problem.solution)

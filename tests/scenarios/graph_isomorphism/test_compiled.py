@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ int add_up(intptr_t count, const float *const *xs, float *sum) {
 }
 int lack_memory(void) { return 1; }
 """
-needs_compiler = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
 )
 
@@ -52,7 +51,6 @@ def forget() -> None:
     native_code._library.cache_clear()
 
 
-@needs_compiler
 def test_functions_compute_in_place_accept_tensor_lists_and_report_lack_of_memory(
     source: Path,
 ) -> None:
@@ -66,7 +64,6 @@ def test_functions_compute_in_place_accept_tensor_lists_and_report_lack_of_memor
         code.call("lack_memory")
 
 
-@needs_compiler
 def test_compiled_code_is_reused_until_the_text_changes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,38 +80,32 @@ def test_compiled_code_is_reused_until_the_text_changes(
     assert first in compiled_files(tmp_path)
 
 
-def write_failing_compiler(source: Path, patch: pytest.MonkeyPatch) -> None:
-    compiler = source.parent / "compiler"
-    compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\nmore\\n' >&2\nexit 1\n")
-    compiler.chmod(0o700)
-    patch.setenv("CC", str(compiler))
-
-
-def take_compilers_away(source: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.delenv("CC", raising=False)
-    patch.setenv("PATH", "")
-
-
 @pytest.mark.parametrize(
-    ("prepare", "reason"),
+    ("how", "reason"),
     [
-        pytest.param(
-            lambda source, patch: source.write_text("int broken("), "error", marks=needs_compiler
-        ),
-        (write_failing_compiler, "refus\N{REPLACEMENT CHARACTER}"),
-        (take_compilers_away, "cc, gcc or clang"),
+        ("wrong code", "error"),
+        ("output in any encoding", "refus\N{REPLACEMENT CHARACTER}"),
+        ("no compiler", "cc, gcc or clang"),
     ],
-    ids=["wrong code", "output in any encoding", "no compiler"],
 )
 def test_code_that_cannot_be_compiled_is_left_to_torch_with_the_reason(
-    prepare: Callable[[Path, pytest.MonkeyPatch], object],
+    how: str,
     reason: str,
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    prepare(source, monkeypatch)
+    if how == "wrong code":
+        source.write_text("int broken(")
+    elif how == "no compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", "")
+    else:
+        compiler = tmp_path / "compiler"
+        compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\nmore\\n' >&2\nexit 1\n")
+        compiler.chmod(0o700)
+        monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO):
         assert NativeCode(source).library() is None
         assert NativeCode(source).library() is None
@@ -125,7 +116,6 @@ def test_code_that_cannot_be_compiled_is_left_to_torch_with_the_reason(
     assert compiled_files(tmp_path) == []
 
 
-@needs_compiler
 @pytest.mark.parametrize("how", ["cut short", "other bytes", "a link", "of others"])
 def test_a_file_that_differs_from_the_compiled_one_is_compiled_again(
     how: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -156,7 +146,6 @@ def test_a_file_that_differs_from_the_compiled_one_is_compiled_again(
     assert any("compiled again" in line for line in caplog.messages)
 
 
-@needs_compiler
 def test_the_loaded_file_is_the_checked_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +166,6 @@ def test_the_loaded_file_is_the_checked_file(
             NativeCode(file).call(function)
 
 
-@needs_compiler
 @pytest.mark.parametrize("folder", ["", "cache", "cache/nip_astra", "cache/nip_astra/native"])
 @pytest.mark.parametrize("whose", ["writable by others", "of somebody else"])
 def test_nothing_is_kept_below_a_folder_of_others(
@@ -196,17 +184,10 @@ def test_nothing_is_kept_below_a_folder_of_others(
     assert compiled_files(tmp_path) == []
 
 
-@needs_compiler
-def test_a_folder_where_others_may_add_but_not_exchange_is_trusted(
+def test_folders_are_made_for_this_user_alone_where_others_may_add_but_not_exchange(
     source: Path, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o1777)
-    assert NativeCode(source).why_absent() is None
-    assert len(compiled_files(tmp_path)) == 1
-
-
-@needs_compiler
-def test_folders_are_made_for_this_user_alone(source: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         assert NativeCode(source).why_absent() is None
@@ -217,18 +198,12 @@ def test_folders_are_made_for_this_user_alone(source: Path, tmp_path: Path) -> N
         assert made.stat().st_mode & 0o777 == 0o700
 
 
-@needs_compiler
 @pytest.mark.parametrize("given", ["{cc} -DNOTHING", "not_a_compiler"])
-def test_a_custom_compiler_may_have_arguments_or_be_missing(
-    given: str, source: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_custom_compiler_has_arguments_or_is_missing_and_a_cache_may_be_a_file(
+    given: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cc = next(filter(shutil.which, ("cc", "gcc", "clang")))
     monkeypatch.setenv("CC", given.format(cc=cc))
-    assert NativeCode(source).why_absent() is None
-
-
-@needs_compiler
-def test_a_cache_that_is_a_file_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("kept")
     assert NativeCode(source).why_absent() is None
     assert (tmp_path / "cache").read_text() == "kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,7 @@ import torch
 from sklearn.decomposition import PCA
 from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
-from nip_astra.errors import (
-    ConfigurationError,
-    DataError,
-    MissingDependencyError,
-    ModelLoadError,
-)
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, ModelLoadError
 from nip_astra.scenarios.images import pretrained
 from nip_astra.scenarios.images.agents import ImageClassificationAgentParameters
 from nip_astra.scenarios.images.pretrained import (
@@ -76,10 +72,9 @@ def test_directions_without_variance_give_zero() -> None:
 
 def test_impossible_numbers_of_principal_components_are_refused() -> None:
     train = images(30, 1, 4, 4)
-    with pytest.raises(ConfigurationError, match="Set it to that at most"):
-        fit(train, num_components=17)
-    with pytest.raises(ConfigurationError, match="Set it to 4 at most"):
-        fit(train, patch_size=5)
+    for wrong, most in (({"num_components": 17}, "that"), ({"patch_size": 5}, "4")):
+        with pytest.raises(ConfigurationError, match=f"{most} at most"):
+            fit(train, **wrong)
 
 
 # ---- models of transformers
@@ -99,15 +94,8 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vit")
-    config = ViTConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
-        image_size=[8, 12],
-        patch_size=4,
-        num_channels=1,
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "image_size": [8, 12], "patch_size": 4}
+    config = ViTConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, num_channels=1)
     torch.manual_seed(0)
     ViTModel(config).save_pretrained(folder)
     return folder
@@ -148,19 +136,15 @@ def test_grey_images_are_repeated_in_each_colour(resnet: Path) -> None:
 
 
 def test_images_are_normalised_like_in_the_model_s_preprocessor(vit: Path, tmp_path: Path) -> None:
-    for file in vit.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(vit, tmp_path, dirs_exist_ok=True)
     config = {"image_mean": [0.25], "image_std": [0.5], "image_processor_type": "ViTImageProcessor"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
     given = images(2, 1, 8, 12)
     torch.testing.assert_close(load(tmp_path).embed(given), load(vit).embed((given - 0.25) / 0.5))
-
-
-def test_models_of_timm_define_the_normalisation_in_their_config(vit: Path) -> None:
-    config = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
-    mean, std = pretrained._normalisation(str(vit), config)
-    assert mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
-    assert std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
+    # Models of timm define it in their configuration.
+    timm = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    mean, std = pretrained._normalisation(str(vit), timm)
+    assert [*mean.flatten(), *std.flatten()] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
 def test_an_image_that_the_model_cannot_read_is_reported(resnet: Path, vit: Path) -> None:
@@ -205,43 +189,33 @@ def test_a_model_without_some_of_its_weights_is_refused(resnet: Path, tmp_path: 
 
 
 @pytest.mark.usefixtures("no_plugins_left")
-def test_a_custom_model_is_found_by_its_name() -> None:
+def test_a_custom_model_is_found_by_its_name_and_gives_a_view_of_each_image() -> None:
     @register_pretrained_model("mean_grey")
     class MeanGrey(PretrainedModel):
-        """The mean of all pixels, times a factor."""
+        """The mean of all pixels, times a factor, or something else."""
 
         class Parameters(PretrainedModel.Parameters):
             """The factor."""
 
             factor: float = 1.0
+            fault: str = ""
 
         def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
-            return self.parameters.factor * images_NKHW.mean((1, 2, 3), keepdim=True)
+            views = self.parameters.factor * images_NKHW.mean((1, 2, 3), keepdim=True)
+            wrong = {"flat": views[:, 0, 0, 0], "short": views[1:], "infinite": views / 0}
+            return wrong.get(self.parameters.fault, views)
 
-    agent = ImageClassificationAgentParameters.from_dict(
-        {"pretrained_embeddings_model": {"_type": "mean_grey", "factor": 2.0}}
-    )
-    train, test = images(4, 1, 2, 2), images(2, 1, 2, 2, seed=1)
-    result = embed_all(agent.pretrained_embeddings_model, train, test, scenario_dir=None)
-    torch.testing.assert_close(result[0], 2 * train.mean((1, 2, 3), keepdim=True))
-    torch.testing.assert_close(result[1], 2 * test.mean((1, 2, 3), keepdim=True))
+    def embedded(**values: object) -> Any:
+        model = {"pretrained_embeddings_model": {"_type": "mean_grey"} | values}
+        agent = ImageClassificationAgentParameters.from_dict(model)
+        return embed_all(agent.pretrained_embeddings_model, *both, scenario_dir=None)
 
-
-@pytest.mark.usefixtures("no_plugins_left")
-@pytest.mark.parametrize("wrong", ["flat", "short", "infinite"])
-def test_a_model_that_gives_no_view_of_each_image_is_refused(wrong: str) -> None:
-    @register_pretrained_model("broken")
-    class Broken(PretrainedModel):
-        """A broken model."""
-
-        def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
-            views = images_NKHW.clone()
-            views[0] = torch.inf
-            return {"flat": images_NKHW.flatten(1), "short": images_NKHW[1:]}.get(wrong, views)
-
-    train = images(4, 1, 2, 2)
-    with pytest.raises(DataError, match=r"'broken' .* for 4 images"):
-        embed_all(Broken.Parameters(), train, train, scenario_dir=None)
+    both = images(4, 1, 2, 2), images(2, 1, 2, 2, seed=1)
+    for result, given in zip(embedded(factor=2.0), both, strict=True):
+        torch.testing.assert_close(result, 2 * given.mean((1, 2, 3), keepdim=True))
+    for fault in ("flat", "short", "infinite"):
+        with pytest.raises(DataError, match=r"'mean_grey' .* for 4 images"):
+            embedded(fault=fault)
 
 
 def test_equal_parameters_share_a_key_wherever_views_are_kept(tmp_path: Path) -> None:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.language_models.services.fine_tuning import OpenAIFineTuning
 from nip_astra.parameters.content import content_root
+from nip_astra.parameters.types import InteractionProtocolType
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.run import prepare_experiment
 from nip_astra.scenarios.code_validation import CodeValidationScenario
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.scenarios.secret_word import TEST_WORDS, TRAIN_WORDS, SecretWordScenario
+from tests.kit.experiments import run_in
 
 SCRIPTED = '{_type: scripted, answers: ["Decision: accept"]}'
 CODE = content_root() / "scenarios" / "code_validation"
@@ -46,47 +49,41 @@ def test_claims_are_true_and_false_alike_and_tests_have_other_words() -> None:
     assert SecretWordScenario.build_datasets(parameters, seed=4, scenario_dir=None) != datasets
 
 
+def code_data(folder: Path = CODE, **values: Any) -> Any:
+    parameters = CodeValidationScenario.Parameters(**values)
+    return CodeValidationScenario.build_datasets(parameters, seed=0, scenario_dir=folder)
+
+
 def test_code_has_as_many_right_as_wrong_solutions_and_no_problem_in_both_splits() -> None:
-    parameters = CodeValidationScenario.Parameters(num_wrong_solutions=2)
-    train, test = CodeValidationScenario.build_datasets(parameters, seed=0, scenario_dir=CODE)
+    train, test = code_data(num_wrong_solutions=2)
     for data in (train, test):
         assert data["y"].mean() == 0.5
         assert all((mutation == "") == y for mutation, y in zip(data["mutation"], data["y"]))  # noqa: B905
     assert not set(train["name"].tolist()) & set(test["name"].tolist())
     assert set(train["level"].tolist()) == {1, 2, 3}
-    easy = CodeValidationScenario.build_datasets(
-        CodeValidationScenario.Parameters(levels=[1]), seed=0, scenario_dir=CODE
-    )
-    assert set(easy.train["level"].tolist()) == {1}
+    assert set(code_data(levels=[1]).train["level"].tolist()) == {1}
+
+
+PROBLEM = {"name": "x", "level": 1, "question": "q", "solutions": []}
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "fact"),
     [
         ("{", "line 1 of"),
-        (json.dumps({"name": "x", "level": 1, "question": "q", "solutions": []}), "solutions"),
-        (json.dumps({"name": "x", "level": "1", "question": "q", "solutions": []}), "level"),
+        (json.dumps(PROBLEM), "solutions"),
+        (json.dumps(PROBLEM | {"level": "1"}), "level"),
     ],
 )
-def test_a_broken_problem_is_reported_with_its_line(
-    line: str, message: str, tmp_path: Path
-) -> None:
+def test_a_broken_problem_is_reported_with_its_line(line: str, fact: str, tmp_path: Path) -> None:
     (tmp_path / "problems.jsonl").write_text(line)
-    with pytest.raises(DataError, match=message):
-        CodeValidationScenario.build_datasets(
-            CodeValidationScenario.Parameters(), seed=0, scenario_dir=tmp_path
-        )
-    with pytest.raises(DataError, match="none"):
-        CodeValidationScenario.build_datasets(
-            CodeValidationScenario.Parameters(problems="none"), seed=0, scenario_dir=tmp_path
-        )
+    for options, expected in (({}, fact), ({"problems": "none"}, "none")):
+        with pytest.raises(DataError, match=expected):
+            code_data(tmp_path, **options)
 
 
 @pytest.mark.parametrize("scenario", ["secret_word", "code_validation"])
-@pytest.mark.parametrize(
-    "protocol",
-    ["nip", "adp", "debate", "merlin_arthur", "mnip", "solo_verifier", "multi_channel_test"],
-)
+@pytest.mark.parametrize("protocol", list(InteractionProtocolType))
 def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str) -> None:
     instance = _prepare(scenario, f"interaction_protocol={protocol}")
     game = instance.game
@@ -101,9 +98,8 @@ def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str)
             assert messages[-1]["role"] == "user"
             assert all(message["content"] for message in messages)
             seen.add(turn.agent)
-            hidden = row["word"] if scenario == "secret_word" else None
-            if hidden is not None and turn.agent == "verifier" and row["claim"] != hidden:
-                assert hidden not in str(messages), "the verifier is not told the word"
+            if "word" in row and turn.agent == "verifier" and row["claim"] != row["word"]:
+                assert row["word"] not in str(messages), "the verifier does not know the word"
             assert not row.get("mutation") or row["mutation"] not in str(messages)
     assert seen == set(game.protocol.agent_names)
 
@@ -125,23 +121,16 @@ def test_jobs_have_the_limits_of_their_chat_model() -> None:
     assert service.parameters.limits.num_retries == 1
 
 
-def test_trainers_of_networks_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="of kind 'secret_word', only on"):
-        resolve_experiment(trainer="vanilla_ppo", scenario="secret_word")
-    fact = r"only on code_validation, secret_word\..* --scenario: code_valid"
-    with pytest.raises(ConfigurationError, match=fact):
-        resolve_experiment(trainer="pure_text_ei", scenario="graph_isomorphism_small")
-
-
 def test_a_scripted_game_runs_to_its_report(tmp_path: Path) -> None:
-    frozen = "secret_word.agents.default.freeze_agent=true"
-    overrides: list[Any] = [f"secret_word.agents.default.model={SCRIPTED}", frozen]
+    agents = (f"model={SCRIPTED}", "freeze_agent=true")
     resolved = resolve_experiment(
         trainer="pure_text_ei",
-        overrides=[*overrides, "text_rl.num_iterations=2", "secret_word.num_test=10"],
+        overrides=[
+            *(f"secret_word.agents.default.{override}" for override in agents),
+            *("text_rl.num_iterations=1", "secret_word.num_test=10"),
+        ],
     )
-    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
+    run = run_in(tmp_path, resolved)
     # The verifier accepts at once, and half of the claims are true.
-    assert result.results["after"]["mean_accuracy"] == 0.5
-    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
-    assert "Requests to models" in page
+    assert read_results(run).results["after"]["mean_accuracy"] == 0.5
+    assert "Requests to models" in (run / "report.html").read_text(encoding="utf-8")

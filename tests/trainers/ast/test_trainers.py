@@ -222,7 +222,8 @@ def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, change: str
 def test_each_variant_of_grpo_takes_steps_and_records_its_options(
     tiny_scenario: Path, variant: str
 ) -> None:
-    trainer = ast_trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
+    options = (f"ast_grpo.variant={variant}", "training.num_iterations=1")
+    trainer = ast_trainer("ast_grpo", tiny_scenario, *options)
     learn(trainer)
     assert trainer.state.num_optimizer_steps > 0
     objective = trainer.results["objective"]
@@ -273,7 +274,7 @@ def test_nodes_without_a_verdict_are_counted_and_never_learnt_from(
     tmp_path: Path, name: str
 ) -> None:
     scenario = write_scenario(tmp_path, scorer={"_type": "unsure", "on_failure": "skip"})
-    trainer = ast_trainer(name, scenario)
+    trainer = ast_trainer(name, scenario, "training.num_iterations=1")
     tree = experience_of(trainer).tree
     is_rated_N = ~tree.nodes["reward"].isnan()
     assert 0 < is_rated_N.sum() < tree.num_nodes

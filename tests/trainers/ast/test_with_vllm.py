@@ -40,8 +40,8 @@ def test_a_policy_ratio_is_one_even_if_vllm_sampled(tiny_scenario: Path, tmp_pat
         "training.minibatch_size=64",
         test_run=True,
     )
-    assert len(fake_vllm.LLM.started) == 1
-    calls = fake_vllm.LLM.started[0].calls
+    (engine,) = fake_vllm.LLM.started
+    calls = engine.calls
     # Before and after the single update.
     assert calls.count("add_lora") == 2
     assert "sleep" in calls

@@ -22,6 +22,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.trainers import vanilla_ppo
+from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
@@ -79,12 +80,9 @@ def test_as_many_processes_as_there_are_parts_at_most(
     assert changed(weights_of(alone), weights_of(together)) == set()
 
 
-@pytest.mark.parametrize("frozen", ["prover", "verifier"])
-def test_an_agent_that_does_not_learn_has_no_part(
-    frozen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_does_not_learn_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    agents = {"agents": {frozen: {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
+    agents = {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
     alone, expected = learned(1, toy_protocol=agents)
     together, result = learned(4, toy_protocol=agents)
     assert changed(weights_of(alone), weights_of(together)) == set()
@@ -168,6 +166,7 @@ def in_worker(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        pytest.param(divided_losses, "team_on_this_machine", id="before the meeting"),
         pytest.param(dist, "init_process_group", id="while it connects"),
         pytest.param(Objective, "compute_part", id="at work"),
     ],

@@ -24,12 +24,10 @@ pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 def test_the_first_minibatch_has_ratio_one() -> None:
     trainer = toy_trainer(rl={"minibatch_size": 96})
-    batch = trainer.collect()
-    metrics = trainer.loss_module(batch.flatten())
+    metrics = trainer.loss_module(trainer.collect().flatten())
     for name in AGENTS:
-        assert float(metrics[f"{name}/kl"]) == pytest.approx(0.0, abs=1e-6)
-        assert float(metrics[f"{name}/ess"]) == pytest.approx(1.0, abs=1e-5)
-        assert float(metrics[f"{name}/clip_fraction"]) == 0.0
+        found = [float(metrics[f"{name}/{one}"]) for one in ("kl", "ess", "clip_fraction")]
+        assert found == pytest.approx([0.0, 1.0, 0.0], abs=1e-5)
 
 
 def test_a_shared_body_runs_once_for_each_agent_and_minibatch() -> None:
@@ -68,11 +66,10 @@ def test_an_agent_out_of_turn_keeps_its_weights_and_optimizer_state() -> None:
 @pytest.mark.parametrize("clipping", ["joint", "per_agent"])
 def test_a_frozen_agent_has_no_part_in_the_clipping_of_others(clipping: str) -> None:
     def after(frozen_gain: float) -> dict[str, Tensor]:
+        frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
         trainer = toy_trainer(
             rl={"grad_clipping": clipping, "max_grad_norm": 0.01},
-            toy_protocol={
-                "agents": {"verifier": {"update_schedule": {"_type": "constant", "is_on": False}}}
-            },
+            toy_protocol={"agents": {"verifier": frozen}},
         )
         batch = trainer.collect()
         # Whatever values the gradients of non-learning agents have.
@@ -99,14 +96,11 @@ def test_one_agents_gradient_scales_the_others_only_where_the_norm_is_joint() ->
 
 
 def test_learning_rates_are_products_of_factors_and_fall_to_zero() -> None:
-    agents = {
-        "verifier": {
-            "agent_lr_factor": {"actor": 0.5, "critic": 2.0},
-            "body_lr_factor": {"actor": 0.25, "critic": 1.0},
-        }
-    }
+    factors = {"agent_lr_factor": {"actor": 0.5, "critic": 2.0}}
+    factors["body_lr_factor"] = {"actor": 0.25, "critic": 1.0}
     trainer = toy_trainer(
-        rl={"anneal_lr": True, "lr": 0.08, "num_iterations": 4}, toy_protocol={"agents": agents}
+        rl={"anneal_lr": True, "lr": 0.08, "num_iterations": 4},
+        toy_protocol={"agents": {"verifier": factors}},
     )
     groups = trainer.optimizers.optimizers["verifier"].param_groups
     assert {group["lr_factor"] for group in groups} == {0.5 * 0.25, 0.5, 2.0}

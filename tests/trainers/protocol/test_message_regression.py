@@ -89,11 +89,7 @@ def test_a_label_in_the_first_message_of_a_prover_is_seen(kind: str, key: str) -
     assert regression(kind).regress(batch, combined, 0)["message_regression/prover"] < 0.9
     leak(batch, combined, "prover", 1, key)
     result = regression(kind).regress(batch, combined, 0)
-    assert set(result) == {
-        f"message_regression/{name}{what}"
-        for name in ("prover", "verifier")
-        for what in ("", "_baseline")
-    }
+    assert len(result) == 4, "an accuracy and a baseline of each agent"
     assert result["message_regression/prover"] == 1.0
     # 24 test messages, 4 standard deviations
     assert abs(result["message_regression/verifier"] - 0.5) < 0.41
@@ -133,16 +129,10 @@ def test_answers_are_not_known_from_other_messages_about_the_same_datapoint() ->
     # Each datapoint has its symbol, seen in 8 episodes: the answer could be memorised.
     combined = game(num_symbols=40)
     batch = torch.cat([play(combined, 2, num_datapoints=40) for _ in range(8)])
-    batch["y"] = (
-        torch.rand(40, generator=torch.Generator().manual_seed(0))
-        .gt(0.5)
-        .long()
-        .repeat(8)[:, None, None]
-        .expand(-1, 2, 1)
-    )
-    batch["agents", "message"] = batch["datapoint_id"][..., None, None, None].expand(
-        -1, -1, 2, 1, 1
-    )
+    y_N = (torch.rand(40, generator=torch.Generator().manual_seed(0)) > 0.5).long().repeat(8)
+    batch["y"] = y_N[:, None, None].expand(-1, 2, 1)
+    symbols = batch["datapoint_id"][..., None, None, None]
+    batch["agents", "message"] = symbols.expand(-1, -1, 2, 1, 1)
     result = regression(test_share=0.5).regress(batch, combined, 0)
     # An unseen symbol carries no information beyond the more common label.
     baseline = result["message_regression/prover_baseline"]
@@ -197,10 +187,8 @@ def test_a_fit_continues_from_the_last_fit_if_requested() -> None:
     scores: dict[bool, list[float]] = {}
     for reset_on_fit in (True, False):
         probe = regression(None, regressor=slow, reset_on_fit=reset_on_fit)
-        scores[reset_on_fit] = [
-            probe.regress(batch, combined, iteration)["message_regression/prover"]
-            for iteration in range(25)
-        ]
+        results = [probe.regress(batch, combined, iteration) for iteration in range(25)]
+        scores[reset_on_fit] = [result["message_regression/prover"] for result in results]
     assert sum(scores[True]) / 25 < 0.85
     assert min(scores[False][-5:]) > 0.95
 

@@ -143,18 +143,6 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert metrics["num_samples"] > 0
 
 
-@pytest.mark.slow
-def test_the_remote_trainer_of_the_guide_learns(recipe: Path) -> None:
-    task = REMOTE_TASK.replace('"tinker"', '"self-hosted"')
-    trainer = trainer_of(
-        written(recipe, task, my_remote_trainer=REMOTE),
-        *("task.task.levels=[1]", "training.num_episodes_per_experience=16"),
-        *("training.num_iterations=25", "training.minibatch_size=128", "training.lr=1e-3"),
-    )
-    rewards = [row["rollout/reward_mean"] for row in iterations_of(trainer, 25)]
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1
-
-
 def test_a_remote_trainer_learns_through_tinker_by_its_file(
     recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,17 +63,14 @@ def test_scores_stand_at_the_tokens_that_they_are_of() -> None:
 
 
 def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -> None:
-    rows = [
-        Trajectory([1, 2], [0, 1], reward=r, group_id="g", run_id=run)
-        for r, run in ((0.0, 0), (1.0, 0), (2.0, 1))
+    given = ((0.0, "g", 0), (1.0, "g", 0), (2.0, "g", 1), (9.0, None, None), (None, "g", 5))
+    *rows, alone, without = all_rows = [
+        Trajectory([1, 2], [0, 1], reward=reward, group_id=group, run_id=run)
+        for reward, group, run in given
     ]
-    alone = Trajectory([1, 2], [0, 1], reward=9.0)
-    without = Trajectory([1, 2], [0, 1], group_id="g", run_id=5)
-    logger = logging.getLogger("test")
+    options = {"logger": logging.getLogger("test"), "use_run_ids": True, "std_epsilon": 0.0}
     with caplog.at_level(logging.INFO):
-        result = compute_grpo_advantage_for_trajectories(
-            [*rows, alone, without], logger=logger, use_run_ids=True, std_epsilon=0.0
-        )
+        result = compute_grpo_advantage_for_trajectories(all_rows, **options)
     assert result[0] is rows[0]
     std = 1.5 / 2**0.5
     assert [one.advantage for one in rows] == pytest.approx([-1.25 / std, -0.25 / std, 0.75 / std])
@@ -86,12 +83,9 @@ def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -
 def test_figures_of_rollouts_are_those_of_trajectories_and_of_their_batch() -> None:
     metrics: dict[str, float] = {"mine": 1.0}
     assert log_rollout_metrics(trajectories(), metrics) is metrics
-    assert metrics["rollout/reward_mean"] == pytest.approx(0.5)
-    assert metrics["rollout/num_groups"] == 2
-    assert metrics["rollout/prompt_tokens_mean"] == pytest.approx(4 / 3)
-    assert metrics["rollout/response_tokens_max"] == 2
-    assert metrics["rollout/cut_share"] == 1.0
-    assert metrics["rollout/entropy"] == pytest.approx((1 + 2 + 3) / 3)
+    expected = {"reward_mean": 0.5, "num_groups": 2, "prompt_tokens_mean": 4 / 3, "cut_share": 1.0}
+    expected |= {"response_tokens_max": 2, "entropy": (1 + 2 + 3) / 3}
+    assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected)
     of_batch = log_rollout_metrics(Batch.from_trajectories(trajectories()))
     assert of_batch["rollout/reward_std"] == pytest.approx(metrics["rollout/reward_std"])
 
@@ -105,14 +99,9 @@ def test_metrics_of_advantages_count_uninformative_groups() -> None:
     assert log_grpo_metrics([], {}) == {"grpo/num_groups": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("num_right", "num_runs", "k", "chance"),
-    [(1, 4, 1, 0.25), (1, 4, 2, 0.5), (2, 4, 3, 1.0), (0, 4, 4, 0.0)],
-)
-def test_pass_at_k_is_the_chance_of_one_right_run_among_k(
-    num_right: int, num_runs: int, k: int, chance: float
-) -> None:
-    assert pass_at_k(num_right, num_runs, k) == chance
+def test_pass_at_k_is_the_chance_of_one_right_run_among_k() -> None:
+    table = {(1, 4, 1): 0.25, (1, 4, 2): 0.5, (2, 4, 3): 1.0, (0, 4, 4): 0.0}
+    assert {given: pass_at_k(*given) for given in table} == table
 
 
 def tally_of(problems: list[int], rewards: list[float], num_runs: int) -> Tally:
@@ -121,12 +110,10 @@ def tally_of(problems: list[int], rewards: list[float], num_runs: int) -> Tally:
 
 def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
     report = tally_of([0, 0, 1, 1], [1.0, 0.0, 0.0, 0.5], num_runs=5).report(2)
-    assert report["accuracy"] == 0.25
     low, high = report["accuracy_interval"]
     assert 0 < low < 0.25 < high < 1
-    assert report["mean_reward"] == 0.375
-    assert (report["pass_at_1"], report["pass_at_2"]) == (0.25, 0.5)
-    assert report["num_without_reward"] == 1
+    expected = {"accuracy": 0.25, "mean_reward": 0.375, "pass_at_1": 0.25, "pass_at_2": 0.5}
+    assert report.items() >= (expected | {"num_without_reward": 1}).items()
 
 
 def test_pass_at_k_has_an_interval_over_problems() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,8 @@ def test_every_trainer_learns(name: str, count: int, metric: str, is_learnt: Any
 
 
 def test_dev_evaluations_report_pass_at_k_with_intervals() -> None:
-    trainer = task_trainer(
-        "self_hosted_grpo", "task.evaluation.num_dev_problems=6", "task.evaluation.num_dev_runs=4"
-    )
+    sizes = [f"task.evaluation.{one}" for one in ("num_dev_problems=6", "num_dev_runs=4")]
+    trainer = task_trainer("self_hosted_grpo", *sizes)
     with torch.no_grad():
         figures = trainer.evaluate_dev()
     assert figures["pass_at_1"] <= figures["pass_at_2"] <= figures["pass_at_4"]
@@ -136,16 +134,15 @@ def test_uninformative_problems_are_replaced_within_the_stated_cost() -> None:
 
 
 def test_recomputed_scores_agree_with_the_sampler() -> None:
-    options = ("rescore=true", "correction=truncate")
-    _, experience = prepared(
-        "self_hosted_grpo", *(f"self_hosted_grpo.policy_loss.{one}" for one in options)
+    options = (
+        f"self_hosted_grpo.policy_loss.{one}" for one in ("rescore=true", "correction=truncate")
     )
+    _, experience = prepared("self_hosted_grpo", *options)
     assert experience.metrics["mismatch/largest_gap"] < 1e-4
     assert experience.metrics["mismatch/effective_sample_size"] == pytest.approx(1.0, abs=1e-5)
-    weights = torch.cat(
-        [one["correction_weights"][one["is_trained"]] for one in experience.samples]
-    )
-    assert torch.allclose(weights, torch.ones_like(weights), atol=1e-4)
+    for sample in experience.samples:
+        weights_T = sample["correction_weights"][sample["is_trained"]]
+        torch.testing.assert_close(weights_T, torch.ones_like(weights_T), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
@@ -310,18 +307,10 @@ class Counting(na.LocalTrainingService):
 SECTION = "remote_api_grpo.train_service"
 
 
-@pytest.fixture
-def _plugin(tmp_path: Path) -> Iterator[None]:
-    before = TRAINING_SERVICES.snapshot()
-    path = tmp_path / "counting.py"
-    path.write_text(PLUGIN)
-    load_plugin(path)
-    yield
-    TRAINING_SERVICES.restore(before)
-
-
-@pytest.mark.usefixtures("_plugin")
-def test_a_registered_service_trains_the_policy_and_reads_its_options() -> None:
+@pytest.mark.usefixtures("no_plugins_left")
+def test_a_registered_service_trains_the_policy_and_reads_its_options(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(PLUGIN)
+    load_plugin(tmp_path / "counting.py")
     more = (f"{SECTION}.backend=counting", f"{SECTION}.options={{name: mine}}")
     trainer = task_trainer("remote_api_grpo", *more)
     iterations_of(trainer, 1)
@@ -332,16 +321,9 @@ def test_a_registered_service_trains_the_policy_and_reads_its_options() -> None:
 def test_models_that_learn_beside_the_policy_are_refused_by_a_remote_service() -> None:
     trainer = task_trainer("remote_api_grpo")
     options = {"backend": "http", "base_url": "http://127.0.0.1:1"}
-    request = TrainingServiceRequest(
-        trainer.parameters.train_service.model_copy(update=options),
-        trainer.policy,
-        "policy",
-        trainer.training,
-        trainer.optimizer,
-        trainer.learned,
-        torch.nn.ModuleDict({"value_head": torch.nn.Linear(1, 1)}),
-        0,
-        None,
-    )
+    service = trainer.parameters.train_service.model_copy(update=options)
+    learning = (trainer.training, trainer.optimizer, trainer.learned)
+    beside = torch.nn.ModuleDict({"value_head": torch.nn.Linear(1, 1)})
+    request = TrainingServiceRequest(service, trainer.policy, "policy", *learning, beside, 0, None)
     with pytest.raises(ConfigurationError, match="value_head"):
         TRAINING_SERVICES.get("http").open(request)

@@ -17,7 +17,7 @@ from nip_astra.language_models.services.chat_models.scripted import ScriptedChat
 from nip_astra.resolving.analysing import analyse_run
 from nip_astra.scenario_base.text.analysers import AnalysisParameters, Verdict
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.tracking.tracker import TRACKERS, register_tracker
+from nip_astra.tracking.tracker import register_tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.experiments import RecordingTracker, run_in
@@ -152,6 +152,7 @@ def test_a_custom_question_comes_from_a_plug_in(
     assert set(summary["shares"]) == {"verifier"}
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_tracker_gets_the_analyses_of_a_stored_run(finished: Path) -> None:
     class Recorder(RecordingTracker):
         made: ClassVar[list[Recorder]] = []
@@ -165,15 +166,12 @@ def test_a_tracker_gets_the_analyses_of_a_stored_run(finished: Path) -> None:
             self.summary = values
 
     register_tracker("recorder")(Recorder)
-    try:
-        analyse_run(
-            *(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"])),
-            settings=ExperimentSettings(trackers=["recorder"]),
-            iteration=1,
-            is_overwritten=True,
-        )
-    finally:
-        TRACKERS.forget("recorder")
+    analyse_run(
+        *(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"])),
+        settings=ExperimentSettings(trackers=["recorder"]),
+        iteration=1,
+        is_overwritten=True,
+    )
     (tracker,) = Recorder.made
     assert tracker.config["trainer"] == "pure_text_ei"
     assert tracker.summary == {"test_prover/share_direct_quotation": 1.0}

@@ -43,16 +43,11 @@ class Fate:
 
 @dataclass
 class Service:
-    """Chat models and jobs that outlive processes, and the log of their work.
-
-    Attributes
-    ----------
-    answers : dict
-        By request name; each is answered once.
-    """
+    """Chat models and jobs that outlive processes, and the log of their work."""
 
     fate: Fate
     answers: dict[str, ChatOutcome] = field(default_factory=dict)
+    """By request name; each is answered once."""
     log: Counter[str] = field(default_factory=Counter)
     jobs: FakeFineTuning = field(default_factory=FakeFineTuning)
 
@@ -138,14 +133,7 @@ def _run(folder: Path, trainer: str, service: Service) -> list[str]:
     return [text.replace(process.state.run_key, "KEY") for text in texts]
 
 
-@pytest.fixture
-def fate(monkeypatch: pytest.MonkeyPatch) -> Fate:
-    """Counts requests to the service, and stages; nothing waits for a job."""
-    monkeypatch.setattr(rl_pure_text_base, "FIRST_LOOK", 0.0)
-    fate = Fate()
-    for method in ("_run_stage", "_save_checkpoint"):
-        watch(fate, monkeypatch, PureTextRlTrainer, method)
-    return fate
+STAGES = ((PureTextRlTrainer, "_run_stage"), (PureTextRlTrainer, "_save_checkpoint"))
 
 
 def watch(fate: Fate, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
@@ -168,7 +156,7 @@ USES_OF_ANSWERS = (
 
 
 @pytest.mark.parametrize(
-    ("trainer", "watched", "num_least"),
+    ("trainer", "more", "num_least"),
     [
         ("pure_text_ei", (), 40),
         pytest.param("pure_text_ei", USES_OF_ANSWERS, 80, marks=pytest.mark.slow),
@@ -178,9 +166,8 @@ USES_OF_ANSWERS = (
 )
 def test_a_run_that_ends_at_any_operation_goes_on_and_repeats_none(
     trainer: str,
-    watched: tuple[tuple[type, str], ...],
+    more: tuple[tuple[type, str], ...],
     num_least: int,
-    fate: Fate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,7 +175,9 @@ def test_a_run_that_ends_at_any_operation_goes_on_and_repeats_none(
 
     Also before a stage, and between its end and its saving.
     """
-    for owner, method in watched:
+    monkeypatch.setattr(rl_pure_text_base, "FIRST_LOOK", 0.0)  # nothing waits for a job
+    fate = Fate()
+    for owner, method in (*STAGES, *more):
         watch(fate, monkeypatch, owner, method)
     whole = Service(fate)
     expected = _run(tmp_path / "whole", trainer, whole)

@@ -9,13 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from nip_astra.evaluation.failure_probability import ATTACKER, REFERENCE, attacker_at
-from nip_astra.evaluation.playing import sampled_logprobs, sampler_of, why_inexact
+from nip_astra.evaluation.failure_probability import ATTACKER, attacker_at
+from nip_astra.evaluation.playing import (
+    rate_by_others,
+    rate_responses,
+    sampled_logprobs,
+    sampler_of,
+    scored_by,
+    why_inexact,
+)
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scorers.base import Exchange, Message
+from tests.evaluation.rows_by_hand import episode
+from tests.kit.scorers import ScorerOf
 from tests.kit.tiny import CPU, uniforms_of
 
 
@@ -24,7 +34,6 @@ def sampler(tiny_scenario: Path) -> TreeSampler:
     """Of the tiny scenario, with an attacker that has moved away from the reference."""
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario))
     result = prepare_experiment(resolved).scenario_instance.sampler
-    assert result is not None
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in result.attacker.language_model.parameters():
@@ -35,7 +44,6 @@ def sampler(tiny_scenario: Path) -> TreeSampler:
 @pytest.mark.parametrize(
     ("proposal", "speakers"),
     [
-        (REFERENCE, ("reference", "reference")),
         (ATTACKER, ("attacker", "attacker")),
         (attacker_at(1), ("attacker", "reference")),
         (attacker_at(2), ("reference", "attacker")),
@@ -84,54 +92,76 @@ def test_the_probabilities_of_all_possible_probes_add_up_to_one(
     drawn = tiny_model.sampled_logprobs(
         *pad_left([[2, 7, 9]] * len(rows), CPU), *pad_right(rows, CPU), options
     )
-    assert drawn is not None
     assert drawn.double().sum(dim=1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
     plain = tiny_model.logprobs(*pad_left([[2, 7, 9]] * len(rows), CPU), *pad_right(rows, CPU))
     assert plain.double().sum(dim=1).exp().sum().item() < 0.99
 
 
-def test_a_model_of_another_architecture_gives_the_same_probabilities(
-    tiny_model: HuggingFaceLanguageModel,
-) -> None:
-    rows = *pad_left([[2, 7], [2, 9, 8]], CPU), *pad_right([[10, 3], [11, 12]], CPU)
-    options = SamplingOptions(max_new_tokens=2, min_new_tokens=1)
-    fast = tiny_model.sampled_logprobs(*rows, options)
-    tiny_model._decoder = None
-    plain = tiny_model.sampled_logprobs(*rows, options)
-    assert fast is not None
-    assert plain is not None
-    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=0)
-
-
-def test_a_drawn_probe_is_as_likely_as_it_is_often_drawn(
+def test_a_drawn_probe_is_as_likely_as_it_is_often_drawn_whatever_computes_it(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:
     options, count = SamplingOptions(max_new_tokens=1, min_new_tokens=1), 20_000
     sampled = tiny_model.generate([[2, 7]], count, uniforms_of(count, 1), options)
     token = int(sampled.ids_BT.flatten().mode().values)
+    share = (sampled.ids_BT == token).float().mean().item()
     rows = *pad_left([[2, 7]], CPU), *pad_right([[token]], CPU)
     drawn = tiny_model.sampled_logprobs(*rows, options)
-    assert drawn is not None
-    share = (sampled.ids_BT == token).float().mean().item()
+    tiny_model._decoder = None  # as for another architecture
+    plain = tiny_model.sampled_logprobs(*rows, options)
     assert share == pytest.approx(drawn.exp().item(), abs=0.01)
+    torch.testing.assert_close(drawn, plain, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, None),
+def test_truncated_sampling_makes_weights_inexact(sampler: TreeSampler) -> None:
+    assert why_inexact([sampler.attacker, sampler.reference]) is None
+    for changes, reason in (
         ({"temperature": 0.7}, "temperature 0.7"),
         ({"top_p": 0.9, "top_k": 5}, "top_k 5, top_p 0.9"),
-    ],
-)
-def test_truncated_sampling_makes_weights_inexact(
-    sampler: TreeSampler, changes: dict[str, float], reason: str | None
-) -> None:
-    agents = [
-        replace(agent, sampling=replace(agent.sampling, **changes))
-        for agent in (sampler.attacker, sampler.reference)
-    ]
-    result = why_inexact(agents)
-    assert result is None if reason is None else reason in str(result)
-    if changes:
-        assert "different options" in str(why_inexact([agents[0], sampler.reference]))
+    ):
+        attacker, reference = (
+            replace(agent, sampling=replace(agent.sampling, **changes))
+            for agent in (sampler.attacker, sampler.reference)
+        )
+        assert reason in str(why_inexact([attacker, reference]))
+        assert "different options" in str(why_inexact([attacker, sampler.reference]))
+
+
+# ---- rating of stored conversations
+
+
+def share(exchange: Exchange) -> float | None:
+    """The share of 100 characters, unknown for a question."""
+    return None if "?" in exchange.text else len(exchange.text) / 100
+
+
+def test_a_scorer_of_texts_rates_response_pair_and_probe() -> None:
+    episodes = [episode(0, [None, None], probe=["ab", "a?"], response=["cde", "x"])]
+    rate_responses(episodes, ScorerOf(share))
+    first, second = episodes[0]
+    assert first["response_score"] == pytest.approx(0.03)
+    assert first["combined_score"] == pytest.approx(0.06)
+    assert first["probe_score"] == pytest.approx(0.02)
+    assert (second["combined_score"], second["probe_score"]) == (None, None)
+    assert (first["is_error"], second["is_error"]) == (False, False)
+
+
+def test_a_scorer_of_conversations_reads_the_earlier_messages() -> None:
+    episodes = [episode(0, [None, None], prompt="hi", probe=["p", "q"], response=["r", "s"])]
+    scorer = ScorerOf(lambda exchange: len(exchange.history) / 10, reads_history=True)
+    rate_responses(episodes, scorer)
+    # Opening, probe; then opening, probe, response, probe. The pair's score is the response's.
+    assert [row["response_score"] for row in episodes[0]] == pytest.approx([0.2, 0.4])
+    assert [row["combined_score"] for row in episodes[0]] == pytest.approx([0.2, 0.4])
+    assert [row["probe_score"] for row in episodes[0]] == pytest.approx([0.1, 0.3])
+    second = (Message("assistant", "hi"), Message("user", "p"), Message("assistant", "r"))
+    assert Exchange("s", (*second, Message("user", "q"))) in scorer.seen
+    assert Exchange("q", second, role="user") in scorer.seen
+
+
+def test_further_scorers_do_not_change_the_first_verdict() -> None:
+    episodes = [episode(0, [0.9, 0.1], response=["abc", "?"])]
+    rate_by_others(episodes, {"lengths": ScorerOf(share)})
+    assert [row["response_score"] for row in episodes[0]] == [0.9, 0.1]
+    views = scored_by("lengths", episodes[0])
+    assert views[0]["response_score"] == pytest.approx(0.03)
+    assert views[1]["response_score"] is None

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,15 +28,18 @@ from nip_astra.nip.tensors import KEYS, Reward2GoTransform
 from nip_astra.nip.texts import PureTextRlTrainer, as_nip, as_ours
 from nip_astra.parameters.hyper_parameters import HyperParameters as PlainParameters
 from nip_astra.run import prepare_experiment
+from nip_astra.scenario_base.text.models import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.text.rollouts import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.documents import ROOT, find
 from tests.kit.text_games import Script, TextParts, build_text_parts, build_text_trainer
+from tests.nip_scripts import ei_cv, ppo_gi
 from tests.nip_scripts.uses import uses
 
-SCRIPTS = Path(__file__).parent / "nip_scripts"
+SCRIPTS = ROOT / "tests" / "nip_scripts"
+GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
 NAMES: dict[str, list[str]] = json.loads((SCRIPTS / "names.json").read_text(encoding="utf-8"))
 """By file of nip's, what it uses of nip."""
 PROGRAM_OF = {
@@ -127,11 +131,7 @@ def run_script(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *option
 
 
 def run_grid(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    *options: str,
-    **grid: list[Any],
+    name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str, **grid: list[Any]
 ) -> dict[str, RunDirectory]:
     """Run a program over its grid, with some values changed."""
     module = program(name)
@@ -169,9 +169,8 @@ def test_every_name_is_at_its_place_in_nip() -> None:
 
 
 def test_the_guide_places_every_group_of_parameters() -> None:
-    text = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
     groups = [one for one in PlainParameters.model_fields if one not in ("plugins", "training")]
-    left_out = [name for name in groups if f"`{name}" not in text and "custom" not in name]
+    left_out = [name for name in groups if f"`{name}" not in GUIDE and "custom" not in name]
     assert left_out == ["package_version"]
 
 
@@ -189,14 +188,11 @@ def test_the_guide_places_every_group_of_parameters() -> None:
     ],
 )
 def test_the_scripts_for_ppo_run(
-    changes: dict[str, Any],
-    provers: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], provers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = run_grid("ppo", monkeypatch, tmp_path, "--num-workers", "1", "-q", **changes)
-    assert list(runs) == ["ppo_a_0"]
-    run = runs["ppo_a_0"]
+    ((name, run),) = runs.items()
+    assert name == "ppo_a_0"
     assert {path.stem for path in (run.path / "model").iterdir()} == {"verifier", *provers}
     recorded = run.read_yaml("hyper_parameters.yaml")
     assert recorded["rl"]["num_iterations"] == 2
@@ -210,8 +206,8 @@ def test_the_scripts_for_agents_alone_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(runs) == ["solo_a_0", "solo_a_1"]
     graphs, images = (runs[name].read_yaml("hyper_parameters.yaml") for name in sorted(runs))
     assert graphs["solo_agent"]["num_epochs"] == 2
-    body = graphs["graph_isomorphism"]["agents"]["verifier"]["body_lr_factor"]
-    assert body["actor"] == 0.01
+    verifier = graphs["graph_isomorphism"]["agents"]["verifier"]
+    assert verifier["body_lr_factor"]["actor"] == 0.01
     assert images["image_classification"]["dataset"]["selected_classes"] == [0, 1]
 
 
@@ -251,26 +247,20 @@ def test_the_script_with_hosted_models_runs(
 
     def create(**request: Any) -> Any:
         requests.append(request)
-        token = SimpleNamespace(token="yes", logprob=-0.5, top_logprobs=[])
+        token = SimpleNamespace(token="yes", logprob=-0.5)
         token.top_logprobs = [token, SimpleNamespace(token="no", logprob=-1.0)]
-        logprobs = SimpleNamespace(content=[token])
-        message = SimpleNamespace(content="yes")
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, logprobs=logprobs)])
+        choice = SimpleNamespace(message=SimpleNamespace(content="yes"))
+        choice.logprobs = SimpleNamespace(content=[token])
+        return SimpleNamespace(choices=[choice])
 
-    class Client:
-        def __init__(self, **options: Any) -> None:
-            assert options == {"base_url": running.OPENROUTER, "api_key": "secret"}
-            completions = SimpleNamespace(create=create)
-            self.chat = SimpleNamespace(completions=completions)
-
-        def __enter__(self) -> Client:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
+    def client(**options: Any) -> Any:
+        assert options == {"base_url": running.OPENROUTER, "api_key": "secret"}
+        chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+        return nullcontext(SimpleNamespace(chat=chat))
 
     row = {"apps_split": "train", "difficulty": "interview", "question": "?"}
     row |= {"solutions": [{"solution": "a"}], "buggy_solutions": [{"solution": "b"}]}
-    monkeypatch.setattr(openai, "OpenAI", Client)
+    monkeypatch.setattr(openai, "OpenAI", client)
     monkeypatch.setattr(datasets, "load_dataset", lambda repository, split: [row])
     with pytest.raises(running.EnvironmentVariableDoesNotExistError, match="OPENROUTER_API_KEY"):
         run_script("benchmark", monkeypatch, tmp_path, "some/model")
@@ -291,21 +281,19 @@ def test_the_script_with_hosted_models_runs(
 def test_grids_are_divided_and_skip_as_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[tuple[str, dict[str, Any]]] = []
+    ran: dict[str, dict[str, Any]] = {}
     experiment = running.SequentialHyperparameterExperiment(
         {"b": [1, 2], "a": [3, 4]},
-        lambda arguments: ran.append((arguments.run_id, arguments.combo)),
+        lambda arguments: ran.update({arguments.run_id: arguments.combo}),
         experiment_name="GRID",
     )
-    monkeypatch.setattr(sys, "argv", ["grid"])
-    experiment.run()
-    assert ran[1] == ("grid_1", {"a": 3, "b": 2})
-    assert len(ran) == 4
-    ran.clear()
-    options = ["--combo-groups", "2", "--combo-num", "1", "--num-skip", "1"]
-    monkeypatch.setattr(sys, "argv", ["grid", *options])
-    experiment.run()
-    assert [name for name, _ in ran] == ["grid_3"]
+    divided = "--combo-groups 2 --combo-num 1 --num-skip 1"
+    for options, names in (("", ["grid_0", "grid_1", "grid_2", "grid_3"]), (divided, ["grid_3"])):
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["grid", *options.split()])
+        experiment.run()
+        assert list(ran) == names
+    assert ran["grid_3"] == {"a": 4, "b": 2}
 
 
 # ---- hyper-parameters
@@ -352,25 +340,21 @@ def test_values_that_nothing_reads_are_left_alone_and_mappings_stay_as_they_are(
     assert given.get("rl.lmbda") == 0.5
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "fact"),
-    [
-        ({"agents": {"prover": {"use_manual_architecture": True}}}, ConfigurationError, "prover"),
+def test_values_that_are_wrong_or_without_counterpart_are_refused() -> None:
+    manual: dict[str, Any] = {"agents": {"prover": {"use_manual_architecture": True}}}
+    for change, error, fact in (
+        (manual, ConfigurationError, "prover"),
         ({"rl": {"lr": -1.0}}, ParameterError, "rl.lr"),
         ({"rl": {"learning_rate": 1.0}}, TypeError, "learning_rate"),
-    ],
-)
-def test_values_that_are_wrong_or_without_counterpart_are_refused(
-    change: dict[str, Any], error: type[Exception], fact: str
-) -> None:
-    with pytest.raises(error, match=fact):
-        ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "test", **change))
+    ):
+        with pytest.raises(error, match=fact):
+            ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "test", **change))
     with pytest.raises(ConfigurationError, match="nothing"):
         HyperParameters.from_dict({"nothing": 1})
 
 
 def test_parameter_classes_are_dataclasses_with_test_values() -> None:
-    changed = dataclasses.replace(RlTrainerParameters(lr=0.1), gamma=0.5)  # type: ignore[type-var]
+    changed = dataclasses.replace(RlTrainerParameters(lr=0.1), gamma=0.5)
     assert (changed.lr, changed.gamma) == (0.1, 0.5)
     for name in ("GraphIsomorphismAgentParameters", "CodeValidationAgentParameters"):
         cls = getattr(nip_parameters, name)
@@ -433,7 +417,7 @@ def test_keys_and_transforms_that_would_not_be_read_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="next"):
         Reward2GoTransform(gamma=0.5, in_keys=("next", "reward"))
     with pytest.raises(ConfigurationError, match="elsewhere"):
-        tensors._Keys.set_keys(SimpleNamespace(), value="elsewhere")  # type: ignore[arg-type]
+        tensors._Keys.set_keys(SimpleNamespace(), value="elsewhere")
     assert KEYS["done"] == ("agents", "done")
     _, rl = tensors._parameters(False, clip_value=True, clip_epsilon=0.1)
     assert rl.clip_value == 0.1
@@ -465,7 +449,6 @@ def test_custom_expert_iteration_submits_supervised_jobs(method: str, tmp_path: 
     parts = _parts(tmp_path, "own_ei", groups=groups)
     trainer = build_text_trainer(parts, RunDirectory.create(tmp_path, "run"))
     trainer.train()
-    assert isinstance(trainer, PureTextRlTrainer)
     assert trainer._get_verifier_guess_replacement_proportion(0) == 0.5
     jobs = {key: examples for key, _, examples, options in parts.service.submitted}
     assert list(jobs) == ["run/prover/0", "run/verifier/0"]
@@ -511,11 +494,10 @@ def test_a_state_is_played_as_a_whole_conversation_is(tmp_path: Path) -> None:
     groups = {"nip": {"max_message_rounds": 4}}
     parts = build_text_parts(tmp_path, fixed, trainer="own_ei", protocol="nip", groups=groups)
     trainer = build_text_trainer(parts)
-    assert isinstance(trainer, PureTextRlTrainer)
     trainer._prepare_groups()
     whole = trainer._sample_rollouts(trainer.train_environment, 0)
 
-    class Stepwise(type(trainer)):  # type: ignore[misc]  # made while the test runs
+    class Stepwise(type(trainer)):
         @staticmethod
         def _sample_rollouts_for_single_environment(args: Any) -> list[NestedArrayDict]:
             return PureTextRlTrainer._sample_rollouts_for_single_environment(args)
@@ -548,3 +530,112 @@ def test_messages_of_agents_may_be_changed_before_a_step(tmp_path: Path) -> None
     assert state["agents", "decision"][0, 1] == label
     assert state["next", "agents", "reward"][0, 1] == 1.0
     assert bool(state["next", "done"][0])
+
+
+# ---- scripts with the line changes of the guide
+
+TINY_PPO: dict[str, Any] = {
+    "num_iterations": [2],
+    "num_test_iterations": [1],
+    "frames_per_batch": [64],
+    "minibatch_size": [32],
+    "max_train_size": [60],
+    "seed": [8144],
+    "update_spec": [(1, 1)],
+}
+TINY_EI: dict[str, Any] = {
+    "interaction_protocol": ["debate"],
+    "num_iterations": [2],
+    "max_message_rounds": [3],
+    "rollouts_per_iteration": [4],
+    "levels": [[1]],
+    "num_invalid_generation_retries": [2],
+}
+OF_THE_SWEEP = re.compile(
+    r"arguments|cmd_args|experiment|param_grid=|_fn=|nip.utils", re.IGNORECASE
+)
+
+
+def section(heading: str) -> str:
+    """The text under a heading of the guide."""
+    return GUIDE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of a table's rows, without its header."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    for line in lines[2:]:
+        yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.mark.parametrize("name", ["ppo_gi", "ei_cv"])
+def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
+    texts = ((SCRIPTS / f"{name}{end}").read_text() for end in (".nip.txt", ".py"))
+    # Without indentation: a call may be nested deeper here.
+    theirs, ours = (
+        [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
+        for text in texts
+    )
+    gone = [line for line in theirs if line not in ours]
+    heads = [
+        re.match(r"\W*(?:from \S+ import )?([\w.]+)", line)
+        for line in gone
+        if not OF_THE_SWEEP.search(line)
+    ]
+    listed = section("A script, line by line")
+    missing = {head[1] for head in heads if head and f"`{head[1]}" not in listed}
+    assert missing == set()
+    assert len(gone) < len(theirs) / 2
+
+
+@pytest.mark.parametrize("script", [ppo_gi, ei_cv], ids=["ppo", "expert iteration"])
+def test_a_script_runs_over_its_grid(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = script.param_grid | (TINY_PPO if script is ppo_gi else TINY_EI)
+    monkeypatch.setattr(script, "param_grid", grid)
+    script.run_all(runs_dir=str(tmp_path), progress=False)
+    (path,) = tmp_path.iterdir()
+    run = RunDirectory.open(path)
+    recorded = PlainParameters.from_dict(run.read_yaml("hyper_parameters.yaml"))
+    assert recorded == script.construct_params({name: values[0] for name, values in grid.items()})
+    results = run.read_json("results.json")
+    if script is ppo_gi:
+        assert path.name == "ppo_gi_a_0"
+        assert {path.stem for path in (path / "model").iterdir()} == {"prover", "verifier"}
+        assert 0 <= results["after"]["mean_accuracy"] <= 1
+        assert recorded.rl.num_iterations == 2
+    else:
+        assert results["protocol"] == "debate"
+        assert sorted(results["groups"]) == ["provers", "verifiers"]
+        assert {"accuracy_where_level_1", "mean_accuracy"} <= set(results["after"])
+
+
+def default_of(path: str) -> Any:
+    """A class's default, by the parameter's path in a file."""
+    trainer = path.partition(".")[0] if path.startswith(("spg.", "reinforce.")) else "vanilla_ppo"
+    trainer = "solo_agent" if path.startswith("solo_agent.") else trainer
+    scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"
+    if path.startswith(("text_rl.", "pure_text_ei.", "code_validation.")):
+        trainer, scenario = "pure_text_ei", "code_validation"
+    value: Any = type(PlainParameters(trainer=trainer, scenario=scenario))
+    for name in path.split("."):
+        if value == {}:
+            value = TextAgentParameters
+            continue
+        if isinstance(value, dict) or not hasattr(value, "model_fields"):
+            value = value[name]
+        else:
+            value = value.model_fields[name].get_default(call_default_factory=True)
+        value = type(value) if hasattr(type(value), "model_fields") else value
+    return value
+
+
+def test_the_defaults_in_the_guide_are_those_of_the_classes() -> None:
+    defaults = list(rows(section("Defaults that differ")))
+    assert len(defaults) > 18
+    for path, theirs, here in defaults:
+        if not path.startswith("`"):
+            continue
+        assert f"`{json.dumps(default_of(path.strip('`')))}`" == here, path
+        assert theirs != here

@@ -1,4 +1,7 @@
-"""Importance weights turn means under one distribution into means under another."""
+"""Over all sequences of a small game, mean gradients are those of the expectations.
+
+Importance weights turn means under one distribution into means under another.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nip_astra.rl_objectives.advantages import reverse_kl_advantages
 from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
 from nip_astra.rl_objectives.policy_losses import ImportanceLevel, importance_weights, policy_loss
 
@@ -105,3 +109,20 @@ def test_of_sequences_only_the_square_of_the_sum_has_the_gradient_of_their_diver
     sum_of_squares_B = kl_estimate(now, reference, "k2").sum(dim=1)
     mean = (total_B.exp().detach() * sum_of_squares_B).sum()
     assert _relative_error(gradient(mean), exact) > 0.1
+
+
+def test_with_discount_one_distillation_follows_the_divergence_of_sequences() -> None:
+    logits, teacher = _logits(1), _logprobs(_logits(2).detach())
+    student = _logprobs(logits)
+    chances_B = student.sum(dim=1).exp()
+    divergence = (chances_B * (student - teacher).sum(dim=1)).sum()
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+
+    def error(discount: float) -> float:
+        advantages = reverse_kl_advantages(student, teacher, ALL, discount=discount)
+        weighted = chances_B[:, None] * advantages * len(SEQUENCES)
+        options = {"loss": "importance_sampling", "reduction": "sequence_sum"}
+        loss = policy_loss(student, student.detach(), weighted, ALL, **options).loss
+        return _relative_error(torch.autograd.grad(loss, logits, retain_graph=True)[0], exact)
+
+    assert error(1.0) < 1e-12 < 1e-3 < error(0.0)
