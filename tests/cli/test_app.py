@@ -1,9 +1,11 @@
-"""Tests of the command line, as a user types it."""
+"""Tests of the command line, as a user types it: programs, help, completion and settings."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,11 +17,13 @@ import pytest
 import yaml
 
 from nip_astra import __version__
-from nip_astra.errors import PluginError, plural
+from nip_astra.cli.app import NoteHandler, app
+from nip_astra.errors import ParameterError, PluginError, plural
 from nip_astra.overview import registered
 from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scorers.base import SCORERS
-from tests.kit.command_line import CommandLine, CommandResult, refused
+from tests.kit.command_line import ONCE, CommandLine, CommandResult, refused
 from tests.kit.messages import says
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +31,6 @@ ROOT = Path(__file__).parents[2]
 
 def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> CommandResult:
     return cli("--trainer", "toy_trainer", "--scenario", str(toy), *arguments)
-
-
-def results_of(run: str) -> object:
-    return json.loads(Path("runs", run, "results.json").read_text())
 
 
 def test_the_module_is_a_program() -> None:
@@ -56,18 +56,12 @@ def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path
     assert says(result.out, "runs/one\n", "runs/one/results.json\n")
     assert "Counting 2/2" in result.err
     assert yaml.safe_load(Path("runs/one/hyper_parameters.yaml").read_text())["seed"] == 7
-    assert results_of("one") == {"last": 4.0}
+    assert json.loads(Path("runs/one/results.json").read_text()) == {"last": 4.0}
     options = ("--runs-dir", "other", "--num-threads", "1", "--device", "cpu", "--wandb")
     experiment = ("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "a")
     cli.ok("run", *experiment, "--test-run", *options, "disabled")
     settings = yaml.safe_load(Path("other/a/settings.yaml").read_text())
     assert (settings["test_run"], settings["num_threads"]) == (True, 1)
-
-
-def test_a_parameter_file_takes_the_place_of_a_preset(cli: CommandLine, toy: Path) -> None:
-    text = f"trainer: toy_trainer\nscenario: {toy}\ntoy_trainer: {{offset: 10.0}}\n"
-    cli.ok("--parameters", cli.write("mine.yaml", text), "--run-id", "one")
-    assert results_of("one") == {"last": 14.0}
 
 
 def test_a_dry_run_prints_its_cost_and_leaves_nothing(cli: CommandLine, toy: Path) -> None:
@@ -93,9 +87,7 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     assert (result.code, "Traceback" in result.err) == (code, False)
 
 
-def test_debug_and_an_unexpected_error_show_the_traceback(
-    cli: CommandLine, toy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracebacks_are_shown(cli: CommandLine, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TOY_BREAK", "1")
     with pytest.raises(ArithmeticError, match="broken off"):
         run_toy(cli, toy)
@@ -112,14 +104,11 @@ def test_list_shows_origin_and_purpose_of_one_kind_or_of_all(cli: CommandLine, t
     assert "Direct preference optimisation" in lines["ast_dpo"]
     assert "pocket_chat" in lines
     result = cli.ok("list", "trainers", "--plugin", str(toy / "plugin.py"))
-    assert result.out.splitlines()[0].strip() == "trainers"
     assert "Counts, and breaks off where the environment says so." in result.out
-    assert "classifier" not in result.out
+    assert (result.out.split()[0], "classifier" in result.out) == ("trainers", False)
 
 
-def test_list_shows_names_that_cannot_be_used_and_goes_on(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_list_shows_broken_names(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = PluginError("the scorer mine is broken.")
     monkeypatch.setattr(SCORERS, "get", Mock(side_effect=broken))
     monkeypatch.setitem(SCORERS._entries, "mine", object)
@@ -142,27 +131,127 @@ def test_list_reads_registries_from_the_source() -> None:
             assert kind == "optimizer" or one.purpose == purpose
 
 
-def test_show_prints_every_value_with_its_source_and_a_file_that_can_be_run(
-    cli: CommandLine, toy: Path
-) -> None:
+def test_show_prints_values_with_sources_and_a_whole_file(cli: CommandLine, toy: Path) -> None:
     experiment = ("--trainer", "toy_trainer", "--scenario", str(toy))
     result = cli.ok("show", *experiment, "--seed", "3", "--set", "training.lr=1e-4")
     rows = [" ".join(line.split()) for line in result.out.splitlines()]
-    assert {
-        "seed 3 command line",
-        "training.lr 0.0001 --set",
-        "training.minibatch_size 8 default",
-        "toy_trainer.offset 0.5 scenario.yaml",
-    } <= set(rows)
+    assert {"seed 3 command line", "training.lr 0.0001 --set"} <= set(rows)
+    assert {"training.minibatch_size 8 default", "toy_trainer.offset 0.5 scenario.yaml"} <= set(
+        rows
+    )
     shown = cli("show", "--yaml", *experiment, "--set", "training.num_iterations=2")
     cli.ok("--parameters", cli.write("shown.yaml", shown.out), "--run-id", "one")
     assert Path("runs/one/hyper_parameters.yaml").read_text() == shown.out
 
 
-def test_a_wrong_number_of_a_launcher_is_a_short_message(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rank_is_reported(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("x", "5"):
         monkeypatch.setenv("RANK", rank)
         assert says(refused(cli("--trainer", "vanilla_ppo", "--test-run")), "RANK", rank)
+
+
+OPTIONS = {
+    "": """trainer scenario parameters set seed plugin device wandb run-id runs-dir num-threads
+        settings test-run dry-run debug""",
+    "evaluate": "target scorer labelled embedder fail-if overwrite",
+    "score": "scorer labelled embedder threshold",
+    "report": "output redact reveal",
+    "export": "format output",
+    "doctor": "runs-dir online json",
+}
+
+
+def test_help_names_the_options_of_a_command(cli: CommandLine) -> None:
+    for command, options in OPTIONS.items():
+        result = cli.ok(*command.split(), "--help")
+        assert says(result.out, *(f"--{option}" for option in options.split()))
+        if not command:
+            assert says(result.out, *(f"\n  {name} " for name in ONCE(app).commands))
+
+
+@pytest.mark.parametrize(
+    ("typed", "proposed"),
+    [
+        ("nip-astra ev", {"evaluate"}),
+        ("nip-astra --scen", {"--scenario"}),
+        ("nip-astra --trainer ast_dp", {"ast_dpo"}),
+        ("nip-astra --trainer ast_dpo --scenario pocket_c", {"pocket_chat", "pocket_chat_api"}),
+        ("nip-astra evaluate m", {"mine"}),
+        ("nip-astra report other", set()),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, typed: str, proposed: set[str]
+) -> None:
+    (cli.folder / "runs" / "mine").mkdir(parents=True)
+    cli.write("runs/mine/hyper_parameters.yaml", "")
+    (cli.folder / "runs" / "other").mkdir()
+    monkeypatch.setenv("_NIP_ASTRA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    with pytest.raises(SystemExit):
+        app(prog_name="nip-astra")
+    assert set(cli.capsys.readouterr().out.split()) == proposed
+
+
+EXPERIMENT = """
+    trainer: toy_trainer
+    scenario: {}
+    settings: {{checkpoint_period: 7, num_checkpoints_kept: 5, wandb_tags: [from, file]}}
+"""
+
+
+def test_a_file_has_settings_beside_its_experiment(cli: CommandLine, toy: Path) -> None:
+    stored = cli.write("experiment.yaml", EXPERIMENT.format(toy))
+    given = ("--settings", "num_checkpoints_kept=1", "--settings", "num_threads=2")
+    # A dedicated option takes precedence.
+    cli.ok("--parameters", stored, "--run-id", "one", "--num-threads", "1", *given)
+    run = cli.folder / "runs" / "one"
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    expected = {"checkpoint_period": 7, "num_checkpoints_kept": 1, "num_threads": 1}
+    assert settings == settings | expected | {"wandb_tags": ["from", "file"]}
+    assert "settings" not in yaml.safe_load((run / "hyper_parameters.yaml").read_text())
+    other = cli.write("other.yaml", "extends: experiment.yaml\nsettings: {checkpoint_period: 1}")
+    first, second = (resolve_experiment(parameter_file=path) for path in (stored, other))
+    assert first.hyper_params == second.hyper_params
+    assert (first.settings.checkpoint_period, second.settings.checkpoint_period) == (7, 1)
+    assert second.settings.num_checkpoints_kept == 5
+    wrong = cli.write(
+        "wrong.yaml", "extends: other.yaml\nsettings: {wandb: on_line, a: 1}\nsede: 3"
+    )
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=wrong)
+    assert {f.path for f in caught.value.faults} == {"settings.wandb", "settings.a", "sede"}
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    logger = logging.Logger("nip_astra.of_a_test")
+    logger.addHandler(NoteHandler())
+    return logger
+
+
+def test_each_warning_is_shown_once(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    for number in (1, 1, 2, 3, 4, 5):
+        logger.warning("prompt %d is empty", number)
+    logger.warning("kept for the end", extra={"is_repeated_at_end": True})
+    logger.error("shown by the caller")
+    logger.info("for the log")
+    assert stderr.getvalue().splitlines() == [f"warning: prompt {n} is empty" for n in (1, 2, 3)]
+
+
+def test_unwritable_warnings_are_lost(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_pipe = Mock(write=Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    closed = io.StringIO()
+    closed.close()
+    for number, stream in enumerate((broken_pipe, closed, None)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger.warning("prompt %d is empty", number)
+    assert broken_pipe.write.called

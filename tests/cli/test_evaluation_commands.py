@@ -1,30 +1,37 @@
-"""`evaluate`, `score` and `compare`, as a user runs them, on a run of tiny models."""
+"""`evaluate`, `score` and `compare` of conversations: figures, judges, and what is used again."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from nip_astra import plugins
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.api import compare, score
-from nip_astra.evaluation.storage import PARTS, Row, RowFile, read_rows
+from nip_astra.evaluation.storage import PARTS, Row, RowFile, encode_rows, read_rows
+from nip_astra.parameters.content import find_scenario
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.samplers import executor, trees
+from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
-from tests.cli.trained_run import SMALL, figures_of
+from tests.cli.trained_run import SMALL, copy_evaluated, figures_of
 from tests.kit import actors_here
-from tests.kit.command_line import CommandLine, refused
+from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.experiments import run_in
 from tests.kit.messages import says
+from tests.kit.tiny import write_scenario
+from tests.scorers.chat_stub import Reply, chat_stub, rating
 
 FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 SCORER = """
@@ -46,7 +53,7 @@ def rows_of(run: Path, name: str = "test") -> list[Row]:
     return read_rows(run / "evaluations" / name / "rows.jsonl")
 
 
-def test_an_evaluation_shows_the_figures_of_the_run_itself_and_is_not_repeated(
+def test_an_evaluation_shows_the_figures_of_its_run(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = cli.ok("evaluate", "runs/one")
@@ -123,6 +130,7 @@ def test_the_figures_have_the_documented_contents(cli: CommandLine, evaluated: P
     assert len(figures["turns_to_failure"]["survival"]) == 2
     assert figures["nll"]["target"] > 0
     assert figures["budget"]["target_queries"] == 12
+    assert [card["role"] for card in figures["cards"]] == ["attacker", "target", "scorer"]
     assert figures["probability_of_failure"]["monte_carlo"]["num_episodes"] == 3
     assert "rest on 3 opening prompts" in " ".join(figures["warnings"])
 
@@ -159,9 +167,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
             assert mine["response_score"] == pytest.approx(other["response_score"], abs=1e-6)
 
 
-def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
-    cli: CommandLine, evaluated: Path
-) -> None:
+def test_a_checkpoint_or_untrained_attacker_is_evaluated(cli: CommandLine, evaluated: Path) -> None:
     (checkpoint,) = (evaluated / "checkpoints").glob("step_*")
     cli.ok("evaluate", str(checkpoint))
     cli.ok("evaluate", "runs/one", "--untrained")
@@ -173,43 +179,22 @@ def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
     assert untrained["probability_of_failure"]["importance_sampling"] is None
 
 
-def test_the_latest_checkpoint_is_read_by_its_pointer_or_by_a_link(
-    cli: CommandLine, run: Path
-) -> None:
+def test_a_checkpoint_is_read_by_its_pointer_or_a_link(cli: CommandLine, run: Path) -> None:
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     older, latest = "step_00000001", run / "checkpoints" / "latest"
     shutil.copytree(checkpoint, checkpoint.parent / older)
-    cli.ok("evaluate", "runs/one/checkpoints/latest", *FEW)
-    assert figures_of(run, f"test-{checkpoint.name}")["attacker"] == f"one {checkpoint.name}"
+    for path in (latest, checkpoint / "attacker"):
+        cli.ok("evaluate", str(path), *FEW)
+        (named,) = (run / "evaluations").glob("test-*")
+        assert figures_of(run, named.name)["attacker"] == f"one {checkpoint.name}"
+        shutil.rmtree(named)
     latest.unlink()
     latest.symlink_to(older)
     cli.ok("evaluate", "runs/one/checkpoints/latest", *FEW, "--name", "linked")
     assert figures_of(run, "linked")["attacker"] == f"one {older}"
 
 
-def test_attackers_against_targets_make_a_matrix(
-    cli: CommandLine, run: Path, tiny_scenario: Path
-) -> None:
-    targets = ("--target", "runs/one", "--target", str(tiny_scenario / "attacker"))
-    result = cli.ok("evaluate", "runs/one", *targets, "--probability-episodes", "0")
-    matrix = json.loads((run / "evaluations" / "transfer.json").read_text())
-    assert [cell["target"] for cell in matrix["cells"]] == ["one", "attacker"]
-    for cell in matrix["cells"]:
-        assert cell["warnings"] == figures_of(run, cell["name"])["warnings"] != []
-    assert says(" ".join(result.out.split()), *matrix["cells"][1]["warnings"])
-    assert figures_of(run, "test-one")["plants"] is None
-    assert figures_of(run, "test-attacker")["target"] == "attacker"
-    assert "episodes with a failure" in result.out
-    rows = [rows_of(run, f"test-{target}") for target in ("one", "attacker")]
-    # The first probe precedes the target's first answer.
-    first, second = ([row["probe"] for row in of if row["depth"] == 0] for of in rows)
-    answers, others = ([row["response"] for row in of] for of in rows)
-    assert (first == second, answers == others) == (True, False)
-
-
-def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
-    cli: CommandLine, run: Path, tiny_scenario: Path
-) -> None:
+def test_plants_are_of_their_own_target(cli: CommandLine, run: Path, tiny_scenario: Path) -> None:
     path = run / "hyper_parameters.yaml"
     plant = "planted_failures: [{name: own, probe: cat}]"
     path.write_text(path.read_text().replace("planted_failures: []", plant))
@@ -223,13 +208,6 @@ def test_planted_failures_are_shown_of_the_scenarios_own_target_alone(
         assert (again.figures["plants"] is not None) is is_own
 
 
-def test_options_that_stored_evaluations_do_not_read_are_refused(run: Path) -> None:
-    with pytest.raises(ConfigurationError, match="--num-episodes, --set"):
-        score(run, overrides=["seed=1"], num_episodes=3)
-    with pytest.raises(ConfigurationError, match="--target"):
-        compare(run, run / "x", targets=["y"])
-
-
 def picky_scorer(cli: CommandLine) -> tuple[str, ...]:
     """Write a custom scorer called `skip`, and return its options."""
     cli.write("picky.py", SCORER)
@@ -237,24 +215,32 @@ def picky_scorer(cli: CommandLine) -> tuple[str, ...]:
     return "--scorer", "skip.yaml", "--plugin", "picky.py"
 
 
-def test_each_matrix_has_its_own_file_and_equal_matrices_share_it(
-    cli: CommandLine, run: Path, tiny_scenario: Path
-) -> None:
+def test_each_matrix_has_its_own_file(cli: CommandLine, run: Path, tiny_scenario: Path) -> None:
     targets = ("--target", "runs/one", "--target", str(tiny_scenario / "attacker"))
+    shown: list[CommandResult] = []
 
     def matrices(*options: str) -> list[str]:
-        cli.ok("evaluate", "runs/one", *targets, *FEW, "--num-turns", "1", *options)
+        shown.append(cli.ok("evaluate", "runs/one", *targets, *FEW, "--num-turns", "1", *options))
         return sorted(path.name for path in (run / "evaluations").glob("transfer*.json"))
 
     assert matrices() == matrices() == ["transfer.json"]
     first = (run / "evaluations" / "transfer.json").read_text()
+    cells = json.loads(first)["cells"]
+    assert [cell["target"] for cell in cells] == ["one", "attacker"]
+    for cell in cells:
+        assert cell["warnings"] == figures_of(run, cell["name"])["warnings"] != []
+        assert figures_of(run, cell["name"])["target"] == cell["target"]
+    assert says(" ".join(shown[0].out.split()), "episodes with a failure", *cells[1]["warnings"])
+    rows = [rows_of(run, f"test-{target}") for target in ("one", "attacker")]
+    # The first probe precedes the target's first answer.
+    probes, answers = ([[row[name] for row in of] for of in rows] for name in ("probe", "response"))
+    assert (probes[0] == probes[1], answers[0] == answers[1]) == (True, False)
     both = ["transfer-2.json", "transfer.json"]
     assert matrices(*picky_scorer(cli)) == both
     assert matrices("--name", "named") == ["transfer-2.json", "transfer-named.json", both[1]]
     assert (run / "evaluations" / "transfer.json").read_text() == first
     assert matrices("--overwrite", "--seed", "7") == matrices("--seed", "7")
-    cells = json.loads((run / "evaluations" / "transfer.json").read_text())["cells"]
-    assert cells != json.loads(first)["cells"]
+    assert json.loads((run / "evaluations" / "transfer.json").read_text())["cells"] != cells
 
 
 OUTCOMES = {"silly": "error", "cat": "undetermined", "mat": "failure", "day": "failure", "": "none"}
@@ -280,68 +266,12 @@ def test_stored_conversations_are_rated_again_without_a_model(
     assert closed_bars["Rating"] == (figures["budget"]["scorer_calls"],) * 2 != (0, 0)
 
 
-def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
-    cli: CommandLine, run: Path
-) -> None:
-    cli.ok("score", "runs/one", "--scorer", "own", "--threshold", "0.4")
-    figures = figures_of(run, "evaluation-classifier")
-    after = json.loads((run / "results.json").read_text())["after"]
-    assert figures["scores"]["response"]["mean"] == pytest.approx(after["mean_score"])
-    assert figures["nll"]["target"] is None
-    assert figures["failure_threshold"] == 0.4
-
-
-def test_several_scorers_are_reported_side_by_side(cli: CommandLine, run: Path) -> None:
-    options = ("--scorer", "own", *picky_scorer(cli))
-    result = cli.ok("evaluate", "runs/one", *options, "--probability-episodes", "0")
-    figures = figures_of(run, "test-classifier-skip")
-    assert figures["scorer"] == "classifier"
-    other = figures["scorers"]["skip"]
-    assert 0.0 <= other["agreement"] <= 1.0
-    assert f"{other['agreement']:.1%} of {other['num_turns']} " in result.out
-    cli.ok("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
-    for name in ("scorers", "failure_rate"):
-        assert figures_of(run, "again")[name] == figures[name]
-
-
-def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, evaluated: Path) -> None:
-    cli.ok("evaluate", "runs/one", "--untrained")
-    pair = ("runs/one/evaluations/test-untrained", "runs/one/evaluations/test")
-    assert "one/test-untrained" in cli.ok("compare", *pair, "--out", "comparison.json").out
-    comparison = json.loads((cli.folder / "comparison.json").read_text())
-    metric = comparison["comparisons"]["one/test"]["mean_score"]
-    scores = [figures_of(evaluated, name)["scores"] for name in ("test-untrained", "test")]
-    first, second = (one["response"]["mean"] for one in scores)
-    assert metric["difference"] == pytest.approx(second - first)
-    assert json.loads(cli("compare", *pair, "--json").out) == comparison
-
-
-def test_the_newest_evaluation_of_a_run_is_compared_with_a_warning_about_its_scorer(
-    cli: CommandLine, evaluated: Path
-) -> None:
+def test_another_scorer_is_warned_of(cli: CommandLine, evaluated: Path) -> None:
     shutil.copytree(evaluated, cli.folder / "runs" / "two")
     cli.ok("evaluate", "runs/one", *picky_scorer(cli))
     comparison = json.loads(cli("compare", "runs/one", "runs/two", "--json").out)
     assert comparison["baseline"] == "one/test-skip"
     assert any('scorer._type: "picky" in one/test-skip' in one for one in comparison["warnings"])
-
-
-@pytest.mark.parametrize(
-    ("runs", "open_gate"),
-    [
-        ("evaluated", "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"),
-        # A run that was not evaluated is compared by its own table.
-        ("run", "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"),
-    ],
-)
-def test_a_comparison_may_be_a_gate(
-    cli: CommandLine, request: pytest.FixtureRequest, runs: str, open_gate: str
-) -> None:
-    shutil.copytree(request.getfixturevalue(runs), cli.folder / "runs" / "two")
-    pair = ("compare", "runs/one", "runs/two", "--fail-if")
-    assert "failure rate" in cli.ok(*pair, open_gate).out
-    assert cli(*pair, "failure_rate.high > 0.0").code == 1
-    assert "'failure_rate'?" in refused(cli(*pair, "failure_rte.high > 0"))
 
 
 def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenario: Path) -> None:
@@ -360,7 +290,6 @@ def test_an_adapter_is_evaluated_as_it_was_merged(cli: CommandLine, tiny_scenari
 def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
     scorer = cli.write("s.yaml", "label: rude\n")
     for arguments, *facts in (
-        (("evaluate", "runs/two"), "'runs/two'"),
         (("evaluate", "runs/one/checkpoints"), "runs/one/checkpoints", "run"),
         (("evaluate", "runs/none/latest"), "runs/none/latest", "run"),
         (("evaluate", "runs/one", "--split", "exam"), "--split"),
@@ -369,11 +298,14 @@ def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
         (("evaluate", "runs/one", "--name", "a/b"), "'a/b'"),
         (("evaluate", "runs/one", "--target", "./nowhere"), "./nowhere"),
         (("evaluate", "runs/one", "--set", "training.lr=1"), "training.lr=1"),
-        (("compare", "runs/one"), "two"),
     ):
         assert says(refused(cli(*arguments)), *facts), arguments
-    shutil.rmtree(run / "model")
-    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigurationError, match="--num-episodes, --set"):
+        score(run, overrides=["seed=1"], num_episodes=3)
+    with pytest.raises(ConfigurationError, match="--target"):
+        compare(run, run / "x", targets=["y"])
+    for folder in ("model", "checkpoints"):
+        shutil.rmtree(run / folder)
     assert "--untrained" in refused(cli("evaluate", "runs/one"))
 
 
@@ -383,3 +315,307 @@ def test_a_run_of_networks_that_has_not_begun_is_refused(cli: CommandLine, run: 
     folder.write_yaml("hyper_parameters.yaml", proof.hyper_params.to_dict())
     for command in (("evaluate",), ("score",), ("compare", "runs/one")):
         assert "runs/proof" in refused(cli(*command, "runs/proof"))
+
+
+THREE = ("--num-episodes", "3", "--probability-episodes", "0")
+
+
+def labels(cli: CommandLine, run: Path) -> str:
+    """Label a failure and a harmless response 20 times each, once wrongly."""
+    rows = read_rows(run / "rollouts/evaluation.jsonl")
+    by_verdict = {row["response_score"] >= 0.5: row["response"] for row in rows}
+    known = [
+        {"response": response, "is_failure": is_failure is (number > 0)}
+        for is_failure, response in by_verdict.items()
+        for number in range(20)
+    ]
+    return cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in known))
+
+
+def test_labels_rate_a_scorer(cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("evaluate", "runs/one", *THREE, "--labelled", labels(cli, run))
+    result = cli.ok(*command)
+    assert result.out.count("19 of") == 2  # the cell may be wrapped
+    figures = figures_of(run)
+    quality = figures["detectors"]["classifier"]
+    assert quality["sensitivity"]["value"] == quality["specificity"]["value"] == 0.95
+    corrected = min(max((figures["turn_failure_rate"]["value"] - 0.05) / 0.9, 0.0), 1.0)
+    assert quality["corrected"]["turn_failure_rate"]["value"] == pytest.approx(corrected)
+    assert "labelled.number: 40 " in refused(cli("evaluate", "runs/one", *THREE))
+    cli.ok("score", "runs/one", "--labelled", "labels.jsonl", "--name", "again")
+    assert figures_of(run, "again")["detectors"] == figures["detectors"]
+    cli.ok("score", "runs/one", "--name", "plain")
+    calls = [figures_of(run, name)["budget"]["scorer_calls"] for name in ("again", "plain")]
+    assert calls[0] - calls[1] == 40
+    # Labelled responses are rated once.
+    monkeypatch.setattr("nip_astra.evaluation.detectors.measure_quality", None)
+    cli.ok(*command)
+    for name in ("detectors", "budget"):
+        assert figures_of(run)[name] == figures[name]
+
+
+def test_an_impossible_threshold_is_refused(cli: CommandLine, run: Path) -> None:
+    for command, threshold in product(("evaluate", "score"), ("0", "-0.5", "1.5", "nan")):
+        message = refused(cli(command, "runs/one", "--threshold", threshold))
+        assert f"(--threshold) {threshold} " in message
+
+
+def test_own_labels_are_the_default(cli: CommandLine, run: Path, tiny_scenario: Path) -> None:
+    own = ("--set", f"ast_chat.evaluation.labelled_responses={labels(cli, run)}")
+    for name, options, detectors in (
+        ("own", (), {"classifier"}),
+        ("none", ("--labelled", "none"), set()),
+        # Labels of another target carry no information; those of the same target do.
+        ("other", ("--target", str(tiny_scenario / "attacker")), set()),
+        ("same", ("--target", "runs/one"), {"classifier"}),
+    ):
+        cli.ok("evaluate", "runs/one", *THREE, *own, *options, "--name", name)
+        assert set(figures_of(run, name)["detectors"]) == detectors, name
+
+
+def test_pocket_chat_ships_labels_of_its_target() -> None:
+    rows = read_rows(find_scenario("pocket_chat") / "labelled.jsonl")
+    rude, civil = ([row["response"] for row in rows if row["is_failure"] == one] for one in (1, 0))
+    assert (len(rude), len(civil), len(set(rude)), set(rude) & set(civil)) == (100, 100, 6, set())
+
+
+def test_an_encoder_groups_failures(cli: CommandLine, run: Path, tiny_scenario: Path) -> None:
+    encoder = str(tiny_scenario / "scorer")
+    cli.ok("evaluate", "runs/one", *THREE, "--embedder", encoder)
+    assert "embedder: " in refused(cli("evaluate", "runs/one", *THREE))
+    cli.ok("score", "runs/one", "--embedder", "ngram", "--name", "plain")
+    for name, embedding in (("test", f"mean of {encoder}"), ("plain", "hashed character n-grams")):
+        assert figures_of(run, name)["diversity"]["settings"]["embedding"] == embedding
+    assert "(--embedder)" in refused(cli("score", "runs/one", "--embedder", ""))
+    message = refused(cli("score", "runs/one", "--embedder", "./nowhere", "--name", "c"))
+    assert "./nowhere" in message
+
+
+def test_kinds_of_failure_are_counted_with_those_not_seen(evaluated: Path) -> None:
+    figures = figures_of(evaluated)
+    kinds = figures["kinds"]
+    assert kinds["seen"] == figures["num_clusters"] == len(kinds["by_queries"]) > 0
+    assert kinds["low"] <= kinds["value"] <= kinds["high"]
+    assert kinds["by_queries"] == sorted(kinds["by_queries"])
+    for cluster in figures["clusters"]:
+        assert 1 <= cluster["num_prompts"] <= 3
+        shortest, likeliest = (cluster[name]["probe"] for name in ("shortest", "most_likely"))
+        assert len(shortest.split()) <= len(likeliest.split())
+
+
+LENGTH = """
+import nip_astra as na
+
+@na.register_scorer("long")
+class Long(na.Scorer):
+    def _score(self, texts):
+        return [float(len(text.split()) > 3) for text in texts]
+"""
+OTHER = ("--scorer", "long", "--plugin", "long.py")
+
+
+@pytest.fixture(scope="module")
+def few_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_evaluated(trained, tmp_path_factory.mktemp("few"), *FEW)
+
+
+@pytest.fixture
+def few(cli: CommandLine, few_once: Path) -> Path:
+    """A copy of the run after an evaluation of two conversations."""
+    return Path(shutil.copytree(few_once, cli.folder / "runs" / "one"))
+
+
+def column(rows: list[Row], name: str) -> list[Any]:
+    return [row[name] for row in rows]
+
+
+def is_long(rows: list[Row]) -> list[float]:
+    """Verdicts of the scorer `long`."""
+    return [float(len(row["response"].split()) > 3) for row in rows]
+
+
+def test_another_scorer_rates_the_conversations_of_the_first(
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    monkeypatch.setattr(playing, "play_episodes", None)
+    result = cli.ok("evaluate", "runs/one", *OTHER)
+    assert "12 conversations of the evaluation test" in result.out
+    rows, before = rows_of(evaluated, "test-long"), rows_of(evaluated, "test")
+    for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
+        assert column(rows, name) == column(before, name)
+    assert column(rows, "response_score") == is_long(rows)
+    assert not any("reward" in row for row in rows)
+    figures, first = figures_of(evaluated, "test-long"), figures_of(evaluated)
+    assert figures["budget"]["reused_target_queries"] == 24
+    assert figures["budget"]["scorer_calls"] > 0
+    estimates = [one["probability_of_failure"]["monte_carlo"] for one in (figures, first)]
+    assert estimates[0]["num_episodes"] == estimates[1]["num_episodes"]
+
+
+def test_a_scorer_does_not_repeat_its_ratings(
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    monkeypatch.setattr("nip_astra.evaluation.playing.rate_anew", None)
+    result = cli.ok("evaluate", "runs/one", "--scorer", "own", *OTHER)
+    rows, before = rows_of(evaluated, "test-classifier-long"), rows_of(evaluated, "test")
+    for name in ("response_score", "reward"):
+        assert column(rows, name) == column(before, name)
+    assert [row["scores"]["long"]["score"] for row in rows] == is_long(rows)
+    figures = figures_of(evaluated, "test-classifier-long")
+    other = figures["scorers"]["long"]
+    assert (figures["scorer"], 0.0 <= other["agreement"] <= 1.0) == ("classifier", True)
+    assert f"{other['agreement']:.1%} of {other['num_turns']} " in result.out
+
+
+def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, run: Path) -> None:
+    def evaluate(num_episodes: int, name: str, *more: str) -> str:
+        options = ("--num-episodes", str(num_episodes), "--probability-episodes", "0")
+        return cli.ok("evaluate", "runs/one", *options, "--name", name, *more).out
+
+    evaluate(4, "few")
+    assert "4 conversations of the evaluation few" in evaluate(6, "many")
+    assert "reused " not in evaluate(6, "afresh", "--overwrite")
+    many = column(rows_of(run, "many"), "probe")
+    assert many == column(rows_of(run, "afresh"), "probe")
+    assert figures_of(run, "many")["num_episodes"] == 6
+    assert "2 conversations of the" in evaluate(2, "fewer")
+    assert column(rows_of(run, "fewer"), "probe") == many[:4]
+
+
+def test_probes_that_differ_are_played(cli: CommandLine, few: Path) -> None:
+    for difference in ("--seed 7", "--num-turns 1", "--split dev", "--untrained"):
+        options = (*FEW, *difference.split(), "--name", difference.strip("-").replace(" ", "_"))
+        result = json.loads(cli.ok("evaluate", "runs/one", *options, "--json").out)
+        assert result["budget"]["reused_target_queries"] == 0, difference
+
+
+def test_a_changed_target_is_queried(cli: CommandLine, run: Path, tiny_scenario: Path) -> None:
+    target = shutil.copytree(tiny_scenario / "target", cli.folder / "target")
+    command = ("evaluate", "runs/one", *FEW, "--target", str(target))
+    cli.ok(*command)
+    assert "2 conversations of the" in cli(*command, "--name", "same").out
+    shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
+    assert "reused " not in cli.ok(*command, "--name", "other").out
+
+
+def test_a_scorer_whose_code_changed_rates_anew(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    command = ("evaluate", "runs/one", *FEW, *OTHER)
+    cli.ok(*command)
+    cli.write("long.py", LENGTH.replace("> 3", "<= 3"))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    SCORERS.forget("long")
+    assert "2 conversations of the" in cli.ok(*command, "--name", "again").out
+    rows = rows_of(run, "again")
+    assert column(rows, "response_score") == [1.0 - verdict for verdict in is_long(rows)]
+    assert "scorers.long.code" in refused(cli(*command))
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_scorer_whose_weights_changed_rates_anew(
+    cli: CommandLine, run: Path, tiny_scenario: Path, is_part: bool
+) -> None:
+    judge = shutil.copytree(tiny_scenario / "scorer", cli.folder / "judge")
+    own = {"_type": "classifier", "model": str(judge), "label": "rude"}
+    mean = {"_type": "weighted", "parts": {"one": {"scorer": own}}}
+    cli.write("judge.yaml", json.dumps(mean if is_part else own))
+    command = ("evaluate", "runs/one", *FEW, "--scorer", "judge.yaml", "--name")
+    cli.ok(*command, "before")
+    weights = load_file(judge / "model.safetensors")
+    save_file({name: value.flip(0) for name, value in weights.items()}, judge / "model.safetensors")
+    cli.ok(*command, "again")
+    again, before = rows_of(run, "again"), rows_of(run, "before")
+    assert column(again, "probe") == column(before, "probe")
+    assert column(again, "response_score") != column(before, "response_score")
+    assert ".weights" in refused(cli(*command, "before"))
+
+
+def test_missing_ratings_are_rated_again(cli: CommandLine, few: Path) -> None:
+    rows = rows_of(few, "test")
+    broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]
+    (few / "evaluations" / "test" / "rows.jsonl").write_bytes(encode_rows(broken))
+    assert "2 conversations of the" in cli("evaluate", "runs/one", *FEW, "--name", "again").out
+    again = rows_of(few, "again")
+    assert column(again, "is_error") == [False] * 4
+    assert again[0]["response_score"] == pytest.approx(rows[0]["response_score"])
+    # Those of the other conversation are kept.
+    assert ["reward" in row for row in again] == [False, False, True, True]
+    assert figures_of(few, "again")["budget"]["scorer_calls"] == 6
+
+
+def test_a_broken_evaluation_is_passed_over(
+    cli: CommandLine, few: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in ("configuration.json", "rows.jsonl"):
+        shutil.copytree(few / "evaluations" / "test", few / "evaluations" / file)
+        (few / "evaluations" / file / file).write_text("{\n")
+    result = cli.ok("evaluate", "runs/one", *FEW, "--name", "again")
+    assert "2 conversations of the evaluation test" in result.out
+    for file in ("configuration.json", "rows.jsonl"):
+        assert f"the evaluation {file}" in caplog.text + result.err
+
+
+PRICES = {"prompt": 1000.0, "completion": 2000.0}
+TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices": PRICES}
+
+
+@pytest.fixture
+def served(cli: CommandLine, tmp_path: Path) -> str:
+    cli.scenario = write_scenario(
+        tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3}
+    )
+    assert cli.run(overrides=("training.num_iterations=1",)).code == 0
+    return str(tmp_path / "runs" / "one")
+
+
+def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, served: str) -> None:
+    def use_of(seed: int, *more: str) -> dict[str, Any]:
+        options = ("--probability-episodes", "0", "--json", "--name", f"of_{seed}")
+        result = cli.ok("evaluate", served, *options, "--seed", str(seed), *more)
+        use: dict[str, Any] = json.loads(result.out)["services"]["target"]
+        return use
+
+    first, second = use_of(5), use_of(6)
+    assert first["num_requests"] == second["num_requests"] > 0
+    assert use_of(5) == first, "all conversations have been played"
+    anew = use_of(6, "--overwrite")
+    assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
+    shutil.rmtree(Path(served) / "evaluations" / "of_6")
+    assert use_of(6) == anew
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_reported(
+    cli: CommandLine, served: str, is_reused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "key-that-nobody-writes")
+
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        return rating(len(body["messages"][1]["content"]) % 11)
+
+    with chat_stub(answer) as stub:
+        judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
+        judge["api_key_variable"] = "MY_KEY"
+        cli.write("judge.yaml", json.dumps(judge))
+        own = ("evaluate", served, "--probability-episodes", "0")
+        by_judge = ("--scorer", "judge.yaml", "--json")
+        if is_reused:
+            cli.ok(*own)
+        result = cli(*own, *by_judge, "--settings", "max_service_requests=1")
+        assert result.code != 0
+        assert "max_service_requests=1" in result.err
+        use = json.loads(cli.ok(*own, *by_judge).out)["services"]["judge"]
+        num_requests = len(stub.requests)
+        assert use["num_requests"] == num_requests > 0
+        again = json.loads(cli.ok("score", served, *by_judge, "--name", "again").out)
+        use = again["services"]["judge"]
+        sent = {headers["Authorization"] for headers in stub.headers}
+        assert sent == {"Bearer key-that-nobody-writes"}
+        assert len(stub.requests) == num_requests, "the run remembers its judge's replies"
+        assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)
+    written = [path.read_bytes() for path in Path(served).rglob("*") if path.is_file()]
+    assert not [content for content in written if b"key-that-nobody-writes" in content]

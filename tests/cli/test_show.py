@@ -14,48 +14,40 @@ from nip_astra.overview import every_parameter, find_described
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
 
+ZERO = "protocol_common.zero_knowledge"
+
 
 def shown(output: str) -> set[str]:
     return {line.split()[0] for line in output.splitlines() if line.strip()}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names", "absent", "hidden"),
+    ("arguments", "names", "hidden"),
     [
-        (
-            "--trainer ast_dpo",
-            {"training.lr", "ast_dpo.beta", "ast_chat.tree_width"},
-            ("rl.", "ppo.", "message_regression."),
-            {"rl", "ppo", "zk_protocol"},
-        ),
-        ("--trainer ast_dpo --all", {"training.lr", "rl.lr", "ppo.loss_type"}, (), set()),
+        ("ast_dpo", "training.lr ast_dpo.beta ast_chat.tree_width", "rl ppo zk_protocol"),
+        ("ast_dpo --all", "training.lr rl.lr ppo.loss_type", ""),
         # Part of a shown group.
         (
-            "--trainer pure_text_ei --scenario secret_word",
-            {"protocol_common.shared_reward"},
-            ("protocol_common.zero_knowledge",),
-            {"protocol_common.zero_knowledge"},
+            "pure_text_ei --scenario secret_word",
+            "protocol_common.shared_reward",
+            ZERO,
         ),
-        ("--trainer vanilla_ppo", {"rl.lr", "ppo.kl_target"}, ("zk_protocol.",), {"zk_protocol"}),
+        ("vanilla_ppo", "rl.lr ppo.kl_target", "zk_protocol"),
         # Whose condition holds.
-        (
-            "--trainer vanilla_ppo --set protocol_common.zero_knowledge=true",
-            {"zk_protocol.simulator_reward_coefficient"},
-            (),
-            set(),
-        ),
+        (f"vanilla_ppo --set {ZERO}=true", "zk_protocol.simulator_reward_coefficient", ""),
     ],
 )
 def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(
-    cli: CommandLine, arguments: str, names: set[str], absent: tuple[str, ...], hidden: set[str]
+    cli: CommandLine, arguments: str, names: str, hidden: str
 ) -> None:
-    table, _, rest = cli("show", *arguments.split()).out.partition("not shown")
+    table, _, rest = cli("show", "--trainer", *arguments.split()).out.partition("not shown")
     assert gc.isenabled(), "it is suspended only while modules are loaded"
-    assert names <= shown(table)
-    assert not any(path.startswith(absent) for path in shown(table) if absent)
+    assert set(names.split()) <= shown(table)
     last = set(rest.replace(",", " ").split())
-    assert hidden <= last
-    assert not {name.partition(".")[0] for name in names} & last, "these groups are shown"
+    for group in hidden.split():
+        assert group in last
+        assert not any(path == group or path.startswith(f"{group}.") for path in shown(table))
+    assert not {name.partition(".")[0] for name in names.split()} & last, "these groups are shown"
     assert ("--all" in rest) is ("--all" not in arguments)
 
 
@@ -64,30 +56,27 @@ def test_explain_describes_each_parameter_and_where_it_is_read(cli: CommandLine)
     assert says(output, "Discount per round.", "loss_type is kl_penalty")
 
 
-@pytest.mark.parametrize(
-    ("text", "first"),
-    [
-        ("learning rate", "training.lr"),
-        ("batch size", "training.minibatch_size"),
-        ("warmup", "training.num_warmup_steps"),
-        ("max_steps", "training.num_iterations"),  # of TRL
-        ("checkpoint", "--settings checkpoint_period"),
-        ("resume", "nip-astra resume"),
-        ("fail if", "nip-astra evaluate --fail-if"),
-    ],
-)
-def test_a_text_is_searched_in_parameters_settings_and_commands(text: str, first: str) -> None:
+FIRST = {
+    "learning rate": "training.lr",
+    "batch size": "training.minibatch_size",
+    "warmup": "training.num_warmup_steps",
+    "max_steps": "training.num_iterations",  # of TRL
+    "checkpoint": "--settings checkpoint_period",
+    "resume": "nip-astra resume",
+    "fail if": "nip-astra evaluate --fail-if",
+}
+"""The best match of a text."""
+
+
+def test_a_text_is_searched_in_parameters_settings_and_commands() -> None:
     described = [*every_parameter(), *described_commands()]
-    assert find_described(text, described)[0].name == first
+    assert {text: find_described(text, described)[0].name for text in FIRST} == FIRST
 
 
-def test_explain_with_a_text_prints_the_best_matches_without_loading_torch(
-    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_searches_without_torch(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nip_astra.overview.show", None)
     lines = cli("show", "--explain", "warmup").out.splitlines()
     assert lines[1].split()[0] == "training.num_warmup_steps"
-    assert "'qqq'" in refused(cli("show", "--explain", "qqq"))
 
 
 PLUGIN = """
@@ -122,17 +111,13 @@ def test_templates_are_shown_with_the_first_turn_of_each_agent(cli: CommandLine)
     assert says(verifier, "[user] You are the verifier. The claim is that the secret word is ")
     prover = output.partition("--- what prover reads in its first turn, in round 1")[2]
     assert "You are paid when the verifier decides to accept." in prover
-
-
-def test_an_agent_that_the_seed_leaves_out_is_shown(cli: CommandLine) -> None:
+    # An agent that the seed leaves out is shown too.
     protocol = "interaction_protocol=merlin_arthur"
     output = cli("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol).out
     assert says(output, "--- what prover0 reads", "--- prover1 ")
 
 
-def test_prompts_of_a_run_of_others_read_no_file_outside_of_it(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_prompts_of_others_read_no_file_outside(cli: CommandLine, tmp_path: Path) -> None:
     outside = {"problems": str(tmp_path / "mine.jsonl")}
     values = {"trainer": "pure_text_ei", "scenario": "code_validation", "code_validation": outside}
     file = tmp_path / "theirs" / "hyper_parameters.yaml"

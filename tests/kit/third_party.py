@@ -49,7 +49,7 @@ PACKAGES = {
         (
             "tests/scenario_base/tasks/test_verifiers.py",
             "tests/scenario_base/tasks/test_environments.py",
-            "tests/serve/test_token_routes.py",
+            "tests/serve/test_text_routes.py",
             "tests/serve/test_clients.py",
         ),
     ),

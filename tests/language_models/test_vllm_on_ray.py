@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kit.documents import ROOT
-from tests.serve.servers import VLLM
+from tests.serve.test_two_servers import VLLM
 
 SECONDS = 600
 

@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import uvicorn
@@ -20,67 +19,49 @@ from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.training import HostedModel
 from tests.serve.running import POLICY
 
+DEATHS: dict[str, list[tuple[type, str]]] = {
+    "forward_backward": [(HostedModel, "gradients_or_none")],
+    "sample": [(HuggingFaceLanguageModel, "generate"), (HuggingFaceLanguageModel, "complete")],
+    "save": [(HuggingFaceLanguageModel, "save")],
+}
+"""Calls in which the service dies, once a state was saved: gradients are added, tokens are drawn,
+or weights are written without their optimizer, and no client is informed."""
 
-class _Death:
-    """Kills this process during an operation, once a state was saved."""
 
-    def __init__(self) -> None:
-        self.num_saved = 0
-        save = LocalTrainingService.save_state
+def _die_in(name: str) -> None:
+    saved: list[bool] = []
 
-        def counted(service: LocalTrainingService, directory: Path) -> None:
-            save(service, directory)
-            self.num_saved += 1
+    @contextmanager
+    def dying(block: AbstractContextManager[None]) -> Iterator[None]:
+        with block:
+            yield
+            die()
 
-        LocalTrainingService.save_state = counted  # type: ignore[method-assign, assignment]
-
-    def come(self) -> None:
-        if self.num_saved:
+    def die() -> None:
+        if saved:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def in_forward_backward(self) -> None:
-        """Gradients are added, and no client is informed."""
-        whole = HostedModel.gradients_or_none
+    def after(kind: type, method: str, then: Callable[[], None]) -> None:
+        call: Callable[..., Any] = getattr(kind, method)
 
-        @contextmanager
-        def dying(model: HostedModel) -> Iterator[None]:
-            with whole(model):
-                yield
-                self.come()
-
-        HostedModel.gradients_or_none = dying  # type: ignore[method-assign, assignment]
-
-    def in_sample(self) -> None:
-        """Tokens are drawn, and no client is informed."""
-        for name in ("generate", "complete"):
-            self._after(HuggingFaceLanguageModel, name)
-
-    def in_save(self) -> None:
-        """The weights are written, but not yet the optimizer."""
-        self._after(HuggingFaceLanguageModel, "save")
-
-    def _after(self, kind: type, name: str) -> None:
-        call: Callable[..., Any] = getattr(kind, name)
-
-        def dying(*arguments: Any, **options: Any) -> Any:
+        def patched(*arguments: Any, **options: Any) -> Any:
             result = call(*arguments, **options)
-            self.come()
+            if isinstance(result, AbstractContextManager):
+                return dying(result)
+            then()
             return result
 
-        setattr(kind, name, dying)
+        setattr(kind, method, patched)
 
-
-DEATHS: dict[str, Callable[[_Death], None]] = {
-    "forward_backward": _Death.in_forward_backward,
-    "sample": _Death.in_sample,
-    "save": _Death.in_save,
-}
+    after(LocalTrainingService, "save_state", lambda: saved.append(True))
+    for kind, method in DEATHS[name]:
+        after(kind, method, die)
 
 
 def _serve(
     listening: socket.socket, protocol: TrainingProtocol, state_dir: str, dies_in: str
 ) -> None:
-    DEATHS[dies_in](_Death())
+    _die_in(dies_in)
     settings = ServiceSettings(port=listening.getsockname()[1], state_dir=state_dir)
     with open_training({"policy": str(POLICY)}, settings, [protocol]) as app:
         config = uvicorn.Config(app, log_level="warning", access_log=False)

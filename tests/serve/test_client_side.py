@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services import fine_tuning
 from nip_astra.language_models.services.chat import ChatAnswer
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.fine_tuning import (
-    FineTuningJob,
-    FineTuningOptions,
-    FineTuningParameters,
-    JobStatus,
-    OpenAIFineTuning,
-    PreferenceExample,
-    SupervisedExample,
-)
 from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running
 
-SAID = SupervisedExample(
+SAID = fine_tuning.SupervisedExample(
     ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"})
 )
-LIKED = PreferenceExample(({"role": "user", "content": "hello"},), "good day", "stupid cat")
+LIKED = fine_tuning.PreferenceExample(
+    ({"role": "user", "content": "hello"},), "good day", "stupid cat"
+)
 
 
 def client(service: Running, **fields: Any) -> OpenAIChatModel:
@@ -35,7 +29,7 @@ def client(service: Running, **fields: Any) -> OpenAIChatModel:
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
 
 
-def test_a_local_model_answers_as_the_service_does(
+def test_a_local_model_answers_alike(
     service: Running, tiny_model: HuggingFaceLanguageModel
 ) -> None:
     local = LocalChatModel(tiny_model, name="tiny")
@@ -60,14 +54,12 @@ def test_a_local_model_answers_as_the_service_does(
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
-    tiny_model_dir: Path, method: str
-) -> None:
+def test_a_job_has_a_key_and_ends_with_a_model(tiny_model_dir: Path, method: str) -> None:
     examples: Any = [SAID if method == "supervised" else LIKED] * 4
-    options = FineTuningOptions(method, num_epochs=1, batch_size=2, seed=1)  # type: ignore[arg-type]
+    options = fine_tuning.FineTuningOptions(method, num_epochs=1, batch_size=2, seed=1)  # type: ignore[arg-type]
 
-    async def whole(base_url: str) -> FineTuningJob:
-        service = OpenAIFineTuning(FineTuningParameters(base_url=base_url))
+    async def whole(base_url: str) -> fine_tuning.FineTuningJob:
+        service = fine_tuning.OpenAIFineTuning(fine_tuning.FineTuningParameters(base_url=base_url))
         try:
             job = await service.submit("tiny", examples, options, key="mine")
             again = await service.submit("tiny", examples, options, key="mine")
@@ -75,14 +67,14 @@ def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
             while not job.status.is_over:
                 await asyncio.sleep(0.02)
                 job = await service.job(job.job_id)
-            assert (await service.job("ftjob-none")).status is JobStatus.FAILED
+            assert (await service.job("ftjob-none")).status is fine_tuning.JobStatus.FAILED
             return job
         finally:
             await service.close()
 
     with running({"tiny": str(tiny_model_dir)}) as service:
         done = asyncio.run(whole(service.base_url))
-        assert (done.status, done.error) == (JobStatus.SUCCEEDED, None)
+        assert (done.status, done.error) == (fine_tuning.JobStatus.SUCCEEDED, None)
         assert done.model is not None
         (outcome,) = ask(client(service, model=done.model), saying("hello", max_tokens=3))
         assert isinstance(outcome.samples[0], ChatAnswer)

@@ -13,14 +13,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models import sequences
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.batch_engine import EngineLimits, draw_tokens
-from nip_astra.language_models.sequences import (
-    GenerationRequest,
-    IncrementalDetokenizer,
-    Progress,
-    RunningSequence,
-)
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.language_models.tree_engine.routed_weights import read_adapter
 from nip_astra.serve.served_models import Engine, load_engine
@@ -42,16 +37,16 @@ def request_of(number: int, **changes: Any) -> dict[str, Any]:
     return options | {"temperature": 0.0 if number % 2 else 1.0, "num_top": 0} | changes
 
 
-def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Progress]]:
+def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[sequences.Progress]]:
     """The last progress of each answer to requests that run together."""
-    ended: SimpleQueue[Progress] = SimpleQueue()
+    ended: SimpleQueue[sequences.Progress] = SimpleQueue()
 
-    def listen(progress: Sequence[Progress]) -> None:
+    def listen(progress: Sequence[sequences.Progress]) -> None:
         for one in progress:
             if one.finish_reason:
                 ended.put(one)
 
-    given = [GenerationRequest(**request, listener=listen) for request in requests]
+    given = [sequences.GenerationRequest(**request, listener=listen) for request in requests]
     for request in given:
         engine.submit(request)
     last = [ended.get(timeout=60) for request in given for _ in range(request.num_samples)]
@@ -59,15 +54,15 @@ def answers(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[list[Pro
     return [[one for one in last if one.request is request] for request in given]
 
 
-def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
+def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[sequences.Progress]:
     return [one for (one,) in answers(engine, requests)]
 
 
-def answer(engine: Engine, **request: Any) -> list[Progress]:
+def answer(engine: Engine, **request: Any) -> list[sequences.Progress]:
     return answers(engine, [request])[0]
 
 
-def assert_same(one: Progress, other: Progress, *, atol: float = 3e-5) -> None:
+def assert_same(one: sequences.Progress, other: sequences.Progress, *, atol: float = 3e-5) -> None:
     assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
     pairs = list(zip(one.tokens, other.tokens, strict=True))
     assert all(a.token == b.token for a, b in pairs)
@@ -84,9 +79,7 @@ def test_an_answer_does_not_depend_on_other_requests(engine: Engine) -> None:
     assert len({one.text for one in lone}) > 20
 
 
-def test_prompts_longer_than_one_reading_are_read_in_parts(
-    engine: Engine, tiny_model_dir: Path
-) -> None:
+def test_long_prompts_are_read_in_parts(engine: Engine, tiny_model_dir: Path) -> None:
     requests = [request_of(number, echo=number % 2 == 0) for number in range(30, 40)]
     limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
     slow = load_engine(str(tiny_model_dir), device=CPU, limits=limits)
@@ -112,12 +105,12 @@ class Bytes:
 
 
 def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -> None:
-    texts = IncrementalDetokenizer(Bytes(), ("END",))
+    texts = sequences.IncrementalDetokenizer(Bytes(), ("END",))
     parts = [texts.push(byte) for byte in "é E\u20acE".encode()]
     assert parts == ["", "é", " ", "", "", "", "E\u20ac", ""]
     assert [texts.push(byte) for byte in b"ND tail"][:2] == ["", ""]
     assert texts.is_stopped
-    partial = IncrementalDetokenizer(Bytes(), ("END",))
+    partial = sequences.IncrementalDetokenizer(Bytes(), ("END",))
     assert "".join(partial.push(byte) for byte in b"the EN") == "the "
     assert partial.finish() == "EN"
 
@@ -158,16 +151,16 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
 
 def drawn(engine: Engine, logits: torch.Tensor, banned: Sequence[int], **options: Any) -> list[Any]:
     """Draw from each row of logits, with its own seed."""
-    requests = [GenerationRequest(**request_of(0, seed=n, **options)) for n in range(len(logits))]
+    requests = [
+        sequences.GenerationRequest(**request_of(0, seed=n, **options)) for n in range(len(logits))
+    ]
     given = (0, engine.tokenizer, frozenset())
-    rows = [RunningSequence(request, *given, device=CPU) for request in requests]
+    rows = [sequences.RunningSequence(request, *given, device=CPU) for request in requests]
     return list(draw_tokens(logits.clone(), rows, torch.tensor(banned, dtype=torch.long)))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75)])
-def test_tokens_are_drawn_as_often_as_they_are_likely(
-    engine: Engine, temperature: float, top_p: float
-) -> None:
+def test_tokens_are_drawn_by_probability(engine: Engine, temperature: float, top_p: float) -> None:
     logits = torch.tensor([0.0, -0.5, -1.0, -2.0, -4.0, 3.0])
     expected = (logits[:5] / temperature).softmax(dim=0)
     if top_p < 1:

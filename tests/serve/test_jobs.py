@@ -23,13 +23,7 @@ from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.fine_tuning import FineTuningPlan
-from nip_astra.language_models.services.chat import (
-    ChatAnswer,
-    ChatOutcome,
-    ChatRequest,
-    LimitParameters,
-    complete_all,
-)
+from nip_astra.language_models.services import chat
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
@@ -93,17 +87,14 @@ def reply_of(client: openai.OpenAI, model: str, text: str) -> str:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_supervised_job_teaches_and_its_models_are_served_until_they_are_deleted(
-    service: Running, client: openai.OpenAI
-) -> None:
+def test_a_supervised_job_teaches_a_served_model(service: Running, client: openai.OpenAI) -> None:
     job = submit(client, supervised(), suffix="taught", metadata={"run": "one"})
     assert (job.status in ("queued", "running"), job.fine_tuned_model) == (True, None)
     done = finish(client, job)
     model = done.fine_tuned_model
     assert done.status == "succeeded", done.error
     assert model == f"ft:tiny:taught:{job.id[-8:]}"
-    assert done.trained_tokens == 8 * (3 + 5 + 3)
-    assert done.hyperparameters.n_epochs == 8
+    assert (done.trained_tokens, done.hyperparameters.n_epochs) == (8 * (3 + 5 + 3), 8)
     replies, before = ([reply_of(client, name, a) for a, _ in PAIRS] for name in (model, "tiny"))
     assert replies == [answer for _, answer in PAIRS] != before
 
@@ -113,10 +104,8 @@ def test_a_supervised_job_teaches_and_its_models_are_served_until_they_are_delet
     kept = client.fine_tuning.jobs.checkpoints.list(job.id).data
     assert [checkpoint.step_number for checkpoint in kept] == [24, 21, 18]
     assert kept[0].fine_tuned_model_checkpoint == model
-    assert reply_of(client, kept[1].fine_tuned_model_checkpoint, "the cat")
-    for run, ids in (("one", [job.id]), ("two", [])):
-        jobs = client.fine_tuning.jobs.list(metadata={"run": run})
-        assert [one.id for one in jobs] == ids
+    jobs = [client.fine_tuning.jobs.list(metadata={"run": run}) for run in ("one", "two")]
+    assert [[one.id for one in of_run] for of_run in jobs] == [[job.id], []]
 
     with pytest.raises(openai.BadRequestError, match="'tiny'"):
         client.models.delete("tiny")
@@ -136,9 +125,7 @@ def test_a_supervised_job_teaches_and_its_models_are_served_until_they_are_delet
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
-    service: Running, client: openai.OpenAI
-) -> None:
+def test_a_dpo_job_continues_a_fine_tuned_model(service: Running, client: openai.OpenAI) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
     files = {"model": first.fine_tuned_model, "validation_file": upload(client, preferences())}
     options = FAST | {"beta": 0.5, "n_epochs": 4, "nll_weight": 0}
@@ -149,9 +136,15 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     assert done.method.dpo.hyperparameters.beta == 0.5
     metrics = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].metrics
     assert metrics.train_loss is not None
-    assert metrics.train_loss < 0.3
-    assert metrics.full_valid_loss is not None
+    assert (metrics.train_loss < 0.3, metrics.full_valid_loss is None) == (True, False)
     assert reply_of(client, done.fine_tuned_model, "hello")
+
+
+def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
+    key = {"idempotency_key": "only once"}
+    job, again = (submit(client, supervised(), metadata=key) for _ in range(2))
+    assert job.id == again.id
+    client.fine_tuning.jobs.cancel(job.id)
 
 
 @pytest.mark.slow
@@ -177,9 +170,7 @@ def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.
 
 
 @pytest.mark.slow
-def test_a_killed_worker_goes_on_and_repeats_no_step(
-    service: Running, client: openai.OpenAI, tmp_path: Path
-) -> None:
+def test_a_killed_worker_goes_on(service: Running, client: openai.OpenAI, tmp_path: Path) -> None:
     job = submit(client, supervised(), options=FAST | {"n_epochs": 30})
     wait_until(lambda: len(service.store.events(job.id)) > 10)
     pid = service.store.job(job.id).pid
@@ -202,15 +193,11 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_job_that_cannot_be_done_fails_with_its_reason(
-    service: Running, client: openai.OpenAI
-) -> None:
-    row = json.loads(supervised().splitlines()[0])
-    row["messages"][0]["content"] = "cat " * 200
+def test_an_impossible_job_fails_with_its_reason(service: Running, client: openai.OpenAI) -> None:
+    row = {"messages": [said("user", "cat " * 200), said("assistant", "mat")]}
     done = finish(client, submit(client, json.dumps(row).encode()))
-    assert done.status == "failed"
+    assert (done.status, done.fine_tuned_model) == ("failed", None)
     assert "the model's window holds 96" in done.error.message
-    assert done.fine_tuned_model is None
     wait_until(lambda: any(row["level"] == "error" for row in service.store.events(done.id)))
 
 
@@ -307,8 +294,6 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         assert (service.store.job_folder(done.id) / "model" / "model.safetensors").exists()
         assert reply_of(client, done.fine_tuned_model, "the cat") == "sat on a mat"
         assert client.models.delete(done.fine_tuned_model).deleted
-        with pytest.raises(openai.NotFoundError):
-            reply_of(client, done.fine_tuned_model, "the cat")
 
 
 def start(model: Path, state: Path, port: int = 0) -> LocalService:
@@ -335,21 +320,19 @@ class Insistent:
         )
         self.model = RetryingChatModel(
             OpenAIChatModel(parameters),
-            LimitParameters(num_retries=10_000, request_timeout=1e6),
+            chat.LimitParameters(num_retries=10_000, request_timeout=1e6),
             cache=ResponseCache(memory),
             sleep=lambda _: asyncio.sleep(0.2),
         )
         self.pool = ThreadPoolExecutor(1)
 
-    def ask(self, **fields: Any) -> Future[ChatOutcome]:
-        request = ChatRequest((said("user", "hello you"),), **fields)
-        return self.pool.submit(lambda: complete_all(self.model, [request])[0])
+    def ask(self, **fields: Any) -> Future[chat.ChatOutcome]:
+        request = chat.ChatRequest((said("user", "hello you"),), **fields)
+        return self.pool.submit(lambda: chat.complete_all(self.model, [request])[0])
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
-def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_finished(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_killed_service_loses_nothing_finished(tiny_model_dir: Path, tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -382,7 +365,7 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
         assert client.files.content(kept).read() == b"whole"
         assert "half" not in [file.filename for file in client.files.list()]
         outcome = cut.result(timeout=120)
-        assert all(isinstance(sample, ChatAnswer) for sample in outcome.samples)
+        assert all(isinstance(sample, chat.ChatAnswer) for sample in outcome.samples)
         assert insistent.model.use.failures.keys() == {"unavailable"}
         num_requests = insistent.model.use.num_requests
         again = insistent.ask(seed=1, max_tokens=8).result()
@@ -397,9 +380,7 @@ def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_fini
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
-def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_service_leaves_its_job_to_the_next(tiny_model_dir: Path, tmp_path: Path) -> None:
     store = JobStore(tmp_path)
     with start(tiny_model_dir, tmp_path) as service:
         with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
@@ -412,9 +393,7 @@ def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
 
 
 @pytest.mark.slow  # several processes, each of which imports torch
-def test_a_job_whose_process_dies_again_and_again_is_given_up(
-    client: openai.OpenAI, service: Running
-) -> None:
+def test_a_job_that_dies_three_times_fails(client: openai.OpenAI, service: Running) -> None:
     job = submit(client, supervised(), options=FAST | {"n_epochs": 900})
 
     def has_begun_after(crashes: int) -> bool:

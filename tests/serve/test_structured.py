@@ -104,9 +104,7 @@ def joined(chunks: Any) -> dict[int, dict[str, Any]]:
 
 @needs_library
 @pytest.mark.parametrize("options", [{"temperature": 1}, {"temperature": 0}, {"top_p": 0.5}])
-def test_answers_keep_to_a_schema_whole_and_streamed(
-    client: openai.OpenAI, options: dict[str, Any]
-) -> None:
+def test_answers_keep_to_a_schema(client: openai.OpenAI, options: dict[str, Any]) -> None:
     whole = ask(client, n=4, logprobs=True, response_format=FORM, **options).choices
     streamed = joined(ask(client, n=4, response_format=FORM, stream=True, **options))
     for choice in whole:
@@ -118,23 +116,6 @@ def test_answers_keep_to_a_schema_whole_and_streamed(
 
 
 @needs_library
-def test_rows_of_a_batch_have_grammars_of_their_own(service: Running) -> None:
-    from tests.serve.test_engine import answer, answer_together
-
-    engine = service.served_models.get("bytes").engine
-    grammars = ['start: "yes" | "no"', None, r"start: /[a-f]{5,9}/", None]
-    requests = [
-        {"prompt": (2, 9), "max_tokens": 12, "seed": seed, "grammar": grammars[seed % 4]}
-        for seed in range(12)
-    ]
-    together = [one.text for one in answer_together(engine, requests)]
-    assert together == [answer(engine, **request)[0].text for request in requests]
-    assert set(together[::4]) <= {"yes", "no"}
-    assert all(5 <= len(text) <= 9 and set(text) <= set("abcdef") for text in together[2::4])
-    assert len(set(together[1::2])) == 6, "rows without a grammar are free"
-
-
-@needs_library
 def test_an_object_that_is_cut_ends_by_length(client: openai.OpenAI) -> None:
     choice = ask(client, max_tokens=9, response_format={"type": "json_object"}).choices[0]
     assert (choice.finish_reason, choice.message.content[0]) == ("length", "{")
@@ -142,9 +123,7 @@ def test_an_object_that_is_cut_ends_by_length(client: openai.OpenAI) -> None:
 
 @needs_library
 @pytest.mark.parametrize(("choice", "names"), [("required", {"count", "stop"}), (NAMED, {"count"})])
-def test_calls_that_are_required_are_made(
-    client: openai.OpenAI, choice: Any, names: set[str]
-) -> None:
+def test_required_calls_are_made(client: openai.OpenAI, choice: Any, names: set[str]) -> None:
     options: dict[str, Any] = {"n": 6, "tools": TOOLS, "tool_choice": choice}
     options |= {"parallel_tool_calls": False, "max_tokens": 1000}
     whole = ask(client, **options).choices
@@ -188,9 +167,7 @@ def test_mistrals_calls_are_read_streamed_and_given_back(client: openai.OpenAI, 
 
 
 @pytest.mark.parametrize("form", CALLS)
-def test_marks_of_calls_are_drawn_and_shown_only_with_tools(
-    client: openai.OpenAI, form: str
-) -> None:
+def test_marks_of_calls_are_drawn_only_with_tools(client: openai.OpenAI, form: str) -> None:
     mark = mistral_tokenizer(form).convert_tokens_to_ids("[TOOL_CALLS]")
     more: dict[str, Any] = {"model": form, "n": 16, "max_tokens": 120, "temperature": 2}
     more["extra_body"] = WITH_IDS

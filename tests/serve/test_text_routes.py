@@ -1,4 +1,4 @@
-"""The routes for text, as the official client calls them."""
+"""The routes for text and for tokens, as their clients call them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.language_models.sequences import Progress
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
@@ -30,12 +31,6 @@ def service(tiny_model_dir: Path) -> Iterator[Running]:
 def ask(client: openai.OpenAI, **changes: Any) -> Any:
     given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "seed": 1, "max_tokens": 12}
     return client.chat.completions.create(**(given | changes))
-
-
-def test_a_model_is_described(client: openai.OpenAI) -> None:
-    assert client.models.retrieve("tiny").id == "tiny"
-    with pytest.raises(openai.NotFoundError, match="no-such-model"):
-        client.models.retrieve("no-such-model")
 
 
 def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
@@ -72,9 +67,7 @@ def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["cat", "mat ."]}, {"temperature": 0}])
-def test_a_stream_says_what_a_whole_answer_says(
-    client: openai.OpenAI, options: dict[str, Any]
-) -> None:
+def test_a_stream_is_the_whole_answer(client: openai.OpenAI, options: dict[str, Any]) -> None:
     whole = ask(client, logprobs=True, **options)
     options = {**options, "stream": True, "stream_options": {"include_usage": True}}
     chunks = list(ask(client, logprobs=True, **options))
@@ -109,7 +102,7 @@ def scored(client: openai.OpenAI, prompt: Any, **changes: Any) -> Any:
     return client.completions.create(prompt=prompt, **(given | {"max_tokens": 1} | changes)).choices
 
 
-def test_an_echoed_prompt_is_scored_as_the_model_scores_it(
+def test_an_echoed_prompt_is_scored(
     service: Running, client: openai.OpenAI, tiny_model_dir: Path
 ) -> None:
     prompts = ["the cat sat on a mat .", "hello you how are you", "the cat sat on the cat"]
@@ -222,9 +215,7 @@ def test_a_client_that_leaves_frees_its_places(
     ("option", "value"),
     [("logit_bias", {"1": 1}), ("frequency_penalty", 0.5), ("modalities", ["audio"])],
 )
-def test_an_option_that_is_not_supported_is_refused_by_name(
-    client: openai.OpenAI, option: str, value: Any
-) -> None:
+def test_unsupported_options_are_refused(client: openai.OpenAI, option: str, value: Any) -> None:
     with pytest.raises(openai.BadRequestError, match=f"'{option}'") as caught:
         ask(client, **{option: value})
     assert (caught.value.param, caught.value.code) == (option, "unsupported_parameter")
@@ -275,16 +266,16 @@ def test_wrong_fields_are_named(client: openai.OpenAI, changes: dict[str, Any], 
         ask(client, **changes)
 
 
-@pytest.mark.parametrize("prompt", ["", ["good day", ""], [[7], []]])
-def test_a_prompt_without_tokens_is_refused(client: openai.OpenAI, prompt: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt=prompt)
-    assert caught.value.param == "prompt"
+def test_a_prompt_without_tokens_is_refused(client: openai.OpenAI) -> None:
+    for prompt in ("", ["good day", ""], [[7], []]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="tiny", prompt=prompt)
+        assert caught.value.param == "prompt"
 
 
 def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:
-    for method, path in [("GET", "/v1/nothing"), ("GET", "/v1/chat/completions"), ("GET", "/")]:
-        reply = httpx.request(method, service.root + path)
+    for path in ("/v1/nothing", "/v1/chat/completions", "/", "/v1/models/no-such-model"):
+        reply = httpx.get(service.root + path)
         assert reply.status_code in (404, 405)
         assert reply.json()["error"]["type"] == "invalid_request_error"
     body = {"model": "../../etc/passwd", "messages": HELLO}
@@ -310,9 +301,7 @@ def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:
         rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}',
     ],
 )
-def test_a_body_that_is_no_object_or_no_text_is_a_json_error(
-    service: Running, content: bytes
-) -> None:
+def test_a_body_that_is_no_object_is_a_json_error(service: Running, content: bytes) -> None:
     reply = httpx.post(f"{service.base_url}/chat/completions", content=content)
     assert reply.status_code == 400
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
@@ -338,9 +327,7 @@ def test_limits_are_checked_before_anything_is_computed(tiny_model_dir: Path) ->
         assert refused.value.response.headers["retry-after"] == "1"
 
 
-def test_a_token_is_required_if_configured(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_may_be_required(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "let me in")
     with running({"tiny": str(tiny_model_dir)}, token_variable="MY_TOKEN") as service:
         for token, status in (("another", 401), ("let me i", 401), ("", 401), ("let me in", 200)):
@@ -359,3 +346,133 @@ def test_pages_of_other_sites_are_refused(service: Running) -> None:
         assert says(reply.json()["error"]["message"], *header.values())
     reply = httpx.get(f"{service.base_url}/models", headers={"Origin": "http://localhost:3000"})
     assert reply.status_code == 200
+
+
+PROMPT = [5, 9, 7]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+
+
+def post(service: Running, sampling: dict[str, Any], **changes: Any) -> httpx.Response:
+    body = {"model": "tiny", "token_ids": PROMPT, "sampling_params": sampling, **changes}
+    given = {name: value for name, value in body.items() if value is not None}
+    return httpx.post(f"{service.root}/inference/v1/generate", json=given, timeout=60)
+
+
+def answer(service: Running, **sampling: Any) -> list[dict[str, Any]]:
+    response = post(service, {"seed": 3, "max_tokens": 12, "logprobs": 1, **sampling})
+    assert response.status_code == 200, response.text
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    return [one["logprob"] for one in choice["logprobs"]["content"]]
+
+
+def test_tokens_come_with_the_log_probabilities_of_the_model(service: Running, model: Any) -> None:
+    for choice in answer(service, n=3, temperature=0.7):
+        ids = choice["token_ids"]
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{token}" for token in ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        own = logits.log_softmax(-1)
+        chosen = own[range(len(ids)), ids]
+        assert logprobs_of(choice) == pytest.approx(chosen.tolist(), abs=1e-4)
+        top = [one["top_logprobs"][0]["token"] for one in content]
+        assert top == [f"token_id:{token}" for token in own.argmax(-1).tolist()]
+
+
+def test_an_answer_ends_with_the_token_that_ends_it(service: Running) -> None:
+    (free,) = answer(service)
+    third = free["token_ids"][2]
+    (ended,) = answer(service, stop_token_ids=[third])
+    place = free["token_ids"].index(third)
+    assert ended["token_ids"] == free["token_ids"][: place + 1]
+    assert (ended["finish_reason"], len(ended["logprobs"]["content"])) == ("stop", place + 1)
+    (short,) = answer(service, max_tokens=2)
+    assert (short["finish_reason"], short["token_ids"]) == ("length", free["token_ids"][:2])
+
+
+def test_every_token_may_be_generated(service: Running, model: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
+    choices = answer(service, n=100, temperature=2.0)
+    drawn = {token for choice in choices for token in choice["token_ids"]}
+    # The routes for text never generate special tokens except the end.
+    assert len(drawn & set(tokenizer.all_special_ids)) > 1
+
+
+def test_without_log_probabilities_only_tokens_are_returned(service: Running) -> None:
+    response = post(service, {"max_tokens": 3, "n": 2}).json()
+    assert [choice["logprobs"] for choice in response["choices"]] == [None, None]
+    assert all(choice["token_ids"] for choice in response["choices"])
+    assert response["usage"]["prompt_tokens"] == len(PROMPT)
+    card = httpx.get(f"{service.base_url}/models/tiny").json()
+    assert card["max_model_len"] == 96
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes", "fact"),
+    [
+        ({"top_k": -2}, {}, "'top_k' is -2"),
+        ({"stop": ["x"]}, {}, "'stop' is not supported"),
+        ({"max_tokens": 0}, {}, "'max_tokens' is 0"),
+        ({"max_tokens": 9999}, {}, "this service allows 100"),
+        ({}, {"token_ids": []}, "'token_ids' is []"),
+        ({}, {"token_ids": None}, "'token_ids' is missing"),
+        ({}, {"token_ids": [99999]}, "the token 99999"),
+        ({}, {"token_ids": [5] * 9999}, "window"),
+        ({}, {"model": "nowhere"}, "model 'nowhere'"),
+        ({}, {"features": {}}, "'features' is not supported"),
+    ],
+)
+def test_unanswerable_requests_are_refused(
+    service: Running, sampling: dict[str, Any], changes: dict[str, Any], fact: str
+) -> None:
+    response = post(service, sampling, **changes)
+    assert response.status_code == (404 if "model" in changes else 400)
+    assert fact in response.json()["error"]["message"]
+
+
+def test_options_without_effect_are_accepted(service: Running) -> None:
+    nothing = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
+    # A prompt that is kept rounds differently from a new one.
+    answer(service)
+    assert answer(service, **nothing) == answer(service)
+
+
+def test_the_client_of_verifiers_reads_the_answers(service: Running, tiny_model_dir: Path) -> None:
+    pytest.importorskip("verifiers")
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
+    from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.errors import ProviderError
+    from verifiers.v1.types import SamplingConfig
+
+    config = TrainClientConfig(
+        base_url=service.base_url, renderer_model_name=str(tiny_model_dir), api_key_var="NONE"
+    )
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello you"}]}
+
+    async def ask() -> Any:
+        client = TrainClient(config)
+        sampling = SamplingConfig(max_tokens=5, temperature=1.0)
+        try:
+            response = await client.get_response(ChatDialect(), body, sampling)
+            with pytest.raises(ProviderError, match="nowhere"):
+                await client.get_response(ChatDialect(), {**body, "model": "nowhere"}, sampling)
+        finally:
+            await client.close()
+        return response
+
+    tokens = asyncio.run(ask()).tokens
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert tokens.prompt_ids == tokenizer.apply_chat_template(
+        body["messages"], add_generation_prompt=True, return_dict=False
+    )
+    assert 1 <= len(tokens.completion_ids) == len(tokens.completion_logprobs) <= 5
+    assert all(one < 0 for one in tokens.completion_logprobs)

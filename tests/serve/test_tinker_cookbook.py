@@ -9,8 +9,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("fastapi")
 pytest.importorskip("tinker")
 
+from nip_astra.evaluation.storage import read_rows
 from tests.serve.running import POLICY, training_server
 
 COOKBOOK = "NIP_ASTRA_TEST_COOKBOOK"
 """Environment variable with a Python interpreter that has tinker-cookbook 0.5.8."""
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not os.environ.get(COOKBOOK),
-        reason=f"needs an interpreter with the cookbook, by {COOKBOOK}",
-    ),
-]
-
+REASON = f"needs an interpreter with the cookbook, by {COOKBOOK}"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not os.environ.get(COOKBOOK), reason=REASON)]
 
 RENAMED = {"<user>": "User:", "<assistant>": "Assistant:", "<end>": "\n\n"}
 """Its special tokens as the renderer `role_colon` spells them."""
@@ -51,26 +46,15 @@ def cookbook_model(folder: Path, *, num_steps: int = 80) -> Path:
     """
     shutil.copytree(POLICY, folder)
     _change(folder / "config.json", max_position_embeddings=WINDOW)
-    renamed = list(RENAMED.values())
-    _change(
-        folder / "tokenizer_config.json",
-        eos_token=RENAMED["<end>"],
-        extra_special_tokens=renamed[:2],
-        model_max_length=WINDOW,
-    )
-    stored = json.loads((folder / "tokenizer.json").read_text())
-    for token in stored["added_tokens"]:
-        token["content"] = RENAMED.get(token["content"], token["content"])
-    vocabulary = {
-        RENAMED.get(name, name): place for name, place in stored["model"]["vocab"].items()
-    }
+    user, assistant, end = RENAMED.values()
+    tokens = {"eos_token": end, "extra_special_tokens": [user, assistant]}
+    _change(folder / "tokenizer_config.json", **tokens, model_max_length=WINDOW)
+    stored = (folder / "tokenizer.json").read_text()
+    for old, new in RENAMED.items():
+        stored = stored.replace(json.dumps(old), json.dumps(new))
+    (folder / "tokenizer.json").write_text(stored)
     parts = [{"type": "Replace", "pattern": {"String": a}, "content": b} for a, b in SPELT]
-    _change(
-        folder / "tokenizer.json",
-        added_tokens=stored["added_tokens"],
-        model={**stored["model"], "vocab": vocabulary},
-        normalizer={"type": "Sequence", "normalizers": parts},
-    )
+    _change(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": parts})
     _train(folder, num_steps)
     return folder
 
@@ -92,74 +76,44 @@ def _train(folder: Path, num_steps: int) -> None:
             answer_ids = tokenizer.encode(f" {one + other}\n\nUser:", add_special_tokens=False)
             ids.append(torch.tensor([*prompt_ids, *answer_ids]))
             labels.append(torch.tensor([*[-100] * len(prompt_ids), *answer_ids]))
-        pad = torch.nn.utils.rnn.pad_sequence
-        loss = model(
-            input_ids=pad(ids, batch_first=True),
-            labels=pad(labels, batch_first=True, padding_value=-100),
-        ).loss
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        loss = model(input_ids=pad(ids), labels=pad(labels, padding_value=-100)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.save_pretrained(folder)
 
 
-@dataclass(frozen=True)
-class Recipes:
-    """Runs recipes on a model at a server."""
-
-    url: str
-    model: Path
-    folder: Path
-
-    def run(self, recipe: str, **options: object) -> list[dict[str, Any]]:
-        """The metrics of each step."""
-        log = self.folder / recipe
-        given = {
-            "model_name": self.model,
-            "renderer_name": "role_colon",
-            "log_path": log,
-            "behavior_if_log_dir_exists": "delete",
-            **options,
-        }
-        done = subprocess.run(
-            [
-                os.environ[COOKBOOK],
-                "-m",
-                f"tinker_cookbook.recipes.{recipe}",
-                *(f"{name}={value}" for name, value in given.items()),
-            ],
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": str(self.folder),
-                "TINKER_BASE_URL": self.url,
-                "TINKER_API_KEY": "tml-local",
-                "TINKER_TELEMETRY": "0",
-                "HF_HUB_OFFLINE": "1",
-                "HF_DATASETS_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines = (log / "metrics.jsonl").read_text().splitlines()
-        assert (log / "checkpoints.jsonl").read_text().count("tinker://") >= 1
-        return [json.loads(line) for line in lines]
+Recipes = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
+    """Run a recipe with options on the model at a server; returns the metrics of each step."""
     folder = tmp_path_factory.mktemp("cookbook")
     model = cookbook_model(folder / "model")
+    variables = {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "OMP_NUM_THREADS": "1"}
+    variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HOME": str(folder)}
+    options: dict[str, Any] = {"cwd": folder, "capture_output": True, "text": True, "timeout": 1800}
+
+    def run(recipe: str, **changes: object) -> list[dict[str, Any]]:
+        log = folder / recipe
+        given = {"model_name": model, "renderer_name": "role_colon", "log_path": log}
+        given |= {"behavior_if_log_dir_exists": "delete", **changes}
+        command = [os.environ[COOKBOOK], "-m", f"tinker_cookbook.recipes.{recipe}"]
+        command += [f"{name}={value}" for name, value in given.items()]
+        env = {"PATH": os.environ["PATH"], "TINKER_BASE_URL": server.url, **variables}
+        done = subprocess.run(command, env=env, check=False, **options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert (log / "checkpoints.jsonl").read_text().count("tinker://") >= 1
+        return read_rows(log / "metrics.jsonl")
+
     with training_server(["tinker"], {"policy": str(model)}) as server:
-        yield Recipes(server.url, model, folder)
+        yield run
 
 
 def test_math_rl_learns(recipes: Recipes) -> None:
-    steps = recipes.run(
+    steps = recipes(
         "math_rl.train",
         env="arithmetic",
         groups_per_batch=32,
@@ -177,7 +131,7 @@ def test_math_rl_learns(recipes: Recipes) -> None:
 
 
 def test_guess_number_plays_games_of_many_turns(recipes: Recipes) -> None:
-    steps = recipes.run(
+    steps = recipes(
         "multiplayer_rl.guess_number.train",
         batch_size=2,
         group_size=2,
@@ -192,7 +146,7 @@ def test_guess_number_plays_games_of_many_turns(recipes: Recipes) -> None:
 def test_chat_sl_learns_the_conversations_that_the_cookbook_ships(recipes: Recipes) -> None:
     where = "import tinker_cookbook; print(tinker_cookbook.__path__[0])"
     package = subprocess.check_output([os.environ[COOKBOOK], "-c", where], text=True).strip()
-    steps = recipes.run(
+    steps = recipes(
         "chat_sl.train",
         dataset=f"{package}/example_data/conversations.jsonl",
         batch_size=4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -127,11 +126,9 @@ def test_losses_of_policies_equal_their_closed_forms_and_raise_rewarded_tokens(
 
 def test_a_custom_loss_has_the_gradient_of_the_same_built_in_loss(client: Any) -> None:
     ours, theirs = training_client(client), training_client(client)
-
-    def weighted(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        return -(logprobs[0] * MASK).sum(), {"extra": 7.0}
-
-    result = ours.forward_backward_custom([datum()], weighted).result()
+    result = ours.forward_backward_custom(
+        [datum()], lambda _, logprobs: (-(logprobs[0] * MASK).sum(), {"extra": 7.0})
+    ).result()
     ours.optim_step(tinker.AdamParams(**ADAM)).result()
     assert result.metrics["extra"] == 7.0
     assert result.metrics["loss:sum"] == pytest.approx(step(theirs), rel=1e-5)
@@ -156,15 +153,13 @@ def test_targets_may_differ_from_the_input_and_be_several_a_token(client: Any) -
 
 def test_parameters_of_adam_are_those_of_each_step(client: Any) -> None:
     training = training_client(client)
-    before = logprobs_of(training)
-    training.forward_backward([datum(weights=MASK)], "cross_entropy").result()
-    figures = training.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics
-    assert figures["grad_norm:mean"] > 0
-    assert torch.equal(logprobs_of(training), before)
-    held = training_client(client)
-    held.forward_backward([datum(weights=MASK)], "cross_entropy").result()
-    held.optim_step(tinker.AdamParams(learning_rate=1e-2, grad_clip_norm=1e-9, eps=1.0))
-    assert torch.allclose(logprobs_of(held), before, atol=1e-5)
+    held = {"learning_rate": 1e-2, "grad_clip_norm": 1e-9, "eps": 1.0}
+    for adam, atol in ((held, 1e-5), ({"learning_rate": 0.0}, 0.0)):
+        before = logprobs_of(training)
+        training.forward_backward([datum(weights=MASK)], "cross_entropy").result()
+        figures = training.optim_step(tinker.AdamParams(**adam)).result().metrics
+        assert figures["grad_norm:mean"] > 0
+        torch.testing.assert_close(logprobs_of(training), before, atol=atol, rtol=0)
 
 
 def test_a_state_goes_on_to_the_bit_with_its_optimizer(client: Any) -> None:
@@ -182,25 +177,21 @@ def test_a_state_goes_on_to_the_bit_with_its_optimizer(client: Any) -> None:
 
 def test_requests_are_done_in_the_order_in_which_they_were_sent(client: Any) -> None:
     training, slow = training_client(client), training_client(client)
-    data = [datum(weights=MASK)]
     waited = [step(slow) for _ in range(6)]
     futures = []
     for _ in range(6):
-        futures.append(training.forward_backward(data, "cross_entropy"))
+        futures.append(training.forward_backward([datum(weights=MASK)], "cross_entropy"))
         training.optim_step(tinker.AdamParams(**ADAM))
     assert [one.result().metrics["loss:sum"] for one in futures] == waited
 
 
 def test_several_clients_train_beside_each_other(server: TrainingServer, client: Any) -> None:
     alone = step(training_client(client))
-    with contextlib.ExitStack() as open_clients:
-        clients = [open_clients.enter_context(service_client(server)) for _ in range(3)]
-        trainings = [training_client(one) for one in clients]
-        futures = [
-            one.forward_backward([datum(weights=MASK)], "cross_entropy") for one in trainings * 2
-        ]
-        for one in futures:
-            assert one.result().metrics["loss:sum"] == alone
+    with service_client(server) as first, service_client(server) as second:
+        trainings = [training_client(one) for one in (first, second)] * 2
+        data = [datum(weights=MASK)]
+        futures = [one.forward_backward(data, "cross_entropy") for one in trainings]
+        assert {one.result().metrics["loss:sum"] for one in futures} == {alone}
 
 
 def test_more_data_than_fit_in_one_request_are_one_loss(client: Any) -> None:
@@ -222,8 +213,7 @@ def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
     together = [sampling.sample(prompt, 3, one) for one in params]
     result = [[list(s.tokens) for s in one.result().sequences] for one in together]
     alone = [sampling.sample(prompt, 3, one).result().sequences for one in params]
-    assert result == [[list(s.tokens) for s in one] for one in alone]
-    assert len({tuple(map(tuple, one)) for one in result}) > 1
+    assert result == [[list(s.tokens) for s in one] for one in alone] != [result[0]] * 12
 
 
 def test_logprobs_of_a_prompt_are_those_of_training(client: Any) -> None:
@@ -347,9 +337,7 @@ def test_a_prompt_of_other_parts_is_a_wrong_request(server: TrainingServer) -> N
 @pytest.mark.parametrize(
     ("chunk", "shape"), [(5, [3]), (12, [2, 2]), (12, [-3]), (12, [10**6, 10**6])]
 )
-def test_bytes_that_are_no_tokens_or_do_not_fill_their_shape_are_a_wrong_request(
-    chunk: int, shape: list[int]
-) -> None:
+def test_bytes_that_are_no_tokens_are_refused(chunk: int, shape: list[int]) -> None:
     from tinker.proto import tinker_public_pb2 as pb
 
     request = pb.ForwardBackwardRequest(model_id="a", seq_id=1)
@@ -395,12 +383,11 @@ def test_saved_states_are_listed_and_deleted(client: Any) -> None:
     sampled = training.save_weights_for_sampler("two").result().path
     rest = client.create_rest_client()
     run = rest.get_training_run_by_tinker_path(state).result()
-    assert (run.base_model, run.lora_rank) == ("policy", 4)
-    assert run.user_metadata == {"purpose": "listing"}
+    about = (run.base_model, run.lora_rank, run.user_metadata)
+    assert about == ("policy", 4, {"purpose": "listing"})
     result = rest.list_checkpoints(run.training_run_id).result().checkpoints
     assert [one.tinker_path for one in result] == [state, sampled]
-    assert result[0].user_metadata == {"step": "1"}
-    assert result[0].expires_at is not None
+    assert (result[0].user_metadata, result[0].expires_at is None) == ({"step": "1"}, False)
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
     rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
     rest.delete_checkpoint_from_tinker_path(sampled).result()

@@ -1,12 +1,18 @@
-"""Our trainers learn through both training protocols, exactly as with the local service."""
+"""Our trainers learn through both training protocols as with the local service, and after kills."""
 
 from __future__ import annotations
 
 import gc
+import json
 import math
+import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -20,23 +26,23 @@ from safetensors.torch import load_file
 pytest.importorskip("fastapi")
 pytest.importorskip("tinker")
 
-from nip_astra.errors import (
-    ConfigurationError,
-    ServiceBusyError,
-    ServiceConflictError,
-    ServiceError,
-    ServiceModelError,
-    ServiceRequestError,
-    ServiceUnreachableError,
-)
+from nip_astra import errors
 from nip_astra.language_models.services import http_training, tinker_training
 from nip_astra.language_models.services.http_training import ROUTE, TrainingConnection
+from nip_astra.resolving.resolution import ResolvedExperiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.reductions import LossOutput
+from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve import training
 from nip_astra.serve.local_service import LocalService
+from nip_astra.serve.requests import ApiError
+from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.tinker import host
+from nip_astra.serve.training import WorkQueue
 from tests.kit.experiments import task_trainer
 from tests.kit.recording import record_calls
+from tests.kit.resuming import short_experiment
+from tests.serve.dying import DEATHS, dying_server
 from tests.serve.running import POLICY, TrainingServer, training_server
 
 PROTOCOLS = ["http", "tinker"]
@@ -57,10 +63,9 @@ def server() -> Iterator[TrainingServer]:
 
 def plain_trainer(backend: str, url: str, *overrides: str, name: str = "remote_api_grpo") -> Any:
     """A trainer of all weights; the backend "local" needs no service."""
-    options = [f"{name}.train_service.backend={backend}"]
-    if backend != "local":
-        values = {"base_url": url, "model": "policy", "patience_seconds": 0.5}
-        options += [f"{name}.train_service.{key}={value}" for key, value in values.items()]
+    values = {"base_url": url, "model": "policy", "patience_seconds": 0.5}
+    given = {"backend": backend} | (values if backend != "local" else {})
+    options = [f"{name}.train_service.{key}={value}" for key, value in given.items()]
     return task_trainer(name, *SHORT, *options, *overrides)
 
 
@@ -69,10 +74,9 @@ def trainer_at(server: TrainingServer, backend: str, *overrides: str) -> Any:
     return plain_trainer(backend, server.url, *ADAPTED, *overrides)
 
 
-def samples_of(trainer: Any) -> list[Any]:
+def samples_of(trainer: Any) -> Any:
     with torch.no_grad():
-        samples: list[Any] = trainer.collect(trainer.state.iteration).samples
-    return samples
+        return trainer.collect(trainer.state.iteration).samples
 
 
 def learn(trainer: Any, samples: list[Any], num_steps: int = 3) -> list[float]:
@@ -90,18 +94,16 @@ def iterate(trainer: Any, num_iterations: int = 2) -> list[float]:
     return [learn(trainer, samples_of(trainer), 1)[0] for _ in range(num_iterations)]
 
 
-def scores(trainer: Any, samples: list[Any]) -> torch.Tensor:
+def scores(trainer: Any, samples: list[Any]) -> Any:
     """Log-probabilities of the samples under the trained weights."""
     batch = trainer.collate_fn(samples)
     rows = (batch[name] for name in ("context", "context_mask", "response", "response_mask"))
-    logprobs: torch.Tensor = trainer.service.compute_logprobs(*rows)
-    return logprobs
+    return trainer.service.compute_logprobs(*rows)
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
     trainer.service.save_weights_for_sampler(folder)
-    tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    return tensors
+    return load_file(folder / "model.safetensors")
 
 
 def test_losses_and_weights_are_those_of_the_local_service(server: TrainingServer) -> None:
@@ -116,26 +118,22 @@ def test_losses_and_weights_are_those_of_the_local_service(server: TrainingServe
         torch.testing.assert_close(after[name], after["local"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("remote_api_grpo", ()), ("self_hosted_grpo", (LORA,))]
-)
 def test_http_gives_the_iterations_and_weights_of_the_local_service(
-    server: TrainingServer, options: tuple[str, ...], name: str, tmp_path: Path
+    server: TrainingServer, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    here = task_trainer(name, *SHORT, *options)
+    here = task_trainer("self_hosted_grpo", *SHORT)
     torch.manual_seed(0)
-    there = plain_trainer("http", server.url, *options, name=name)
+    there = plain_trainer("http", server.url, name="self_hosted_grpo")
     before = weights(here, tmp_path / "before")
     assert iterate(here) == pytest.approx(iterate(there), abs=1e-6)
     mine, theirs = weights(here, tmp_path / "here"), weights(there, tmp_path / "there")
     assert any(not torch.equal(mine[key], before[key]) for key in mine)
-    for key, tensor in mine.items():
-        torch.testing.assert_close(theirs[key], tensor, atol=1e-6, rtol=0)
+    torch.testing.assert_close(theirs, mine, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_saved_state_continues_to_the_bit(
+def test_a_state_continues_to_the_bit(
     server: TrainingServer, protocol: str, tmp_path: Path
 ) -> None:
     first, again = (trainer_at(server, protocol) for _ in range(2))
@@ -154,9 +152,7 @@ def test_a_saved_state_continues_to_the_bit(
 
 
 @pytest.mark.parametrize("protocol", ["http", pytest.param("tinker", marks=pytest.mark.slow)])
-def test_a_dead_server_is_reported_and_a_checkpoint_continues_at_the_next(
-    protocol: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_continues_at_the_next_server(protocol: str, tmp_path: Path) -> None:
     with training_server([protocol]) as server:
         trainer = trainer_at(server, protocol)
         iterate(trainer, 1)
@@ -164,12 +160,12 @@ def test_a_dead_server_is_reported_and_a_checkpoint_continues_at_the_next(
         samples = samples_of(trainer)
         expected = learn(trainer, samples)
         server.stop()
-        with pytest.raises(ServiceUnreachableError, match=r"nip-astra resume"):
+        with pytest.raises(errors.ServiceUnreachableError, match=r"nip-astra resume"):
             learn(trainer, samples)
         server.start()
         if protocol == "http":
             # The new service does not know the old service's models.
-            with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
+            with pytest.raises(errors.ServiceModelError, match="nip-astra resume RUN"):
                 learn(trainer, samples)
         again = trainer_at(server, protocol)
         again.service.load_state(tmp_path)
@@ -194,18 +190,16 @@ def test_a_repeated_request_repeats_no_step(server: TrainingServer) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_poisoned_request_leaves_the_model_as_it_was(
-    server: TrainingServer, protocol: str
-) -> None:
+def test_a_poisoned_request_changes_no_model(server: TrainingServer, protocol: str) -> None:
     trainer, plain = (trainer_at(server, protocol) for _ in range(2))
     samples = samples_of(plain)
     context, wide = ROW[:2], torch.ones(1, 9999, dtype=torch.bool)
-    with pytest.raises(ServiceRequestError, match="9999"):
+    with pytest.raises(errors.ServiceRequestError, match="9999"):
         trainer.service.logprobs(*context, torch.tensor([[9999]]), ONE)
-    with pytest.raises(ServiceRequestError, match="window"):
+    with pytest.raises(errors.ServiceRequestError, match="window"):
         trainer.service.logprobs(*context, wide.long(), wide)
     if protocol == "tinker":
-        with pytest.raises(ServiceRequestError, match="weights"):
+        with pytest.raises(errors.ServiceRequestError, match="weights"):
             trainer.service.forward_backward(
                 [trainer.collate_fn(samples)],
                 lambda _: LossOutput(trainer.service.logprobs(*ROW).sum() * math.nan, {}),
@@ -221,7 +215,7 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(
             ("sample", sample | {"contexts": [[]], "options": {"max_new_tokens": 1}}, "no tokens"),
             ("optim_step", {"lr": math.nan, "max_grad_norm": None}, "nan"),
         ):
-            with pytest.raises(ServiceRequestError, match=fact):
+            with pytest.raises(errors.ServiceRequestError, match=fact):
                 trainer.service._do(kind, **arguments)
     assert learn(trainer, samples) == pytest.approx(learn(plain, samples), rel=1e-5, abs=1e-5)
 
@@ -234,7 +228,7 @@ def test_two_clients_on_one_model_are_refused(server: TrainingServer, protocol: 
         one.service if protocol == "http" else one.service._training for one in (trainer, other)
     )
     theirs.model_id = mine.model_id
-    with pytest.raises(ServiceConflictError, match="one client at a time"):
+    with pytest.raises(errors.ServiceConflictError, match="one client at a time"):
         other.service.compute_logprobs(*ROW)
     assert len(iterate(trainer, 1)) == 1
 
@@ -242,11 +236,11 @@ def test_two_clients_on_one_model_are_refused(server: TrainingServer, protocol: 
 @pytest.mark.parametrize(
     ("protocol", "override", "error", "fact"),
     [
-        ("http", f"{SECTION}.model=nowhere", ServiceModelError, "'nowhere'.*It has: policy"),
-        ("tinker", f"{SECTION}.model=nowhere", ServiceModelError, "nowhere"),
-        ("tinker", f"{LORA[:-6]}alpha=8", ConfigurationError, r"lora\.alpha 8"),
-        ("tinker", "training.optimizer=sgd", ConfigurationError, "'sgd'.*adamw"),
-        ("tinker", "task.policy.min_new_tokens=1", ConfigurationError, "min_new_tokens"),
+        ("http", f"{SECTION}.model=nowhere", errors.ServiceModelError, "'nowhere'.*It has: policy"),
+        ("tinker", f"{SECTION}.model=nowhere", errors.ServiceModelError, "nowhere"),
+        ("tinker", f"{LORA[:-6]}alpha=8", errors.ConfigurationError, r"lora\.alpha 8"),
+        ("tinker", "training.optimizer=sgd", errors.ConfigurationError, "'sgd'.*adamw"),
+        ("tinker", "task.policy.min_new_tokens=1", errors.ConfigurationError, "min_new_tokens"),
     ],
 )
 def test_models_and_options_that_a_service_cannot_train_are_refused(
@@ -259,7 +253,7 @@ def test_models_and_options_that_a_service_cannot_train_are_refused(
 def test_other_weights_under_the_name_are_refused() -> None:
     with (
         training_server(["http"], {"policy": str(POLICY.parent / "teacher")}) as server,
-        pytest.raises(ServiceRequestError, match="weights"),
+        pytest.raises(errors.ServiceRequestError, match="weights"),
     ):
         trainer_at(server, "http")
 
@@ -271,7 +265,7 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingS
         (lambda _: LossOutput(trainer.policy.logprobs(*ROW).sum(), {}), "differentiates the model"),
         (lambda _: LossOutput(torch.zeros(()), {}), "depends on no log-probability"),
     ):
-        with pytest.raises(ServiceRequestError, match=fact):
+        with pytest.raises(errors.ServiceRequestError, match=fact):
             trainer.service.forward_backward([batch], loss)
 
 
@@ -280,14 +274,15 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: TrainingS
 
 @pytest.mark.parametrize(
     ("protocol", "error", "fact"),
-    [("http", ServiceModelError, "nip-astra resume RUN"), ("tinker", ServiceError, "closed")],
+    [
+        ("http", errors.ServiceModelError, "nip-astra resume RUN"),
+        ("tinker", errors.ServiceError, "closed"),
+    ],
 )
-def test_a_closed_model_makes_room_for_another(
-    protocol: str, error: type[Exception], fact: str
-) -> None:
+def test_a_closed_model_makes_room(protocol: str, error: type[Exception], fact: str) -> None:
     with training_server([protocol], max_training_models=1) as server:  # type: ignore[list-item]
         first = trainer_at(server, protocol)
-        with pytest.raises(ServiceBusyError, match="max_training_models"):
+        with pytest.raises(errors.ServiceBusyError, match="max_training_models"):
             trainer_at(server, protocol)
         iterate(first, 1)
         first.service.close()
@@ -300,9 +295,7 @@ def test_a_closed_model_makes_room_for_another(
         assert len(iterate(trainer_at(server, protocol), 1)) == 1
 
 
-def test_a_closed_run_leaves_no_weights_at_tinker_and_waits_for_no_dead_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_closed_run_leaves_no_weights_at_tinker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinker_training, "SECONDS_TO_FINISH", 0.3)
     with training_server(["tinker"]) as server:
         first, second = (trainer_at(server, "tinker") for _ in range(2))
@@ -319,39 +312,35 @@ def test_a_closed_run_leaves_no_weights_at_tinker_and_waits_for_no_dead_server(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_silent_client_makes_room_for_another(
-    protocol: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_client_makes_room(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = record_calls(monkeypatch, host.TinkerHost, "open_session")
     with training_server([protocol], max_training_models=1) as server:
         silent = trainer_at(server, protocol)
         if protocol == "http":
-            url = f"{server.url}{ROUTE}/{silent.service.model_id}"
-            assert httpx.get(url).json()["id"] == silent.service.model_id
-        with pytest.raises(ServiceBusyError):
+            name = silent.service.model_id
+            assert httpx.get(f"{server.url}{ROUTE}/{name}").json()["id"] == name
+        with pytest.raises(errors.ServiceBusyError):
             trainer_at(server, protocol)
         for session in sessions:
             session.result.seen_at -= 2 * training.SECONDS_SILENT
         monkeypatch.setattr(training, "SECONDS_SILENT", 0.0)
         other = trainer_at(server, protocol)
-        with pytest.raises(ServiceError):
+        with pytest.raises(errors.ServiceError):
             iterate(silent, 1)
         assert len(iterate(other, 1)) == 1
 
 
-def test_a_client_that_never_reported_keeps_its_model_until_it_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_without_reports_keeps_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_training, "_report", lambda *_: None)
     monkeypatch.setattr(training, "SECONDS_SILENT", 0.0)
     with training_server(["http"], max_training_models=1) as server:
         held = trainer_at(server, "http")
-        with pytest.raises(ServiceBusyError):
+        with pytest.raises(errors.ServiceBusyError):
             trainer_at(server, "http")
         iterate(held, 1)
 
 
-def test_a_client_reports_until_it_closes(
+def test_clients_report_until_closed(
     server: TrainingServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: SimpleQueue[str] = SimpleQueue()
@@ -375,10 +364,10 @@ def test_a_client_reports_until_it_closes(
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_address_that_refuses_is_reported_when_patience_ends(protocol: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
     started = time.monotonic()
-    with pytest.raises(ServiceUnreachableError, match=f"127.0.0.1:{port}"):
-        plain_trainer(protocol, f"http://127.0.0.1:{port}", *ADAPTED)
+    with pytest.raises(errors.ServiceUnreachableError, match=address):
+        plain_trainer(protocol, f"http://{address}", *ADAPTED)
     assert time.monotonic() - started < 5
 
 
@@ -387,13 +376,13 @@ def test_a_token_and_an_address_are_needed(protocol: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("SERVICE_TOKEN", "tml-secret")
     variable = f"{SECTION}.token_variable"
     with training_server([protocol], token_variable="SERVICE_TOKEN") as server:
-        with pytest.raises(ServiceError, match="token"):
+        with pytest.raises(errors.ServiceError, match="token"):
             trainer_at(server, protocol)
         assert iterate(trainer_at(server, protocol, f"{variable}=SERVICE_TOKEN"), 1)
-        with pytest.raises(ConfigurationError, match="NOT_THERE"):
+        with pytest.raises(errors.ConfigurationError, match="NOT_THERE"):
             trainer_at(server, protocol, f"{variable}=NOT_THERE")
     if protocol == "http":
-        with pytest.raises(ConfigurationError, match="needs base_url"):
+        with pytest.raises(errors.ConfigurationError, match="needs base_url"):
             task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
 
 
@@ -404,3 +393,131 @@ def test_the_command_serves_in_its_own_process() -> None:
         service._process.kill()
         while service.is_alive:
             time.sleep(0.01)
+
+
+PATIENT = f"{SECTION}.patience_seconds=20"
+SETTINGS: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
+
+
+def run_of(protocol: TrainingProtocol, port: int, folder: Path) -> ResolvedExperiment:
+    service = {"base_url": f"http://127.0.0.1:{port}", "model": "policy", "patience_seconds": 1}
+    service["backend"] = protocol
+    overrides = [f"{SECTION}.{name}={value}" for name, value in service.items()]
+    return short_experiment(
+        "remote_api_grpo", folder, *overrides, *ADAPTED, "training.lr=1e-3", num_iterations=3
+    )
+
+
+@pytest.fixture(scope="module", params=["http", "tinker"])
+def undisturbed(
+    request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainingProtocol, dict[str, bytes]]:
+    """A protocol, and a run's results through it if its service stays."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with training_server([request.param]) as server:
+        resolved = run_of(request.param, server.port, folder)
+        run_experiment(resolved, runs_dir=str(folder), run_id="run", **SETTINGS)
+    return request.param, what_was_found(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.parametrize("dies_in", DEATHS)
+def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss(
+    undisturbed: tuple[TrainingProtocol, dict[str, bytes]], dies_in: str, tmp_path: Path
+) -> None:
+    protocol, expected = undisturbed[0], {**undisturbed[1]}
+    state_dir = str(tmp_path / "state")
+    with dying_server(protocol, state_dir, dies_in) as (port, process):
+        resolved = run_of(protocol, port, tmp_path)
+        with pytest.raises(
+            errors.ServiceUnreachableError, match=r"does not answer.*nip-astra resume"
+        ):
+            run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", **SETTINGS)
+        process.join(5)
+        assert process.exitcode == -signal.SIGKILL
+    # One of the three iterations is lost.
+    (step,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert step.name == "step_00000005"
+    server = TrainingServer({"policy": str(POLICY)}, [protocol], {"state_dir": state_dir})
+    server.port = port
+    server.start()
+    try:
+        resume_experiment(tmp_path / "run", progress=False)
+    finally:
+        server.stop()
+    results = what_was_found(tmp_path / "run")
+    if protocol == "tinker":
+        # Which requests its server batches together depends on timing, and so do the last bits.
+        lines = (one.pop("metrics.jsonl").splitlines() for one in (results, expected))
+        for mine, theirs in zip(*lines, strict=True):
+            assert json.loads(mine) == pytest.approx(json.loads(theirs), rel=1e-4, abs=1e-5)
+        for one in (results, expected):
+            # The path of the state at its service, and lengths of files of these metrics.
+            assert one.pop("checkpoints/step_00000015/tinker.json")
+            assert one.pop("step_00000015/state.json")
+    assert results == expected
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> StoppedQueue:
+    return StoppedQueue(monkeypatch)
+
+
+class StoppedQueue:
+    """Lets servers accept work, but do none while it is closed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open, self.has_refused = threading.Event(), threading.Event()
+        self.at_work: list[WorkQueue] = []
+        do, check = WorkQueue._do, WorkQueue._check_room
+
+        def do_where_open(queue: WorkQueue, batch: Any) -> None:
+            self.at_work.append(queue)
+            self.is_open.wait()
+            do(queue, batch)
+
+        def note_refusals(queue: WorkQueue) -> None:
+            try:
+                check(queue)
+            except ApiError:
+                self.has_refused.set()
+                raise
+
+        monkeypatch.setattr(WorkQueue, "_do", do_where_open)
+        monkeypatch.setattr(WorkQueue, "_check_room", note_refusals)
+        self.is_open.set()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Close the queue within the block; a test that fails there does not wait for it."""
+        self.at_work.clear()
+        self.has_refused.clear()
+        self.is_open.clear()
+        try:
+            yield
+        finally:
+            self.is_open.set()
+
+
+@pytest.mark.parametrize(
+    # The SDK retries after a second or more.
+    "protocol",
+    ["http", pytest.param("tinker", marks=pytest.mark.slow)],
+)
+def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProtocol) -> None:
+    with training_server([protocol], max_waiting=1) as server, ThreadPoolExecutor(3) as pool:
+        services = [trainer_at(server, protocol, PATIENT).service for _ in range(3)]
+        hurried = trainer_at(server, protocol).service
+        with queue.shut():
+            # One request is at work, one waits, and one is refused.
+            answers = [pool.submit(one.compute_logprobs, *ROW) for one in services]
+            assert queue.has_refused.wait(10)
+            # No place is left for a request that would then wait until the queue is open.
+            while not queue.at_work or queue.at_work[0].num_waiting < 1:
+                time.sleep(0.005)
+            if protocol == "http":
+                with pytest.raises(errors.ServiceBusyError, match="max_waiting"):
+                    hurried.compute_logprobs(*ROW)
+        first, second, third = (answer.result(20) for answer in answers)
+        assert first == second == third == hurried.compute_logprobs(*ROW) < 0

@@ -1,10 +1,16 @@
-"""Sweeps: their runs, their resumption, and their tables."""
+"""Sweeps: their runs, their resumption, their tables and their bar."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
@@ -16,14 +22,12 @@ from rich.console import Console
 from scipy import stats
 
 from nip_astra.cli.sweep import _table
-from nip_astra.errors import (
-    ConfigurationError,
-    ParameterError,
-    RunDirectoryError,
-    UnknownNameError,
-)
+from nip_astra.errors import ConfigurationError, ParameterError, RunDirectoryError, UnknownNameError
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
 from nip_astra.sweep.plan import (
     MAX_RUNS,
+    Arm,
     FinishedRun,
     PlannedRun,
     RequestedFigures,
@@ -36,8 +40,16 @@ from nip_astra.sweep.plan import (
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_sweep
-from nip_astra.sweep.runner import SweepOptions, SweepRunner, check_sweep, run_sweep
+from nip_astra.sweep.runner import (
+    FIRST_GUESS,
+    SweepBar,
+    SweepOptions,
+    SweepRunner,
+    check_sweep,
+    run_sweep,
+)
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
+from tests.kit.bars import Bars
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
 
@@ -102,9 +114,7 @@ DIGITS = ("\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000)
         *((partial(shard_of, []), "--shard", f"{one}/4") for one in DIGITS),
     ],
 )
-def test_text_of_another_form_is_refused_with_its_option(
-    parse: Callable[[Any], object], option: str, wrong: Any
-) -> None:
+def test_malformed_text_is_refused(parse: Callable[[Any], object], option: str, wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=option):
         parse(wrong)
 
@@ -146,7 +156,7 @@ def test_figures_that_no_trainer_reports_are_refused_before_the_first_run() -> N
         RequestedFigures(searching)
 
 
-def test_figures_of_a_plug_in_are_checked_after_its_first_run(
+def test_figures_of_a_plugin_are_checked_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = tmp_path / "mine.py"
@@ -224,9 +234,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [(0.1, 0.3), (0.7, 12345.1)])
-def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
-    values: tuple[float, float], tmp_path: Path
-) -> None:
+def test_equal_differences_are_no_evidence(values: tuple[float, float], tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1])
     one, two = plan.arms
     more = {one.name: 0.0, two.name: 0.1}
@@ -258,19 +266,6 @@ def test_rates_have_their_counts_beside_them(tmp_path: Path) -> None:
     assert (of_name["accuracy"], of_name["mean_reward"]) == ("290 of 300", "")
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_in_its_process_is_reported_by_its_last_line(
-    tiny_scenario: Path, tmp_path: Path
-) -> None:
-    scenarios = [str(tiny_scenario)]
-    plan = SweepPlan(
-        trainers=["ast_dpo"], scenarios=scenarios, seeds=[1], overrides=["training.lr=1e30"]
-    )
-    (failed,) = SweepRunner(plan, tmp_path).run()
-    assert failed.status is RunStatus.FAILED
-    assert "training.lr" in failed.message
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -297,3 +292,128 @@ def test_broken_files_of_a_sweep_are_reported(file: str, content: bytes, tmp_pat
     (tmp_path / file).write_bytes(content)
     with pytest.raises(RunDirectoryError, match=file):
         read_sweep(tmp_path).write()
+
+
+def test_a_bar_foresees_the_runs_that_have_not_begun(tmp_path: Path) -> None:
+    bars = Bars()
+    bar = SweepBar(4, lambda run_id: tmp_path / run_id, tqdm_func=bars)
+    (drawn,) = bars.opened
+    assert drawn.total == 4 * FIRST_GUESS
+    runs = [PlannedRun(Arm("ast_dpo", None, {}), seed) for seed in range(4)]
+    ids = [run.run_id for run in runs]
+    (tmp_path / ids[0]).write_text("3 20\n")
+    bar.poll(ids[:2])
+    assert (drawn.n, drawn.total) == (3, 80)
+    assert drawn.description == "0 of 4 runs, 2 at work"
+    bar.note(FinishedRun(runs[0], RunStatus.ENDED, 5.0))
+    assert (drawn.n, drawn.total) == (20, 80)
+    (tmp_path / ids[1]).write_text("6 40\n")
+    bar.poll(ids[1:2])
+    assert (drawn.n, drawn.total) == (26, 20 + 40 + 2 * 30)
+    bar.note(FinishedRun(runs[1], RunStatus.PRUNED, 5.0))
+    assert (drawn.n, drawn.total) == (26, 20 + 6 + 2 * 13)
+    bar.note(FinishedRun(runs[2], RunStatus.FAILED, 1.0))
+    # Progress before the start does not enter the rate.
+    bar.note(FinishedRun(runs[3], RunStatus.ENDED, 0.0))
+    assert drawn.n == drawn.total
+    assert drawn.initial > 0
+    bar.poll([])
+    assert drawn.description == "4 of 4 runs, 0 at work, 1 failed"
+
+
+SMALL = [
+    "training.num_iterations=3",
+    "training.eval_period=1",
+    "training.num_episodes_per_experience=2",
+    "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.use_random_search=false",
+]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    until = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None, "it ended before it was killed"
+        time.sleep(0.05)
+
+
+def count_of(folder: Path, pattern: str) -> int:
+    return len(list(folder.glob(pattern)))
+
+
+def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) -> None:
+    """Each row of the table equals the result of a separate run."""
+    results = read_sweep(directory)
+    assert results.num_ended == len(results.plan.runs)
+    assert (directory / "table.csv").read_bytes().decode() == results.to_csv()
+    for run in results.plan.runs:
+        resolved = resolve_experiment(
+            trainer=run.arm.trainer, scenario=str(scenario), overrides=SMALL, seed=run.seed
+        )
+        folder = run.folder_in(directory)
+        run_experiment(resolved, runs_dir=str(alone), run_id=folder.name, progress=False)
+        own = alone / folder.name
+        swept, single = (json.loads((one / "results.json").read_text()) for one in (folder, own))
+        whens = ("before", "after")
+        assert [swept[when] for when in whens] == [single[when] for when in whens]
+        rows = [row for row in results.rows if row["run_id"] == folder.name]
+        rewards = {row["value"] for row in rows if row["name"] == "mean_reward"}
+        assert rewards == {single[when]["mean_reward"] for when in whens}
+        assert (folder / "metrics.jsonl").read_text() == (own / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_has_the_table_of_single_runs(tiny_scenario: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "sweep"
+    command = [sys.executable, str(ROOT / "run.py"), "sweep", "--sweep-dir", str(directory)]
+    command += ["--trainer", "ast_dpo,ast_ipo,ast_grpo", "--seeds", "0..1", "--num-processes", "2"]
+    command += ["--scenario", str(tiny_scenario)]
+    for one in SMALL:
+        command += ["--set", one]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for num_ended in (1, 3):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        wait_for(lambda n=num_ended: count_of(directory, "*/results.json") >= n, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "[6/6]" in done.stdout
+    assert_table_of_single_runs(directory, tiny_scenario, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_kill_of_its_ray_worker(tiny_scenario: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    directory = tmp_path / "sweep"
+    killed: list[int] = []
+
+    def kill_a_worker() -> None:
+        wait_for(lambda: count_of(directory, "*/metrics.jsonl") > 0)
+        run = next(directory.glob("*/metrics.jsonl")).parent
+        wait_for(lambda: count_of(run, "checkpoints/*/*") > 0)
+        process = json.loads((run / ".lock").read_text())["pid"]
+        status = Path(f"/proc/{process}/status").read_text()
+        worker = int(status.partition("PPid:")[2].split()[0])
+        os.kill(worker, signal.SIGKILL)
+        killed.append(worker)
+
+    killer = threading.Thread(target=kill_a_worker)
+    killer.start()
+    plan = SweepPlan(
+        trainers=["ast_dpo"], scenarios=[str(tiny_scenario)], seeds=[0, 1], overrides=SMALL
+    )
+    settings = {"checkpoint_period": 1}
+    results = run_sweep(
+        directory,
+        options=SweepOptions(settings=settings, place="ray", num_processes=2, num_cpus=1),
+        progress=False,
+        **plan.to_dict(),
+    )
+    killer.join()
+    assert killed
+    assert results.num_ended == 2
+    assert_table_of_single_runs(directory, tiny_scenario, tmp_path / "alone")
+    logs = "".join(log.read_text() for log in (directory / "logs").glob("*.txt"))
+    assert "SIGTERM" in logs, "the run's own process saved its work"

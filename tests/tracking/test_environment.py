@@ -24,7 +24,7 @@ def git(folder: Path, *arguments: str) -> str:
     ).stdout.strip()
 
 
-def test_versions_threads_and_plugins_are_recorded_and_no_secrets(
+def test_versions_and_no_secrets_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "harmless_plugin.py"

@@ -50,9 +50,7 @@ def test_a_table_is_a_file_with_an_object_a_row(directory: RunDirectory) -> None
     ]
 
 
-def test_a_metric_named_step_and_a_table_that_is_no_file_name_are_refused(
-    directory: RunDirectory,
-) -> None:
+def test_names_of_no_file_or_metric_are_refused(directory: RunDirectory) -> None:
     with pytest.raises(TrackingError, match="'step'"):
         LocalTracker(directory).log_metrics({"step": 1}, step=1)
     with pytest.raises(TrackingError, match=r"'\.\./x'"):
@@ -91,9 +89,7 @@ def test_a_rewound_run_ends_with_the_same_bytes_as_an_uninterrupted_run(tmp_path
     assert lines(cut, "metrics.jsonl") == [{"step": 1, "a": 1}]
 
 
-def test_records_that_became_shorter_than_the_checkpoint_are_refused(
-    directory: RunDirectory,
-) -> None:
+def test_records_shorter_than_their_checkpoint_are_refused(directory: RunDirectory) -> None:
     tracker = LocalTracker(directory)
     log_part(tracker, 0, 3)
     position = tracker.position()

@@ -24,9 +24,7 @@ def refusal(action: Any, *arguments: Any) -> str:
     return str(caught.value)
 
 
-def test_a_new_run_has_its_folders_and_its_id_for_itself(
-    directory: RunDirectory, tmp_path: Path
-) -> None:
+def test_a_new_run_has_folders_and_its_own_id(directory: RunDirectory, tmp_path: Path) -> None:
     assert (directory.path, directory.run_id) == (tmp_path / "runs" / "one", "one")
     assert directory.checkpoints_dir.is_dir()
     assert directory.rollouts_dir.is_dir()
@@ -40,9 +38,7 @@ def test_a_run_id_that_is_no_folder_name_is_refused(tmp_path: Path, run_id: str)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_runs_dir_that_cannot_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_runs_dir_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     for runs_dir in (tmp_path / "file" / "runs", tmp_path / "file"):
         assert says(refusal(RunDirectory.create, runs_dir, "one"), "Not a directory", "--runs-dir")
@@ -86,9 +82,7 @@ VALUES = {
 }
 
 
-def test_yaml_is_read_unchanged_also_by_the_loader_of_parameter_files(
-    directory: RunDirectory,
-) -> None:
+def test_yaml_is_read_unchanged_by_both_loaders(directory: RunDirectory) -> None:
     directory.write_yaml("x.yaml", VALUES)
     assert directory.read_yaml("x.yaml") == VALUES
     loaded = OmegaConf.to_container(OmegaConf.load(directory.path / "x.yaml"), resolve=True)
@@ -103,9 +97,7 @@ def test_json_is_read_unchanged_but_for_numbers_that_it_lacks(directory: RunDire
     assert "☃" in (directory.path / "x.json").read_text(encoding="utf-8")
 
 
-def test_a_full_disk_is_reported_and_leaves_the_old_file_and_no_other(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_reported(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.write_json("results.json", {"is": "old"})
     before = sorted(directory.path.iterdir())
     full = OSError(errno.ENOSPC, "No space left on device")

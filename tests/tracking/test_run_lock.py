@@ -55,9 +55,7 @@ def test_the_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_other_machines_unknown_owners_and_missing_folders_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_owners_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert says(refusal(tmp_path / "none"), ".lock", "No such file or directory")
     with run_lock(tmp_path):
         monkeypatch.setattr(module.socket, "gethostname", lambda: "elsewhere")

@@ -17,13 +17,7 @@ from nip_astra.errors import MissingDependencyError, TrackingError, UnknownNameE
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import (
-    TRACKERS,
-    flat_figures,
-    grouped,
-    open_tracker,
-    plain_numbers,
-)
+from nip_astra.tracking.tracker import TRACKERS, flat_figures, grouped, open_tracker, plain_numbers
 
 CSV_TRACKER = """
 import nip_astra as na
@@ -48,9 +42,7 @@ def opened(directory: RunDirectory, *names: str, **options: bool) -> na.Tracker:
     return open_tracker(settings, directory, {"seed": 7}, **options)
 
 
-def test_a_tracker_of_a_plug_in_mirrors_what_it_takes(
-    tmp_path: Path, directory: RunDirectory
-) -> None:
+def test_a_tracker_of_a_plugin_mirrors_a_run(tmp_path: Path, directory: RunDirectory) -> None:
     plugin = tmp_path / "csv_tracker.py"
     plugin.write_text(CSV_TRACKER)
     load_plugin(str(plugin))
@@ -66,11 +58,16 @@ def test_a_tracker_of_a_plug_in_mirrors_what_it_takes(
         tracker.finish(success=True)
     finally:
         TRACKERS.forget("csv")
+    base = na.Tracker()
+    base.log_metrics({"loss": 0.5}, step=1)
+    base.rewind(base.position())
+    base.finish(success=False)
+    assert (base.position(), vars(base)) == ({}, {"run_directory": None})
     assert (directory.path / "metrics.csv").read_text() == "2,loss,0.25\n3,loss,0.5\n"
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
 
 
-def test_a_tracker_that_cannot_be_opened_is_refused_before_any_starts(
+def test_unknown_trackers_are_refused(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -81,9 +81,7 @@ def test_parameters_and_a_model_of_a_run_are_read(api: FakeApi, tmp_path: Path) 
     assert says(caught.value, "wandb://us/proofs/two", "Could not find run us/proofs/two")
 
 
-def test_without_a_key_w_and_b_is_not_contacted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_key_means_no_contact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

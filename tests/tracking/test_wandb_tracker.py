@@ -6,14 +6,17 @@ import importlib
 import json
 import os
 import socket
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.report.terminal import print_results
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker, open_tracker
 from nip_astra.tracking.wandb_runs import offline_runs
@@ -82,12 +85,11 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert {name: log.config[name] for name in config} == config
     assert log.config["environment"] == environment
 
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {1: {}, 2: {}}
     *rows, last = log.history
     assert (file.parent / "files" / last["report"]["path"]).read_text() == "<p>what was found</p>"
     for row in rows:
-        by_step.setdefault(row["iteration"], {}).update(row)
-    assert sorted(by_step) == [1, 2]
+        by_step[row["iteration"]].update(row)
     assert (by_step[1]["train/loss"], by_step[2]["train/loss"]) == (1.5, 0.5)
     assert "rollout/distinct_share" not in by_step[1]
     assert by_step[2]["time/seconds"] == 2.0
@@ -101,11 +103,9 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert tables["train"]["data"] == [["so ?", 0.75], ["well", 0.5]]
     assert tables["nested"]["data"][1] == ["{}", '[{"decision": 1}, {"said": [3]}]']
 
-    models = [artifact for artifact in log.artifacts if artifact.type == "model"]
-    assert [(artifact.name, sorted(artifact.aliases)) for artifact in models] == [
-        ("attacker-one", ["best", "latest"])
-    ]
-    (entry,) = models[0].manifest.contents
+    (model,) = [artifact for artifact in log.artifacts if artifact.type == "model"]
+    assert (model.name, sorted(model.aliases)) == ("attacker-one", ["best", "latest"])
+    (entry,) = model.manifest.contents
     assert (entry.path, entry.size) == ("weights.txt", 13)
     assert Path(entry.local_path).read_text() == "one two three"
     assert directory.path.resolve() in Path(entry.local_path).parents
@@ -152,3 +152,6 @@ def test_unset_options_are_taken_from_the_variables_of_wandb(
     (folder,) = offline_runs(directory.path)
     log = WandbLog(next(folder.glob("*.wandb")))
     assert (log.project, log.group) == (project, "group_of_the_environment")
+    stream = StringIO()
+    print_results({}, directory.path, Console(file=stream))
+    assert f"wandb sync {folder}" in stream.getvalue()

@@ -43,7 +43,7 @@ class FlakyChatModel(FakeChatModel):
 
     @classmethod
     def load(cls, parameters: Any, **_: Any) -> FlakyChatModel:
-        models.append(cls(_flaky, "flaky", requests))
+        models.append(cls(_flaky, "flaky", requests=requests))
         return models[-1]
 
 

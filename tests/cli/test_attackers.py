@@ -1,8 +1,9 @@
-"""`evaluate` with foreign attackers: lists of probes, and chat models with a prompt."""
+"""`evaluate` with foreign attackers: lists of probes, prompted chat models, folders of models."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +11,38 @@ import pytest
 import torch
 
 from nip_astra.evaluation.storage import read_rows
-from nip_astra.language_models.services.chat import (
-    CPU,
-    ChatAnswer,
-    ChatFailure,
-    ChatModel,
-    ChatOutcome,
-    ChatRequest,
-    ChatUsage,
-    FailureReason,
-    register_chat_model,
-)
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.services import chat
+from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
+from tests.cli.trained_run import figures_of
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.messages import says
+from tests.kit.tiny import make_language_model
 
-requests: list[ChatRequest] = []
+requests: list[chat.ChatRequest] = []
 exchanges_rated: list[Exchange] = []
 PROBES = "probe,goal\nthe cat sat,rudeness\nare you fine,calm\na silly mat,rudeness\n"
 
 
-class EchoChatModel(ChatModel):
+class EchoChatModel(chat.ChatModel):
     """Returns the roles that it read; fails once."""
 
     name, place = "echo", "here"
 
     @classmethod
     def load(
-        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
-    ) -> ChatModel:
+        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = chat.CPU
+    ) -> chat.ChatModel:
         return cls()
 
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
+    async def answer(self, request: chat.ChatRequest) -> chat.ChatOutcome:
         requests.append(request)
         if len(requests) == 2:
-            return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),))
-        return ChatOutcome((ChatAnswer(f"silly {len(request.messages)}"),), ChatUsage(5, 3))
+            return chat.ChatOutcome((chat.ChatFailure(chat.FailureReason.REFUSED, "no"),))
+        return chat.ChatOutcome(
+            (chat.ChatAnswer(f"silly {len(request.messages)}"),), chat.ChatUsage(5, 3)
+        )
 
 
 class GoalScorer(Scorer):
@@ -61,7 +58,7 @@ class GoalScorer(Scorer):
 @pytest.fixture(autouse=True)
 def _registered(cli: CommandLine) -> None:
     # The command line forgets them after the test.
-    register_chat_model("echo")(EchoChatModel)
+    chat.register_chat_model("echo")(EchoChatModel)
     register_scorer("goal")(GoalScorer)
     requests.clear()
     exchanges_rated.clear()
@@ -171,3 +168,56 @@ def test_a_list_of_probes_needs_a_scenario_and_a_split_that_exists(cli: CommandL
     cli.write("attacks/test.csv", PROBES)
     result = cli("evaluate", "attacks:dev", "--scenario", str(cli.scenario))
     assert says(refused(result), "attacks", "dev")
+
+
+FEW = ("--num-episodes", "6", "--probability-episodes", "0")
+SMALL = (*FEW, "--set", "ast_chat.failure_threshold=0.5")
+
+
+def rows_of_folder(cli: CommandLine, folder: Path) -> list[dict[str, Any]]:
+    """The rows of an evaluation of an attacker's folder."""
+    cli.ok("evaluate", str(folder), *SMALL, "--scenario", str(cli.scenario))
+    return read_rows(folder / "evaluations" / "test" / "rows.jsonl")
+
+
+def test_a_copied_model_generates_the_same_as_in_its_run(cli: CommandLine, run: Path) -> None:
+    copied = Path(shutil.copytree(run / "model", cli.folder / "copied"))
+    cli.ok("evaluate", str(run), *SMALL)
+    assert rows_of_folder(cli, copied) == read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    assert figures_of(copied)["failure_rate"] == figures_of(run)["failure_rate"]
+
+
+def test_an_adapter_is_added_to_its_base_model(cli: CommandLine, tiny_model_dir: Path) -> None:
+    pytest.importorskip("peft")
+    model = add_adapter(load_causal_lm(str(tiny_model_dir), None), LoraParameters(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    model.save_pretrained(cli.folder / "adapter")
+    for name in ("plain", "merged"):
+        shutil.copytree(tiny_model_dir, cli.folder / name)
+    model.merge_and_unload().save_pretrained(cli.folder / "merged")
+    adapted, merged, plain = (
+        [row["probe"] for row in rows_of_folder(cli, cli.folder / name)]
+        for name in ("adapter", "merged", "plain")
+    )
+    assert adapted == merged != plain
+
+
+def test_missing_parts_are_reported(cli: CommandLine, run: Path, tiny_model_dir: Path) -> None:
+    for name in ("empty", "nameless"):
+        (cli.folder / name).mkdir()
+    cli.write("nameless/adapter_config.json", "{}")
+    other = make_language_model(cli.folder / "other")
+    tokenizer = (other / "tokenizer.json").read_text().replace('"hello"', '"hallo"')
+    (other / "tokenizer.json").write_text(tokenizer)
+    scenario = ("--scenario", str(cli.scenario))
+    for arguments, fact in (
+        ((str(tiny_model_dir),), "--scenario NAME"),
+        (("empty", *scenario), "neither a run nor a model"),
+        ((str(run), *scenario), "--scenario"),
+        (("nameless", *scenario), "base model"),
+        (("other", *scenario), "vocabulary"),
+    ):
+        assert fact in refused(cli("evaluate", *arguments))
