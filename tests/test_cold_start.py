@@ -20,6 +20,7 @@ from tests.kit.command_line import ONCE
 from tests.kit.documents import ROOT
 from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.report.runs import write_protocol_run
 
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "numpy", "peft"}
 
@@ -84,7 +85,7 @@ def test_imports_of_the_package_and_of_its_lower_floors_load_nothing_heavy() -> 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> str:
-    """The paths of two finished runs."""
+    """The paths of two finished stress tests."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), seed=seed)
@@ -92,7 +93,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> str:
     return f"{folder / '0'} {folder / '1'}"
 
 
-def test_help_wrong_names_and_commands_about_runs_load_nothing_heavy(runs: str) -> None:
+def test_help_wrong_names_and_commands_about_runs_load_nothing_heavy(
+    runs: str, tmp_path: Path
+) -> None:
     names = ["", *ONCE(app).commands]
     wrong = ("", " --scenario nowhere", " --parameters nowhere.yaml")
     wrong_names = [f"--trainer {'ast_dpo' if more else 'ast_dop'}{more}" for more in wrong]
@@ -104,6 +107,7 @@ def test_help_wrong_names_and_commands_about_runs_load_nothing_heavy(runs: str) 
         ("compare nowhere x", 2, {*models, "scipy"}),
         ("list", 0, {*models, "scipy"}),
         (f"report {runs}", 0, {*models, "scipy"}),
+        (f"report {write_protocol_run(tmp_path / 'proof')}", 0, models),
         # Quantiles of intervals come from scipy.
         (f"compare {runs}", 0, models),
     ]

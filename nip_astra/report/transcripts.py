@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import chain, groupby, pairwise
 from itertools import count as count_from
 from operator import itemgetter
@@ -603,15 +604,28 @@ def _choices(
     return choices
 
 
+_BUILT_IN_VIEWS = {
+    "graphs": "nip_astra.scenarios.graphs.drawing.GraphsView",
+    "image": "nip_astra.scenarios.images.drawing.ImageView",
+    "text": "nip_astra.scenario_base.protocol.datapoint_views.TextView",
+}
+"""Views of the built-in scenarios by kind of datapoint: the scenarios themselves import torch."""
+
+
 def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
     """Return the view of a datapoint; a plain one if no scenario knows its kind."""
     kind = datapoint.get("kind")
     if not isinstance(kind, str):
         return DatapointView(datapoint)
-    # Scenarios take torch, which a report without datapoints does not need.
+    if kind in _BUILT_IN_VIEWS:
+        module, _, name = _BUILT_IN_VIEWS[kind].rpartition(".")
+        view: DatapointView = getattr(import_module(module), name)(datapoint)
+        return view
     from nip_astra.scenarios.registry import SCENARIOS
 
     for name in SCENARIOS.names():
+        if SCENARIOS.is_built_in(name):
+            continue
         try:
             scenario = SCENARIOS.get(name)
         except NipAstraError:

@@ -18,7 +18,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
-from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
+from nip_astra.scenario_base.protocol.datapoint_views import DatapointView, TextView
 from nip_astra.scenario_base.text.analysers import AnalysisParameters, Cast
 from nip_astra.scenario_base.text.game import PROMPTS_DIR, TextGame, load_prompts
 from nip_astra.scenario_base.text.models import (
@@ -76,14 +76,6 @@ class PureTextScenarioInstance(ScenarioInstance):
     def num_parameters(self) -> int:
         """0: the models are services, with their own threads."""
         return 0
-
-
-class TextView(DatapointView):
-    """Texts with a true or false label."""
-
-    def label(self, label: int) -> str:
-        """Return the correct decision."""
-        return {0: "false", 1: "true"}.get(label, super().label(label))
 
 
 class PureTextScenario(Scenario):

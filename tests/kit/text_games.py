@@ -75,9 +75,9 @@ class FakeChatModel(ChatModel):
 
     script: Script
     name: str = "fake"
-    tokens_per_answer: int = 1
     requests: list[ChatRequest] = field(default_factory=list)
     most_in_flight: int = 0
+    tokens_per_answer: int = 1
     _in_flight: int = 0
 
     @classmethod

@@ -154,6 +154,12 @@ def test_named_latent_pixels_are_framed_in_their_place() -> None:
     assert "prover named row 1, column 2 in round 1" in drawn.summary
 
 
+def test_built_in_scenarios_have_the_views_of_reports() -> None:
+    kinds = map(SCENARIOS.get, filter(SCENARIOS.is_built_in, SCENARIOS.names()))
+    for kind in [kind for kind in kinds if kind.datapoint_kind is not None]:
+        assert type(view_of({"kind": kind.datapoint_kind})) is kind.datapoint_view
+
+
 @pytest.mark.usefixtures("no_plugins_left")
 def test_a_registered_scenario_draws_its_datapoints() -> None:
     class Tally(DatapointView):

@@ -134,8 +134,11 @@ class Decoder:
         size: int,
     ) -> Tensor:
         joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
-        queries, keys = self._place(joined, layer, cos, sin)
-        values = joined.view(x.shape[0], -1, self.head_dim)[:, -self.num_kv_heads :]
+        joined = joined.view(x.shape[0], -1, self.head_dim)
+        num_placed = self.num_heads + self.num_kv_heads
+        # With gradients, parts of a split take one copy, slices a tensor of zeros each.
+        heads, values = torch.split(joined, [num_placed, self.num_kv_heads], dim=1)
+        queries, keys = self._place(heads, layer, cos, sin)
         x = x + layer.output(attend(queries, keys, values))
         if x.shape[0] <= size:
             return self._read_mlp(x, layer)
@@ -151,16 +154,14 @@ class Decoder:
         return self.activation(gate) * up
 
     def _place(
-        self, joined: Tensor, layer: Layer, cos: Tensor, sin: Tensor
+        self, heads: Tensor, layer: Layer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys, both rotated by their positions."""
-        num_rotated = self.num_heads + self.num_kv_heads
-        heads = joined.view(joined.shape[0], -1, self.head_dim)[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
             heads = unsaved(self._norm_heads, heads, layer.query_norm, layer.key_norm)
         first, second = heads.chunk(2, dim=-1)
         rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
-        queries, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=1)
         return queries * self.scale, keys
 
     def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:

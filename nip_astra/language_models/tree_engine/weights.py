@@ -129,7 +129,7 @@ def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weigh
     """Return the current weights, with gradients, computing in `dtype`; nothing is copied."""
 
     def joined(*linears: Any) -> LinearMap:
-        matrices = [_live_matrix(linear, dtype) for linear in linears]
+        matrices = _live_matrices(linears, dtype)
         adapters = [_live_adapters(linear) if use_adapter else [] for linear in linears]
         if any(adapters):
             return adapted_linear(matrices, adapters)
@@ -182,17 +182,18 @@ def _merged(linear: Any, use_adapter: bool) -> Tensor:
     return weight
 
 
-def _live_matrix(linear: Any, dtype: torch.dtype) -> Matrix:
-    base = _base(linear)
-    weight = base.weight.to(dtype)
-    bias = None if base.bias is None else base.bias.to(dtype)
-    # oneDNN if torch would use a slower library.
-    is_packed = (
-        dtype == torch.float32
-        and has_onednn(weight.device, dtype)
-        and is_packing_faster(weight.shape, dtype)
-    )
-    return Matrix(weight, bias, OneDnnLinear.apply if is_packed else F.linear)
+def _live_matrices(linears: Sequence[Any], dtype: torch.dtype) -> list[Matrix]:
+    """Return the matrices of layers with one input: side by side if oneDNN computes the product."""
+    bases = [_base(linear) for linear in linears]
+    weights = [base.weight.to(dtype) for base in bases]
+    biases: list[Any] = [None if base.bias is None else base.bias.to(dtype) for base in bases]
+    shape = torch.Size((sum(map(len, weights)), weights[0].shape[1]))
+    device = weights[0].device
+    if dtype == torch.float32 and has_onednn(device, dtype) and is_packing_faster(shape, dtype):
+        # As a snapshot has it. A model has biases in all of these or in none.
+        bias = None if biases[0] is None else torch.cat(biases)
+        return [Matrix(tuple(weights), bias, OneDnnLinear.apply)]
+    return [Matrix((w,), bias, _multiply_dense) for w, bias in zip(weights, biases, strict=True)]
 
 
 def _live_adapters(linear: Any) -> list[Adapter]:
@@ -290,26 +291,33 @@ def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
 
 
 class OneDnnLinear(torch.autograd.Function):
-    """A float32 product with gradients, all computed by oneDNN."""
+    """The float32 product with matrices side by side, with gradients, all computed by oneDNN.
+
+    Joining the matrices twice takes less than a product with each, and memory only for a moment.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
+    def forward(ctx: Any, x_NI: Tensor, bias_O: Tensor | None, *weights_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NI, *weights_OI)
         ctx.has_bias = bias_O is not None
-        product: Tensor = _multiply(x_NI, weight_OI, bias_O)
+        product: Tensor = _multiply(x_NI, _side_by_side(weights_OI), bias_O)
         return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_OI = ctx.saved_tensors
+        x_NI, *weights_OI = ctx.saved_tensors
         grad_NO = gradients[0].contiguous()
-        grad_x = _multiply(grad_NO, weight_OI.t(), None) if ctx.needs_input_grad[0] else None
-        grad_weight = grad_bias = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = _multiply(grad_NO.t(), x_NI.t(), None)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad_NO.sum(dim=0)
-        return grad_x, grad_weight, grad_bias
+        needs_x, needs_bias, *needs_weights = ctx.needs_input_grad
+        grad_x = _multiply(grad_NO, _side_by_side(weights_OI).t(), None) if needs_x else None
+        grad_bias = grad_NO.sum(dim=0) if ctx.has_bias and needs_bias else None
+        if not any(needs_weights):
+            return grad_x, grad_bias, *(None for _ in weights_OI)
+        grad_OI = _multiply(grad_NO.t(), x_NI.t(), None)
+        return grad_x, grad_bias, *torch.split(grad_OI, list(map(len, weights_OI)))
+
+
+def _side_by_side(weights_OI: Sequence[Tensor]) -> Tensor:
+    return weights_OI[0] if len(weights_OI) == 1 else torch.cat(tuple(weights_OI))
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -359,16 +367,18 @@ def _fastest(linear: LinearMap, x: Tensor) -> float:
     return min(times)
 
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`(x_NI, weight_OI, bias_O) -> [N, O]`."""
-
-
 class Matrix(NamedTuple):
-    """A matrix and its bias in the computing precision, with the function that multiplies."""
+    """Matrices side by side and their bias in the computing precision."""
 
-    weight: Tensor
+    weights: tuple[Tensor, ...]
+    """Each `[O, I]`."""
     bias: Tensor | None
-    multiply: Multiply
+    multiply: Callable[..., Tensor]
+    """`(x_NI, bias_O, *weights_OI) -> [N, O]`."""
+
+
+def _multiply_dense(x_NI: Tensor, bias_O: Tensor | None, weight_OI: Tensor) -> Tensor:
+    return F.linear(x_NI, weight_OI, bias_O)
 
 
 class Adapter(NamedTuple):
@@ -380,26 +390,26 @@ class Adapter(NamedTuple):
 
 
 def _products(x_NI: Tensor, matrices: Sequence[Matrix]) -> Tensor:
-    """Compute the products with all matrices side by side."""
-    products = [multiply(x_NI, weight, bias) for weight, bias, multiply in matrices]
+    """Compute the products with all matrices, side by side."""
+    products = [multiply(x_NI, bias, *weights) for weights, bias, multiply in matrices]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 def adapted_linear(matrices: Sequence[Matrix], adapters: Sequence[Sequence[Adapter]]) -> LinearMap:
-    """Return the products with all matrices side by side, `[N, I] -> [N, O]`."""
-    like = matrices[0].weight
-    every = [adapter for of_matrix in adapters for adapter in of_matrix]
+    """Return the products with all matrices, each with its adapters, `[N, I] -> [N, O]`."""
+    weights = [weight for matrix in matrices for weight in matrix.weights]
+    every = [adapter for of_weight in adapters for adapter in of_weight]
 
     def apply(x_NI: Tensor) -> Tensor:
-        down_RI = torch.cat([adapter.down for adapter in every]).to(like)
+        down_RI = torch.cat([adapter.down for adapter in every]).to(weights[0])
         blocks = [
-            torch.cat([adapter.up * adapter.scaling for adapter in of_matrix], dim=1)
-            if of_matrix
-            else every[0].up.new_zeros(len(matrix.weight), 0)
-            for matrix, of_matrix in zip(matrices, adapters, strict=True)
+            torch.cat([adapter.up * adapter.scaling for adapter in of_weight], dim=1)
+            if of_weight
+            else every[0].up.new_zeros(len(weight), 0)
+            for weight, of_weight in zip(weights, adapters, strict=True)
         ]
         # torch leaves it without types.
-        up_OR = torch.block_diag(*blocks).to(like)  # type: ignore[no-untyped-call]
+        up_OR = torch.block_diag(*blocks).to(weights[0])  # type: ignore[no-untyped-call]
         found: Tensor = _AdaptedLinear.apply(x_NI, down_RI, up_OR, matrices)  # type: ignore[no-untyped-call]
         return found
 
@@ -427,9 +437,10 @@ class _AdaptedLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, grad_down_RI, grad_up_OR, None
         grad_NI, start = None, 0
-        for weight, _, multiply in ctx.matrices:
-            stop = start + len(weight)
-            part_NI = multiply(grad_NO[:, start:stop].contiguous(), weight.t(), None)
+        for weights, _, multiply in ctx.matrices:
+            weight_OI = _side_by_side(weights)
+            stop = start + len(weight_OI)
+            part_NI = multiply(grad_NO[:, start:stop].contiguous(), None, weight_OI.t())
             grad_NI = part_NI if grad_NI is None else grad_NI.add_(part_NI)
             start = stop
         assert grad_NI is not None

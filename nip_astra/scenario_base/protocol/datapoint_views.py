@@ -138,6 +138,14 @@ class DatapointView:
         return None
 
 
+class TextView(DatapointView):
+    """Texts with a true or false label."""
+
+    def label(self, label: int) -> str:
+        """Return the correct decision."""
+        return {0: "false", 1: "true"}.get(label, super().label(label))
+
+
 def rounded(value: float) -> float:
     """Return a length with one decimal place."""
     return round(float(value), 1)

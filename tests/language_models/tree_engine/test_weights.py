@@ -31,6 +31,10 @@ from nip_astra.language_models.tree_engine.weights import (
 from tests.kit.tiny import CPU, load_backend
 from tests.language_models.tree_engine.test_decode_graphs import fix
 
+needs_onednn = pytest.mark.skipif(
+    not has_onednn(CPU, torch.float32), reason="this build of torch has no oneDNN"
+)
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_overwritten_snapshot_equals_a_new_snapshot_in_the_same_memory(
@@ -58,7 +62,8 @@ def test_an_overwritten_snapshot_equals_a_new_snapshot_in_the_same_memory(
 
 
 def _matrix(num_outputs: int) -> Matrix:
-    return Matrix(torch.randn(num_outputs, 12), torch.randn(num_outputs), F.linear)
+    weight, bias = torch.randn(num_outputs, 12), torch.randn(num_outputs)
+    return Matrix((weight,), bias, lambda x, bias, weight: F.linear(x, weight, bias))
 
 
 def _adapter(num_outputs: int, rank: int, scaling: float) -> Adapter:
@@ -68,7 +73,7 @@ def _adapter(num_outputs: int, rank: int, scaling: float) -> Adapter:
 
 def _one_by_one(x: Tensor, matrices: list[Matrix], adapters: list[list[Adapter]]) -> Tensor:
     parts = []
-    for (weight, bias, _), of_matrix in zip(matrices, adapters, strict=True):
+    for ((weight,), bias, _), of_matrix in zip(matrices, adapters, strict=True):
         part = F.linear(x, weight, bias)
         for down, up, scaling in of_matrix:
             part = part + F.linear(F.linear(x, down), up) * scaling
@@ -76,15 +81,19 @@ def _one_by_one(x: Tensor, matrices: list[Matrix], adapters: list[list[Adapter]]
     return torch.cat(parts, dim=1)
 
 
-def test_one_product_is_all_products_with_their_adapters() -> None:
+@pytest.mark.parametrize("is_joined", [False, pytest.param(True, marks=needs_onednn)])
+def test_one_product_is_all_products_with_their_adapters(is_joined: bool) -> None:
     torch.manual_seed(0)
-    matrices = [_matrix(size) for size in (7, 5, 3)]
+    separate = matrices = [_matrix(size) for size in (7, 5, 3)]
+    if is_joined:
+        bias = torch.cat([matrix.bias for matrix in separate])
+        matrices = [Matrix(tuple(m.weights[0] for m in separate), bias, OneDnnLinear.apply)]
     # A single adapter, none, and two of different rank.
     adapters = [[_adapter(7, 4, 2.0)], [], [_adapter(3, 2, 0.5), _adapter(3, 3, 1.5)]]
     x = torch.randn(6, 12, requires_grad=True)
     learnt = [w for of_matrix in adapters for a in of_matrix for w in (a.down, a.up)]
     result = adapted_linear(matrices, adapters)(x)
-    expected = _one_by_one(x, matrices, adapters)
+    expected = _one_by_one(x, separate, adapters)
     upstream = torch.randn_like(result)
     ours, theirs = (
         [of, *torch.autograd.grad(of, [x, *learnt], upstream)] for of in (result, expected)
@@ -95,11 +104,11 @@ def test_one_product_is_all_products_with_their_adapters() -> None:
 def test_adapters_learn_where_the_input_does_not() -> None:
     adapter, shapes = _adapter(5, 2, 1.0), list[tuple[int, ...]]()
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(x: Tensor, bias: Tensor | None, weight: Tensor) -> Tensor:
         shapes.append(tuple(weight.shape))
         return F.linear(x, weight, bias)
 
-    matrix = Matrix(torch.randn(5, 12), None, multiply)
+    matrix = Matrix((torch.randn(5, 12),), None, multiply)
     adapted_linear([matrix], [[adapter]])(torch.randn(4, 12)).sum().backward()
     assert adapter.down.grad is not None
     assert adapter.up.grad is not None
@@ -111,7 +120,7 @@ def test_an_adapter_that_adds_nothing_changes_no_bit() -> None:
     torch.manual_seed(0)
     matrix, adapter = _matrix(5), Adapter(torch.randn(2, 12), torch.zeros(5, 2), 2.0)
     x = torch.randn(4, 12)
-    expected = F.linear(x, matrix.weight, matrix.bias)
+    expected = F.linear(x, matrix.weights[0], matrix.bias)
     assert torch.equal(adapted_linear([matrix], [[adapter]])(x), expected)
 
 
@@ -163,11 +172,6 @@ def test_a_snapshot_of_inference_mode_is_overwritten_outside_of_it(tiny_model_di
     assert gap(model) < 1e-4
 
 
-needs_onednn = pytest.mark.skipif(
-    not has_onednn(CPU, torch.float32), reason="this build of torch has no oneDNN"
-)
-
-
 @needs_onednn
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 17, 300])
@@ -180,11 +184,13 @@ def test_packed_products_and_gradients_equal_torch(num_rows: int, has_bias: bool
     for dense in (packed_linear(weight, bias)(x), DenseLinear(weight, bias)(x)):
         assert torch.allclose(dense, expected, atol=1e-4)
     learned = leaves if has_bias else leaves[:2]
-    ours = torch.autograd.grad(OneDnnLinear.apply(*inputs).square().sum(), learned)
+    # One matrix, or several side by side.
+    parts = weight.split([30, 18]) if num_rows == 17 else [weight]
+    ours = torch.autograd.grad(OneDnnLinear.apply(x, bias, *parts).square().sum(), learned)
     theirs = torch.autograd.grad(expected.square().sum(), learned)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
     # Without gradients of a frozen matrix.
-    (gradient,) = torch.autograd.grad(OneDnnLinear.apply(x, weight.detach(), None).sum(), x)
+    (gradient,) = torch.autograd.grad(OneDnnLinear.apply(x, None, weight.detach()).sum(), x)
     assert torch.allclose(gradient, weight.sum(dim=0).expand(num_rows, -1), atol=1e-3)
 
 
