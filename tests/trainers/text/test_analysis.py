@@ -48,13 +48,18 @@ class Politeness(na.RolloutAnalyser):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of scripted agents, without analyses."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("analyses")
     model = (f"secret_word.agents.default.model={PLAYER}",)
     frozen = "secret_word.agents.default.freeze_agent=true"
     resolved = short_experiment("pure_text_ei", folder, *model, frozen, num_iterations=2)
     return run_in(folder, resolved, "one")
+
+
+@pytest.fixture
+def finished(run: Path, tmp_path: Path) -> Path:
+    """A finished run of scripted agents, without analyses."""
+    return Path(shutil.copytree(run, tmp_path / "one"))
 
 
 @pytest.fixture
