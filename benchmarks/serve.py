@@ -36,7 +36,7 @@ import torch
 from measuring import build_parser, interleaved, markdown_table, ratio, report_figures
 
 from nip_astra.language_models.services.chat import render_chat
-from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.serve.local_service import LocalService, start_service
 from nip_astra.serve.served_models import find_model
 from nip_astra.serve.settings import ServiceSettings
@@ -292,8 +292,8 @@ def plain_generate(
 ) -> Callable[[], RoundResult]:
     """A function that answers all requests with `generate` in static batches."""
     torch.set_num_threads(num_threads)
-    path = find_model(model)
-    module, tokenizer = load_causal_lm(path, None).eval(), load_tokenizer(path)
+    source = resolve_model(find_model(model), None)
+    module, tokenizer = load_causal_lm(*source).eval(), load_tokenizer(*source)
     tokenizer.padding_side = "left"
     prompts = [
         render_chat(
