@@ -1,4 +1,4 @@
-"""`evaluate`, `score` and `compare` of conversations: figures, judges, and what is used again."""
+"""`evaluate`, `score` and `compare` of conversations: figures, judges and caches."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _live_matrices(linears: Sequence[Any], dtype: torch.dtype) -> list[Matrix]:
     shape = torch.Size((sum(map(len, weights)), weights[0].shape[1]))
     device = weights[0].device
     if dtype == torch.float32 and has_onednn(device, dtype) and is_packing_faster(shape, dtype):
-        # As a snapshot has it. A model has biases in all of these or in none.
+        # Joined as in a snapshot. A model has biases in all of these or in none.
         bias = None if biases[0] is None else torch.cat(biases)
         return [Matrix(tuple(weights), bias, OneDnnLinear.apply)]
     return [Matrix((w,), bias, _multiply_dense) for w, bias in zip(weights, biases, strict=True)]

@@ -1,4 +1,4 @@
-"""The AST loop: files of a run, batches, and what is counted."""
+"""The AST loop: files of a run, batches, and counts."""
 
 from __future__ import annotations
 
