@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,11 +125,12 @@ def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: 
     parameters = AnalysisParameters.from_dict(
         {"analysers": [{"_type": "follow_up"}], "model": {"_type": "scripted", "model": "kept"}}
     ).model
-    sizes = []
+    numbers = []
     for _ in range(2):
         analyse_run(finished, ["accurate_quotation"], parameters, iteration=1, is_overwritten=True)
-        sizes.append((finished / "service_answers.sqlite").stat().st_size)
-    assert sizes[0] == sizes[1] > 0
+        with closing(sqlite3.connect(finished / "service_answers.sqlite")) as database:
+            numbers += database.execute("SELECT COUNT(*) FROM answers").fetchone()
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_the_command_judges_by_every_analyser_and_the_report_shows_it(
