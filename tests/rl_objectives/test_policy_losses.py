@@ -10,6 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import ReinforceLoss
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.kl import KlKind, kl_estimate, straight_through_kl
@@ -130,6 +135,27 @@ def test_reinforce_and_nll_by_hand() -> None:
     assert logprobs.grad.tolist() == [[-1.0, -1.0], [0.5, 0.0]]
     assert nll_loss(logprobs, mask).loss.item() == pytest.approx((1 + 2 + 1.5) / 3)
     assert nll_loss(logprobs, mask).metrics["nll"].item() == pytest.approx(1.5)
+
+
+def test_reinforce_equals_that_of_torchrl() -> None:
+    policy, critic = (nn.Embedding(7, size, dtype=DOUBLE) for size in (4, 1))
+    actor = ProbabilisticActor(
+        TensorDictModule(policy, ["state"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=Categorical,
+        return_log_prob=True,
+    )
+    values = TensorDictModule(critic, ["state"], ["state_value"])
+    reference = ReinforceLoss(actor, values, functional=False)
+    generator = torch.Generator().manual_seed(1)
+    states, actions = (torch.randint(0, size, (12,), generator=generator) for size in (7, 4))
+    advantages, targets = torch.randn(2, 12, 1, generator=generator, dtype=DOUBLE)
+    columns = {"state": states, "action": actions}
+    columns |= {"advantage": advantages, "value_target": targets}
+    logprobs = policy(states).log_softmax(-1).gather(1, actions[:, None])
+    ours = policy_loss(logprobs, None, advantages, torch.ones(12, 1).bool(), loss="reinforce")
+    expected = reference(TensorDict(columns, [12]))["loss_actor"]
+    assert_same(ours.loss, expected, policy.weight)
 
 
 def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
