@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.text.models import TextAgent, TextAgentParameters, open_text_models
 from tests.kit.experiments import run_in
+from tests.kit.serving import wait_until
 from tests.kit.tiny import write_scenario
 from tests.language_models.services.requests import saying
 
@@ -63,13 +63,6 @@ def services_of(process: int) -> list[int]:
     ]
     served = "nip_astra.serve.local_service"
     return [int(path.name) for path in children if served in (path / "cmdline").read_text()]
-
-
-def wait_until(is_so: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow  # two processes, each of which imports torch

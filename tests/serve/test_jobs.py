@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,6 +32,7 @@ from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import is_running
 from tests.kit.messages import says
+from tests.kit.serving import wait_until
 from tests.language_models.test_fine_tuning import fine_tune
 from tests.serve.running import Running, running
 
@@ -66,13 +66,6 @@ def submit(client: openai.OpenAI, content: bytes, method: str = "supervised", **
     given = hyperparameters(method, **more.pop("options", FAST))
     given |= {"model": "tiny", "training_file": upload(client, content), "seed": 1}
     return client.fine_tuning.jobs.create(**(given | more))
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def finish(client: openai.OpenAI, job: Any) -> Any:

@@ -42,6 +42,7 @@ from nip_astra.serve.training import WorkQueue
 from tests.kit.experiments import task_trainer
 from tests.kit.recording import record_calls
 from tests.kit.resuming import short_experiment
+from tests.kit.serving import wait_until
 from tests.serve.dying import DEATHS, dying_server
 from tests.serve.running import POLICY, TrainingServer, training_server
 
@@ -514,8 +515,7 @@ def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProto
             answers = [pool.submit(one.compute_logprobs, *ROW) for one in services]
             assert queue.has_refused.wait(10)
             # No place is left for a request that would then wait until the queue is open.
-            while not queue.at_work or queue.at_work[0].num_waiting < 1:
-                time.sleep(0.005)
+            wait_until(lambda: bool(queue.at_work) and queue.at_work[0].num_waiting >= 1, 20)
             if protocol == "http":
                 with pytest.raises(errors.ServiceBusyError, match="max_waiting"):
                     hurried.compute_logprobs(*ROW)
