@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("fastapi")
 tinker = pytest.importorskip("tinker")
 
 from nip_astra.serve.requests import ApiError  # noqa: E402
+from nip_astra.serve.tinker import host  # noqa: E402
 from nip_astra.serve.tinker.messages import read_forward_backward  # noqa: E402
 from tests.serve.running import POLICY, TrainingServer, training_server  # noqa: E402
 
@@ -332,6 +334,51 @@ def test_a_prompt_of_other_parts_is_a_wrong_request(server: TrainingServer) -> N
         reply = httpx.post(f"{server.url}/api/v1/asample", json=sent)
         assert reply.status_code == 400
         assert reply.json()["error"]["param"].startswith("prompt")
+
+
+def send(server: TrainingServer, path: str, **body: Any) -> Any:
+    """Send a request without the SDK; return the response."""
+    return httpx.post(f"{server.url}/api/v1/{path}", json=body, timeout=60).json()
+
+
+def test_a_session_that_ends_before_its_model_is_ready_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, may_build = host.build_model, threading.Event()
+
+    def build_later(*given: Any, **options: Any) -> Any:
+        assert may_build.wait(60)
+        return build(*given, **options)
+
+    def create() -> tuple[str, str]:
+        session = send(server, "create_session")["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "policy"}
+        return session, send(server, "create_model", **body)["request_id"]
+
+    monkeypatch.setattr(host, "build_model", build_later)
+    with training_server(["tinker"], max_training_models=1) as server:
+        session, lost = create()
+        httpx.post(f"{server.url}/api/v1/sessions/{session}/finish")
+        may_build.set()
+        assert session in send(server, "retrieve_future", request_id=lost)["error"]
+        _, kept = create()
+        assert send(server, "retrieve_future", request_id=kept)["type"] == "create_model"
+
+
+def test_samples_without_a_number_are_distinct_requests(server: TrainingServer) -> None:
+    session = send(server, "create_session")["session_id"]
+    sampling = send(server, "create_sampling_session", session_id=session, base_model="policy")
+    body = {
+        "sampling_session_id": sampling["sampling_session_id"],
+        "prompt": {"chunks": [{"tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 24},
+    }
+    names = [send(server, "asample", **body)["request_id"] for _ in range(2)]
+    url = f"{server.url}/api/v1/retrieve_future"
+    first, second = (httpx.post(url, json={"request_id": name}).content for name in names)
+    assert first != second
+    numbered = [send(server, "asample", **body, seq_id=1)["request_id"] for _ in range(2)]
+    assert numbered[0] == numbered[1]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,11 @@ class SampleBody(TinkerBody):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     record_stability_info: Literal[False] | None = None
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it is one of a session's, so that an equal number repeats it."""
+        return self.sampling_session_id is not None and self.seq_id is not None
+
 
 class FutureBody(TinkerBody):
     """A request for a result."""

@@ -69,7 +69,7 @@ class TinkerHost:
         self.models: dict[str, TinkerModel] = {}
         self.sources: dict[str, SamplerSource] = {}
         self._joined = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     # ---- sessions
 
@@ -85,7 +85,8 @@ class TinkerHost:
 
     def close_session(self, name: str) -> None:
         """Close a session and its models; named checkpoints stay."""
-        session = self.sessions.pop(name, None)
+        with self._lock:
+            session = self.sessions.pop(name, None)
         if session is None:
             return
         for model_id in session.model_ids:
@@ -142,10 +143,13 @@ class TinkerHost:
                 return found
             self._make_room()
         model = build_model(self.bases, record, seed=seed)
-        self.store.add_run(record)
-        self.work.open_lane(record.run_id)
-        self.models[record.run_id] = model
-        session.model_ids.append(record.run_id)
+        with self._lock:
+            # It may have ended meanwhile, and nothing would close its model.
+            self.session(session.name)
+            self.store.add_run(record)
+            self.work.open_lane(record.run_id)
+            self.models[record.run_id] = model
+            session.model_ids.append(record.run_id)
         return model
 
     def _make_room(self) -> None:
@@ -232,8 +236,10 @@ class TinkerHost:
             source = self.sampler(body.sampling_session_id)
         else:
             source = self.source(body)
-        name = body.sampling_session_id or uuid.uuid4().hex
-        return plan(source, body, seed=derive_seed(name, body.seq_id or 0))
+        seed = derive_seed(uuid.uuid4().hex)
+        if body.is_numbered:
+            seed = derive_seed(str(body.sampling_session_id), int(body.seq_id or 0))
+        return plan(source, body, seed=seed)
 
 
 def _record(

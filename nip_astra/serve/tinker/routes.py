@@ -262,8 +262,9 @@ class _TinkerRoutes:
             item=planned,
             together=self.host.samplers.answer,
         )
-        session, number = body.sampling_session_id, body.seq_id
-        name = f"sample:{session}:{number}" if session else f"sample:{uuid.uuid4().hex}"
+        name = f"sample:{uuid.uuid4().hex}"
+        if body.is_numbered:
+            name = f"sample:{body.sampling_session_id}:{body.seq_id}"
         ids = [f"{name}:{index}" for index in range(body.num_samples)]
         return self._promise(name, operation, sample_sequence_ids=ids)
 
