@@ -141,6 +141,12 @@ def test_faults_of_every_request_end_the_run_without_showing_the_key(
     assert "secret-1" not in str(caught.value)
 
 
+def test_scripts_with_a_token_per_character_are_not_estimated_as_english() -> None:
+    with chat_stub([completion("\u597d" * 40, usage=None)]) as stub:
+        (outcome,) = ask(build(stub), saying("\u4f60" * 80))
+    assert outcome.usage == (64, 30)
+
+
 @pytest.mark.parametrize(
     "usage",
     [None, "many", {"prompt_tokens": "7"}, (-1, 3), (True, 3), {"prompt_tokens": 3}, (1e3, 2)],
