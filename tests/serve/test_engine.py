@@ -183,3 +183,13 @@ def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> Non
     noisy = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
     first, second = ([one.token for one in drawn(engine, given, [])] for given in (logits, noisy))
     assert first == second
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 2}])
+def test_one_logit_that_is_not_finite_is_noticed(
+    engine: Engine, fault: float, cut: dict[str, Any]
+) -> None:
+    whole, broken = [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, fault, 3.0]
+    first, second = drawn(engine, torch.tensor([whole, broken]), [], **cut)
+    assert (first is None, second) == (False, None)
