@@ -208,6 +208,25 @@ def sampler(client: Any) -> Any:
     return client.create_sampling_client(base_model="policy").result()
 
 
+def test_unnamed_weights_are_kept_while_they_are_used(
+    server: TrainingServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MAX_UNNAMED", 2)
+    training = training_client(client)
+    params = tinker.SamplingParams(max_tokens=1)
+    used, unused = [training.save_weights_and_get_sampling_client().result() for _ in range(2)]
+    for _ in range(3):
+        used.sample(prompt_of(PROMPT), 1, params).result()
+        step(training)
+        last = training.save_weights_and_get_sampling_client().result()
+    last.sample(prompt_of(PROMPT), 1, params).result()
+    with pytest.raises(tinker.NotFoundError, match="had no name"):
+        unused.sample(prompt_of(PROMPT), 1, params).result()
+    run = training.get_info().model_id.replace(":", "_")
+    folder = Path(server.settings["state_dir"]) / "tinker" / run / "sampler_weights"
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
     sampling = sampler(client)
     params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in range(12)]

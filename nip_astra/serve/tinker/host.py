@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ from nip_astra.serve.tinker.store import Checkpoint, CheckpointFolder, LoraShape
 from nip_astra.serve.training import SECONDS_SILENT, Bases, WorkQueue, lookup
 from nip_astra.utils.seeding import derive_seed
 
+MAX_UNNAMED = 32
+"""Maximum unnamed weights of a session; those that were sampled from least recently are deleted. A
+client may save some before each rollout."""
 _SESSION_LOST = (
     "unknown session {name}: it has ended, or the service was restarted. Create a new "
     "ServiceClient, and continue from a saved state."
@@ -36,21 +40,25 @@ _MODEL_LOST = (
     "restarted. Continue from a saved state by create_training_client_from_state_with_optimizer."
 )
 _SAMPLER_LOST = (
-    "unknown sampling session {name}: the service was restarted. Create a new sampling client from "
-    "saved weights."
+    "unknown sampling session {name}: its weights had no name and were not used for long, or the "
+    "service was restarted. Create a new sampling client from saved weights."
 )
 
 
 @dataclass
 class Session:
-    """A client's session; its `unnamed` checkpoints are deleted with it."""
+    """A client's session.
+
+    `unnamed` holds checkpoints by their sampling session, the one used last at the end; they are
+    deleted with the session.
+    """
 
     name: str
     about: Mapping[str, Any]
     seen_at: float = field(default_factory=time.monotonic)
     model_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
-    unnamed: list[Checkpoint] = field(default_factory=list)
+    unnamed: OrderedDict[str, Checkpoint] = field(default_factory=OrderedDict)
 
 
 def model_id_of(session_id: str, number: int) -> str:
@@ -93,7 +101,7 @@ class TinkerHost:
             self._close_model(model_id)
         for sampler_id in session.sampler_ids:
             self.sources.pop(sampler_id, None)
-        for checkpoint in session.unnamed:
+        for checkpoint in session.unnamed.values():
             self.store.delete(checkpoint)
 
     # ---- models
@@ -200,8 +208,14 @@ class TinkerHost:
         if body.path is not None:
             return checkpoint, None
         session = self.session(body.model_id.partition(":")[0])
-        session.unnamed.append(checkpoint)
-        return checkpoint, self.add_sampler(session, self._source_of(checkpoint))
+        name = self.add_sampler(session, self._source_of(checkpoint))
+        with self._lock:
+            session.unnamed[name] = checkpoint
+            while len(session.unnamed) > MAX_UNNAMED:
+                unused, lost = session.unnamed.popitem(last=False)
+                self.sources.pop(unused, None)
+                self.store.delete(lost)
+        return checkpoint, name
 
     # ---- sampling
 
@@ -224,7 +238,12 @@ class TinkerHost:
         return name
 
     def sampler(self, name: str) -> SamplerSource:
-        return lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
+        source = lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
+        session = self.sessions.get(name.partition(":")[0])
+        with self._lock:
+            if session is not None and name in session.unnamed:
+                session.unnamed.move_to_end(name)
+        return source
 
     def join_sampler(self, name: str) -> int:
         """Return a number for a copy of a sampling client, which makes its requests distinct."""
