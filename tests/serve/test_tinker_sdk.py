@@ -384,20 +384,19 @@ def test_a_session_that_ends_before_its_model_is_ready_takes_no_place(
         assert send(server, "retrieve_future", request_id=kept)["type"] == "create_model"
 
 
-def test_samples_without_a_number_are_distinct_requests(server: TrainingServer) -> None:
+def test_samples_of_a_session_need_a_number(server: TrainingServer) -> None:
     session = send(server, "create_session")["session_id"]
     sampling = send(server, "create_sampling_session", session_id=session, base_model="policy")
     body = {
         "sampling_session_id": sampling["sampling_session_id"],
         "prompt": {"chunks": [{"tokens": PROMPT}]},
-        "sampling_params": {"max_tokens": 24},
+        "sampling_params": {"max_tokens": 1},
     }
-    names = [send(server, "asample", **body)["request_id"] for _ in range(2)]
-    url = f"{server.url}/api/v1/retrieve_future"
-    first, second = (httpx.post(url, json={"request_id": name}).content for name in names)
-    assert first != second
-    numbered = [send(server, "asample", **body, seq_id=1)["request_id"] for _ in range(2)]
-    assert numbered[0] == numbered[1]
+    assert "needs seq_id" in send(server, "asample", **body)["error"]["message"]
+    first, again, other = (
+        send(server, "asample", **body, seq_id=n)["request_id"] for n in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 @pytest.mark.parametrize(

@@ -255,10 +255,8 @@ class TinkerHost:
             source = self.sampler(body.sampling_session_id)
         else:
             source = self.source(body)
-        seed = derive_seed(uuid.uuid4().hex)
-        if body.is_numbered:
-            seed = derive_seed(str(body.sampling_session_id), int(body.seq_id or 0))
-        return plan(source, body, seed=seed)
+        name = body.sampling_session_id or uuid.uuid4().hex
+        return plan(source, body, seed=derive_seed(name, body.seq_id or 0))
 
 
 def _record(

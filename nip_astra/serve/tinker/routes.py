@@ -262,9 +262,8 @@ class _TinkerRoutes:
             item=planned,
             together=self.host.samplers.answer,
         )
-        name = f"sample:{uuid.uuid4().hex}"
-        if body.is_numbered:
-            name = f"sample:{body.sampling_session_id}:{body.seq_id}"
+        session, number = body.sampling_session_id, body.seq_id
+        name = f"sample:{session}:{number}" if session else f"sample:{uuid.uuid4().hex}"
         ids = [f"{name}:{index}" for index in range(body.num_samples)]
         return self._promise(name, operation, sample_sequence_ids=ids)
 
