@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ tinker = pytest.importorskip("tinker")
 from nip_astra.serve.requests import ApiError  # noqa: E402
 from nip_astra.serve.tinker import host  # noqa: E402
 from nip_astra.serve.tinker.messages import read_forward_backward  # noqa: E402
+from tests.kit.serving import wait_until  # noqa: E402
 from tests.serve.running import POLICY, TrainingServer, training_server  # noqa: E402
 
 PROMPT = [1, 10, 11, 12, 13]
@@ -382,6 +385,22 @@ def test_a_session_that_ends_before_its_model_is_ready_takes_no_place(
         assert session in send(server, "retrieve_future", request_id=lost)["error"]
         _, kept = create()
         assert send(server, "retrieve_future", request_id=kept)["type"] == "create_model"
+
+
+def test_a_closed_model_is_freed(server: TrainingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, models = host.build_model, []
+
+    def build_noted(*given: Any, **options: Any) -> Any:
+        model = build(*given, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(host, "build_model", build_noted)
+    with service_client(server) as own:
+        training = training_client(own)
+        training.forward([datum(weights=MASK)], "cross_entropy").result()
+        assert models[0]() is not None
+    wait_until(lambda: gc.collect() >= 0 and models[0]() is None, 20)
 
 
 def test_samples_of_a_session_need_a_number(server: TrainingServer) -> None:

@@ -109,17 +109,19 @@ class TinkerHost:
     def model(self, model_id: str) -> TinkerModel:
         return lookup(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
-    def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
+    def create(self, body: CreateModelBody) -> Callable[[], None]:
         """Return the function that creates a new model; refuse an invalid request at once."""
         session = self.session(body.session_id)
         base, lora = self.bases.get(body.base_model), body.lora_config
         shape = LoraShape(lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
         record = _record(session, body.model_seq_id, base.name, shape, body.user_metadata)
-        return lambda: self._add(session, record, seed=abs(lora.seed or 0))
 
-    def create_from(
-        self, body: LoadBody, session_id: str, number: int
-    ) -> Callable[[], TinkerModel]:
+        def build() -> None:
+            self._add(session, record, seed=abs(lora.seed or 0))
+
+        return build
+
+    def create_from(self, body: LoadBody, session_id: str, number: int) -> Callable[[], None]:
         """Return the function that creates a model from a saved state."""
         session = self.session(session_id)
         checkpoint = self.store.find(body.path)
@@ -133,14 +135,13 @@ class TinkerHost:
             )
         record = _record(session, number, base.name, origin.lora, body.user_metadata)
 
-        def build() -> TinkerModel:
+        def build() -> None:
             model = self._add(session, record, seed=0)
             try:
                 model.load(checkpoint, with_optimizer=body.optimizer)
             except BaseException:
                 self._close_model(record.run_id)
                 raise
-            return model
 
         return build
 
