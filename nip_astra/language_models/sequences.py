@@ -102,6 +102,8 @@ class GenerationRequest:
     """Special tokens that may be drawn and that the text shows, such as marks of calls."""
     adapter: Adapter | None = None
     """Low-rank adapter for prompt and answer."""
+    num_started: int = 0
+    """Answers that have started, counted by the engine."""
     is_cancelled: bool = False
     number: int = field(default_factory=lambda: next(_NUMBERS))
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sequences
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
-from nip_astra.language_models.batch_engine import EngineLimits, draw_tokens
+from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, draw_tokens
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.language_models.tree_engine.routed_weights import read_adapter
 from nip_astra.serve.served_models import Engine, load_engine
@@ -86,6 +86,27 @@ def test_long_prompts_are_read_in_parts(engine: Engine, tiny_model_dir: Path) ->
     for one, request in zip(answer_together(slow, requests), requests, strict=True):
         assert_same(one, answer(engine, **request)[0])
     slow.close()
+
+
+def test_many_answers_to_one_request_keep_to_the_limit_of_the_batch(
+    engine: Engine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, sizes = BatchEngine._draw, []
+
+    def noted(batch: BatchEngine, hidden_RX: torch.Tensor) -> list[sequences.Progress]:
+        sizes.append(len(batch.rows))
+        return draw(batch, hidden_RX)
+
+    requests = [request_of(n, num_samples=10, echo=n == 12) for n in (2, 12)] + [request_of(4)]
+    expected = answers(engine, requests)
+    monkeypatch.setattr(BatchEngine, "_draw", noted)
+    limited = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits(max_rows=3))
+    found = answers(limited, requests)
+    limited.close()
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    assert max(sizes) == 3
 
 
 def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
