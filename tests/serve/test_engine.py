@@ -136,6 +136,29 @@ def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -
     assert partial.finish() == "EN"
 
 
+class JoinedBytes(Bytes):
+    """Decodes as tokenizers with a fallback to bytes do: all of a run of bytes, or none."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_characters_before_a_cut_one_are_kept(is_streamed: bool) -> None:
+    ids = "\u1208\u12e8\u20ac".encode()[:-1]
+    request = sequences.GenerationRequest((1,), max_tokens=len(ids), is_streamed=is_streamed)
+    row = sequences.RunningSequence(request, 0, JoinedBytes(), frozenset(), device=CPU)
+    parts = []
+    for byte in ids:
+        row.append(sequences.TokenRecord(byte, math.nan))
+        parts.append(row.take_progress())
+    text = "".join(one.text for one in parts if one is not None)
+    assert text.rstrip("\ufffd") == "\u1208\u12e8"
+
+
 def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: Path) -> None:
     folders = []
     for seed in (1, 2):
