@@ -345,12 +345,32 @@ def test_values_that_are_wrong_or_without_counterpart_are_refused() -> None:
     for change, error, fact in (
         (manual, ConfigurationError, "prover"),
         ({"rl": {"lr": -1.0}}, ParameterError, "rl.lr"),
-        ({"rl": {"learning_rate": 1.0}}, TypeError, "learning_rate"),
+        ({"rl": {"learning_rate": 1.0}}, ConfigurationError, "learning_rate.*lmbda"),
+        ({"agents": {"prover": {"lr": 1.0}}}, ConfigurationError, "lr: .*agent_lr_factor"),
     ):
         with pytest.raises(error, match=fact):
             ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "test", **change))
+    for values, fact in (
+        ({"scenario": "code_validation", "code_validation": {"apps_difficulty": "odd"}}, "odd"),
+        (
+            {"scenario": "image_classification", "agents": {"a": {"building_block_type": "odd"}}},
+            "odd",
+        ),
+    ):
+        trainer = "pure_text_ei" if "code" in str(values) else "vanilla_ppo"
+        with pytest.raises(ParameterError, match=fact):
+            ours(HyperParameters(trainer=trainer, dataset="cifar10", **values))
     with pytest.raises(ConfigurationError, match="nothing"):
         HyperParameters.from_dict({"nothing": 1})
+
+
+def test_extra_keys_are_ignored_at_every_level_if_requested() -> None:
+    plain = HyperParameters("graph_isomorphism", "vanilla_ppo", "test").to_dict()
+    more = json.loads(json.dumps(plain)) | {"nothing": 1}
+    more["rl"]["nothing"] = more["agents"]["_default"]["nothing"] = 1
+    assert HyperParameters.from_dict(more, ignore_extra_keys=True).to_dict() == plain
+    with pytest.raises(ConfigurationError, match="nothing"):
+        HyperParameters.from_dict({**plain, "rl": more["rl"]})
 
 
 def test_parameter_classes_are_dataclasses_with_test_values() -> None:
