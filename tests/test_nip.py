@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -294,6 +295,28 @@ def test_grids_are_divided_and_skip_as_requested(
         experiment.run()
         assert list(ran) == names
     assert ran["grid_3"] == {"a": 4, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [("", "warning"), ("-v", "info warning"), ("-d", "debug info warning"), ("-q", "")],
+)
+def test_the_options_of_a_grid_choose_the_messages_of_its_log(
+    option: str,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def speak(arguments: running.ExperimentFunctionArguments) -> None:
+        for name in ("debug", "info", "warning"):
+            getattr(arguments.child_logger_adapter, name)(name)
+
+    monkeypatch.setattr(running.logger, "handlers", [])
+    monkeypatch.setattr(sys, "argv", ["grid", *option.split()])
+    running.SequentialHyperparameterExperiment({"a": [1]}, speak, experiment_name="GRID").run()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"[grid_0] {name}" for name in shown.split()]
+    running.logger.setLevel(logging.NOTSET)
 
 
 # ---- hyper-parameters
