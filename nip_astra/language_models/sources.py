@@ -226,8 +226,9 @@ def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     window = int(getattr(model.config, "max_position_embeddings", tokenizer.model_max_length))
     for name, layer in model.named_modules():
         # Positions of RoBERTa and its relatives start after the padding index.
-        if name.endswith("position_embeddings") and layer.padding_idx is not None:
-            window -= layer.padding_idx + 1
+        padding = getattr(layer, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            window -= padding + 1
     # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
