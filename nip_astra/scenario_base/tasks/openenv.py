@@ -6,7 +6,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
@@ -19,6 +19,7 @@ from nip_astra.errors import (
     TaskError,
 )
 from nip_astra.lazy import import_extra
+from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import CheckedName, PlainText
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
@@ -216,16 +217,16 @@ class OpenEnvTask(SeededTask):
         environment: CheckedName | None = None
         """`path/to/file.py:Class` or `package.module:Class` of an environment for this process, in
         place of an address. The module is imported, which executes it."""
-        arguments: dict[str, JsonValue] = {}
+        arguments: Annotated[dict[str, JsonValue], where("address", None)] = {}
         """Keyword arguments of the class."""
         action_field: PlainText | None = None
         """Field of the action that holds the policy's message; null for the only required one."""
         observation_field: PlainText | None = None
         """Field of the observation that the policy reads; null for the only text."""
-        concurrency: int = Field(default=1, ge=1)
+        concurrency: Annotated[int, where_given("address")] = Field(default=1, ge=1)
         """Sessions of a server that are open at once, per process; more episodes are played one
         after the other."""
-        timeout_seconds: float = Field(default=60.0, gt=0)
+        timeout_seconds: Annotated[float, where_given("address")] = Field(default=60.0, gt=0)
         """Time limit of each request to a server."""
 
         @model_validator(mode="after")

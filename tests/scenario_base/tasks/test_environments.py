@@ -314,6 +314,20 @@ def test_a_rejected_action_is_answered_and_counted(write: Callable[[str], Path])
         task_of("openenv")
 
 
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("environment=own.py:Guess", "concurrency=2"),
+        ("environment=own.py:Guess", "timeout_seconds=2"),
+        ("address=http://127.0.0.1:1", "arguments={most: 2}"),
+    ],
+)
+def test_options_of_a_server_or_a_class_are_refused_for_the_other(place: str, option: str) -> None:
+    overrides = [f"task.task.{one}" for one in ("address=null", place, option)]
+    with pytest.raises(ParameterError, match=f"{option.split('=')[0]}: is read only where"):
+        resolve_experiment(trainer="self_hosted_grpo", scenario="openenv", overrides=overrides)
+
+
 def test_an_address_needs_the_package_and_an_environment() -> None:
     kind = ServiceUnreachableError if HAS_OPENENV else MissingDependencyError
     with pytest.raises(kind, match="127"):
