@@ -35,8 +35,8 @@ from nip_astra.scorers.python import find_function
 from nip_astra.utils.background_loop import BackgroundLoop
 
 _RESULTS = ("done", "reward", "metadata")
-_OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of actions of environments that are called through MCP."""
+_OF_TOOLS = ("CallToolAction", "ListToolsAction")
+"""Titles of actions of environments that are called through MCP; or Action, without a text."""
 
 
 class Fields(NamedTuple):
@@ -302,12 +302,12 @@ def _schemas_of(
 def _fields_of(
     action: Mapping[str, Any], observation: Mapping[str, Any], parameters: Any, place: str
 ) -> Fields:
-    if action.get("title") in _OF_TOOLS:
+    texts = _texts(action)
+    if action.get("title") in _OF_TOOLS or (action.get("title") == "Action" and not texts):
         raise ConfigurationError(
             f"the environment {place} is called through tools (MCP), which is not supported. "
             "Choose one whose action has a text field."
         )
-    texts = _texts(action)
     required = [name for name in action.get("required", ()) if name not in _RESULTS]
     chosen = parameters.action_field or (required or texts or [None])[0]
     if chosen not in texts or set(required) - {chosen}:
