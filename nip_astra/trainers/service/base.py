@@ -491,14 +491,16 @@ class ServiceTrainer(LanguageModelTrainer):
             and getattr(options, "advantage", "group") == "group"
         )
         generated = 0
+        earlier: list[int] = []
         for _ in range(rounds + 1):
             missing = wanted - num_live
             start = first + num_played
             problems = [self.problem(number) for number in range(start, start + missing)]
             key = ("rollout", iteration)
             with self._sampler.counting() as spent:
-                rollout = self._play("train", problems, key, self._sampling_agent)
+                rollout = self._play("train", problems, key, self._sampling_agent, earlier=earlier)
             generated += spent.generated
+            earlier += problems
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             episodes += rollout.episodes
@@ -557,8 +559,9 @@ class ServiceTrainer(LanguageModelTrainer):
         agent: ConversationAgent | None = None,
         *,
         num_runs: int | None = None,
+        earlier: Sequence[int] = (),
     ) -> TaskRollout:
-        """Sample problems with the current weights, or with another agent."""
+        """Sample problems with the current weights, or with another agent; see `TaskPlan`."""
         runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
         service = self.service
@@ -573,7 +576,11 @@ class ServiceTrainer(LanguageModelTrainer):
             agent or self.agent,
             self.task,
             problems,
-            TaskPlan(split, runs, self.options.max_turns, (self.hyper_params.seed, *key)),
+            TaskPlan(
+                *(split, runs, self.options.max_turns),
+                key=(self.hyper_params.seed, *key),
+                earlier=tuple(earlier),
+            ),
             num_parts=self.options.num_rollout_parts,
             team=self.team if is_whole else None,
             sample=None if is_own_draw or not is_of_now else service.sample,
