@@ -372,6 +372,13 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent: ConversationAgent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        modifications = self.agent.sampling.modifications
+        if self.samples_in_training and modifications:
+            self._warn(
+                f"problems are sampled with {modifications}, but learned from at temperature 1 "
+                f"without cuts: gradients are off-policy. Set {self.scenario_instance.kind}.policy "
+                "to temperature 1, top_k null and top_p 1"
+            )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
                 "training.eval_period needs held-out problems, and there are none. Set it to 0, or "

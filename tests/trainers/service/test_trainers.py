@@ -224,6 +224,30 @@ def test_what_a_trainer_cannot_use_is_refused(
         task_trainer(name, *given)
 
 
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_opd", "remote_api_cross_entropy"])
+def test_samples_of_another_distribution_than_the_learned_one_are_reported(name: str) -> None:
+    trainer = task_trainer(name, "task.policy.temperature=0.5", "task.policy.top_p=0.9")
+    if name == "remote_api_cross_entropy":
+        assert "warnings" not in trainer.results, "nothing is sampled"
+        return
+    (warning,) = trainer.results["warnings"]
+    assert "temperature 0.5, top_p 0.9" in warning
+    assert "task.policy" in warning
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "reinforce"])
+def test_given_solutions_count_as_sampled_by_the_policy_in_every_loss(loss: str) -> None:
+    name = "remote_api_cross_entropy"
+    trainer = task_trainer(name, f"{name}.policy_loss.loss={loss}", "training.num_iterations=1")
+    (row,) = iterations_of(trainer, 1)
+    expected = task_trainer(name, "training.num_iterations=1")
+    iterations_of(expected, 1)
+    assert math.isfinite(row["loss"])
+    # At ratio 1 each has the gradient of the log-likelihood.
+    for one, other in zip(trainer.learned, expected.learned, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) -> None:
     task = {"_type": "dataset"}
     for name, count in (("train", 5), ("test", 2)):
