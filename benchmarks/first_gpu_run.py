@@ -616,7 +616,7 @@ PARTS = tuple(dict.fromkeys(each.part for each in ROWS))
 def run_rows(rows: Sequence[Row], device: torch.device, out: Path, *, is_small: bool) -> bool:
     """Run rows in this process; True if all succeed and agree."""
     has_gpu = device.type == "cuda"
-    name = torch.cuda.get_name(device) if has_gpu else processor_name()
+    name = torch.cuda.get_device_name(device) if has_gpu else processor_name()
     versions = {package: version_of(package) for package in PACKAGES}
     versions["cuda"] = torch.version.cuda
     about = {"device": name, "versions": versions, "is_small": is_small}

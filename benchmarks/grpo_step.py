@@ -155,7 +155,7 @@ class OurStep:
         self.trainer = prepare_experiment(resolved, settings).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
-        self.forwarded_per_unique = math.nan
+        self.num_forwarded = 0
         self.rows = [self._row(index) for index in range(len(work.answers))]
         # The sampler's log-probabilities: those of the policy itself.
         batch = Batch.from_trajectories(self.trajectories())
@@ -187,8 +187,14 @@ class OurStep:
         batches = list(trainer.batches(samples, iteration=0, epoch=0))
         with trainer.policy.counting() as count:
             metrics = trainer._optimizer_step(batches)
-        self.forwarded_per_unique = count.forwarded / self.work.num_unique
+        self.num_forwarded = count.forwarded
         self.first = self.first or (metrics["loss"], metrics["grad_norm"])
+
+    @property
+    def forwarded_per_unique(self) -> float:
+        """Tokens forwarded by the last step, per unique token."""
+        # Not counted in a step, which it would lengthen: it takes time quadratic in a row.
+        return self.num_forwarded / self.work.num_unique
 
 
 class TrlStep:
