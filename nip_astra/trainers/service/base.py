@@ -297,6 +297,13 @@ def informative_groups(
     return informative, others
 
 
+def logprobs_before_update(batch: Batch) -> Tensor:
+    """Return the rescored log-probabilities of a batch, or else those of sampling, `[B, T]`."""
+    name = "old_logprobs" if "old_logprobs" in batch.values else "logprobs"
+    found: Tensor = batch.values[name]
+    return found
+
+
 # ---- the trainer
 
 
@@ -758,9 +765,12 @@ class ServiceTrainer(LanguageModelTrainer):
         return score_batch(batch, model.logprobs)
 
     def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
-        """Set `advantages` and `teacher_logprobs` for distillation; return the divergence."""
+        """Set `advantages` and `teacher_logprobs` for distillation; return the divergence.
+
+        The student is the learning policy where the batch was rescored, else the one that sampled.
+        """
         options = self.parameters.distillation
-        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        student_BT, mask_BT = logprobs_before_update(batch), batch.values["loss_mask"]
         teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
         batch.values["advantages"] = reverse_kl_advantages(
             student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount
