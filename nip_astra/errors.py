@@ -142,7 +142,7 @@ class UnknownNameError(ConfigurationError, LookupError):
         self.suggestions = nearest_names(name, self.known)
         words = kind.replace("_", " ")
         near = f" Did you mean {self.suggestions[0]!r}?" if self.suggestions else ""
-        advice = advice or f"A {words} of your own is loaded with --plugin path/to/file.py."
+        advice = advice or "Load your own with --plugin path/to/file.py."
         listed = ", ".join(self.known) or "none"
         super().__init__(
             f"unknown {words} {name!r}.{near} Known {plural(words)}: {listed}. {advice}"

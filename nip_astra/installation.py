@@ -137,7 +137,6 @@ def examine(runs_dir: Path, *, is_online: bool = False) -> list[Finding]:
         "packages": _packages,
         "extras": _extras,
         "devices": _devices,
-        "experimental": _experimental,
         "scorers": _scorers,
         "models": _models,
         "network": lambda: _network(is_online),
@@ -233,13 +232,6 @@ def _devices() -> Findings:
         about = torch.cuda.get_device_properties(index)
         text = f"{about.name}, {about.total_memory / _GIB:.0f} GiB"
         yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
-
-
-def _experimental() -> Findings:
-    from nip_astra.utils.experimental import Experimental
-
-    for feature in Experimental:
-        yield Finding("experimental", feature.name.lower(), Status.INFO, feature.value)
 
 
 def _computes(device: str, text: str) -> tuple[Status, str]:

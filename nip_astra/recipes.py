@@ -246,7 +246,12 @@ def task_parameters(
 ) -> TaskParameters:
     """Return the parameters of `train_task`, as in a parameter file."""
     if algorithm not in GROUP_VARIANTS:
-        raise UnknownNameError("algorithm", algorithm, GROUP_VARIANTS)
+        raise UnknownNameError(
+            "algorithm",
+            algorithm,
+            GROUP_VARIANTS,
+            f"Set other losses and advantages with --set {TRAINER}.policy_loss.loss=NAME.",
+        )
     task: dict[str, Any] = {
         "_type": "dataset",
         "train": _located(data),

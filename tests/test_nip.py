@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -296,6 +297,28 @@ def test_grids_are_divided_and_skip_as_requested(
     assert ran["grid_3"] == {"a": 4, "b": 2}
 
 
+@pytest.mark.parametrize(
+    ("option", "shown"),
+    [("", "warning"), ("-v", "info warning"), ("-d", "debug info warning"), ("-q", "")],
+)
+def test_the_options_of_a_grid_choose_the_messages_of_its_log(
+    option: str,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def speak(arguments: running.ExperimentFunctionArguments) -> None:
+        for name in ("debug", "info", "warning"):
+            getattr(arguments.child_logger_adapter, name)(name)
+
+    monkeypatch.setattr(running.logger, "handlers", [])
+    monkeypatch.setattr(sys, "argv", ["grid", *option.split()])
+    running.SequentialHyperparameterExperiment({"a": [1]}, speak, experiment_name="GRID").run()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"[grid_0] {name}" for name in shown.split()]
+    running.logger.setLevel(logging.NOTSET)
+
+
 # ---- hyper-parameters
 
 
@@ -345,12 +368,32 @@ def test_values_that_are_wrong_or_without_counterpart_are_refused() -> None:
     for change, error, fact in (
         (manual, ConfigurationError, "prover"),
         ({"rl": {"lr": -1.0}}, ParameterError, "rl.lr"),
-        ({"rl": {"learning_rate": 1.0}}, TypeError, "learning_rate"),
+        ({"rl": {"learning_rate": 1.0}}, ConfigurationError, "learning_rate.*lmbda"),
+        ({"agents": {"prover": {"lr": 1.0}}}, ConfigurationError, "lr: .*agent_lr_factor"),
     ):
         with pytest.raises(error, match=fact):
             ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "test", **change))
+    for values, fact in (
+        ({"scenario": "code_validation", "code_validation": {"apps_difficulty": "odd"}}, "odd"),
+        (
+            {"scenario": "image_classification", "agents": {"a": {"building_block_type": "odd"}}},
+            "odd",
+        ),
+    ):
+        trainer = "pure_text_ei" if "code" in str(values) else "vanilla_ppo"
+        with pytest.raises(ParameterError, match=fact):
+            ours(HyperParameters(trainer=trainer, dataset="cifar10", **values))
     with pytest.raises(ConfigurationError, match="nothing"):
         HyperParameters.from_dict({"nothing": 1})
+
+
+def test_extra_keys_are_ignored_at_every_level_if_requested() -> None:
+    plain = HyperParameters("graph_isomorphism", "vanilla_ppo", "test").to_dict()
+    more = json.loads(json.dumps(plain)) | {"nothing": 1}
+    more["rl"]["nothing"] = more["agents"]["_default"]["nothing"] = 1
+    assert HyperParameters.from_dict(more, ignore_extra_keys=True).to_dict() == plain
+    with pytest.raises(ConfigurationError, match="nothing"):
+        HyperParameters.from_dict({**plain, "rl": more["rl"]})
 
 
 def test_parameter_classes_are_dataclasses_with_test_values() -> None:

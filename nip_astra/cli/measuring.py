@@ -56,24 +56,15 @@ def evaluate(
     ] = "test",
     num_episodes: Annotated[
         int | None,
-        typer.Option(
-            metavar="NUMBER",
-            min=1,
-            max=1_000_000,
-            help="Conversations of the attacker, or problems.",
-        ),
+        typer.Option(metavar="NUMBER", help="Conversations of the attacker, or problems."),
     ] = None,
     num_turns: Annotated[
-        int | None,
-        typer.Option(metavar="NUMBER", min=1, max=1_000, help="Turns of a conversation."),
+        int | None, typer.Option(metavar="NUMBER", help="Turns of a conversation.")
     ] = None,
     probability_episodes: Annotated[
         int | None,
         typer.Option(
-            metavar="NUMBER",
-            min=0,
-            max=1_000_000,
-            help="Conversations for the probability of failure; 0: none.",
+            metavar="NUMBER", help="Conversations for the probability of failure; 0: none."
         ),
     ] = None,
     importance_sampling: Annotated[
@@ -84,7 +75,7 @@ def evaluate(
         ),
     ] = True,
     batch_size: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="Conversations at once.")
+        int | None, typer.Option(metavar="NUMBER", help="Conversations at once.")
     ] = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="The model as it was before training.")

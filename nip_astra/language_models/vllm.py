@@ -1,4 +1,4 @@
-"""The vLLM backend (experimental): vLLM samples, and the Hugging Face backend scores and learns.
+"""The vLLM backend: vLLM samples, and the Hugging Face backend scores and learns.
 
 Log-probabilities in a loss are never vLLM's: its kernels round differently, so the ratio of the two
 is not 1 for equal weights. The difference on sampled tokens is logged.
@@ -60,7 +60,6 @@ from nip_astra.language_models.vllm_backend.engine import (
 from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
-from nip_astra.utils.experimental import Experimental, warn_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ MAX_PADDED = 1 << 24
 
 @register_language_model(LanguageModelType.VLLM)
 class VllmLanguageModel(LanguageModel):
-    """A causal language model sampled by vLLM in this process; experimental.
+    """A causal language model sampled by vLLM in this process.
 
     Parameters
     ----------
@@ -155,7 +154,6 @@ class VllmLanguageModel(LanguageModel):
             dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
         window = min(parameters.max_model_len or about.context_window, about.context_window)
-        warn_experimental(Experimental.VLLM)
         options = EngineOptions(
             dtype=dtype,
             max_model_len=window,

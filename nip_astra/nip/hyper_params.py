@@ -427,16 +427,40 @@ class HyperParameters(SubParameters):
             )
         agents = dict(values.get("agents") or {})
         agents.pop("agents_update_repr", None)
+        if ignore_extra_keys:
+            for group in values.keys() & GROUPS:
+                values[group] = _known(GROUPS[group], values[group])
+            of_agents = AGENT_CLASSES.get(str(values.get("scenario")), "RandomAgentParameters")
+            agents = {
+                name: _known(_kind_of_agent(one, of_agents), one) for name, one in agents.items()
+            }
         values["agents"] = agents or None
         return cls(**{name: one for name, one in values.items() if name in known})
+
+
+_MARKS = ("_type", "is_random")
+"""Keys of a mapping that select the class."""
 
 
 def _object(name: str, given: Any) -> Any:
     """Create an object of one of nip's classes from a mapping; return an object unchanged."""
     if not isinstance(given, Mapping):
         return given
-    values = {key: value for key, value in given.items() if key not in ("_type", "is_random")}
+    values = {key: value for key, value in given.items() if key not in _MARKS}
+    unknown = sorted(set(values) - set(DEFAULTS[name]))
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(unknown)}: no parameter of nip's {name}. Known: "
+            f"{', '.join(DEFAULTS[name]) or 'none'}."
+        )
     return _CLASSES[name](**values)
+
+
+def _known(name: str, given: Any) -> Any:
+    """Return a mapping without keys that are not parameters of a class."""
+    if not isinstance(given, Mapping):
+        return given
+    return {key: one for key, one in given.items() if key in DEFAULTS[name] or key in _MARKS}
 
 
 def _kind_of_agent(given: Any, of_agents: str) -> str:
@@ -580,7 +604,9 @@ def _of_text(given: HyperParameters, values: dict[str, Any]) -> None:
         rollouts = rl.frames_per_batch // (rounds.max_message_rounds if rounds else 2)
     values["text_rl"] |= {"num_iterations": rl.num_iterations, "rollouts_per_iteration": rollouts}
     if given.dataset != "test":
-        values["code_validation"]["levels"] = LEVELS[given.code_validation.apps_difficulty]
+        difficulty = given.code_validation.apps_difficulty
+        # An unknown one is reported by the check of our parameters.
+        values["code_validation"]["levels"] = LEVELS.get(difficulty, difficulty)
     for name in ("rl", "ppo", "zk_protocol"):
         values.pop(name, None)
 
@@ -643,7 +669,8 @@ def _agent(agent: Any, given: HyperParameters) -> dict[str, Any]:
         else:
             fields[name] = _ours_of(fields[name])
     if "building_block_type" in fields:
-        fields["building_block_type"] = BLOCKS[fields["building_block_type"]]
+        block = fields["building_block_type"]
+        fields["building_block_type"] = BLOCKS.get(block, block)
         fields["pretrained_embeddings_model"] = _embeddings(agent, given.dataset)
     return fields
 

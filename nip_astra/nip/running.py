@@ -194,6 +194,24 @@ def _no_step() -> None:
     """Replace a bar that the processes of a grid do not share."""
 
 
+def _show_log(options: Namespace) -> None:
+    """Show the log of the runs in the terminal, as the options request."""
+    level = logging.INFO if options.verbose else logging.WARNING
+    level = logging.ERROR if options.quiet else level
+    logger.setLevel(logging.DEBUG if options.debug else level)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+
+
+def _run_in_process(
+    experiment_fn: Callable[[ExperimentFunctionArguments], None],
+    arguments: ExperimentFunctionArguments,
+) -> None:
+    """Run one experiment of a grid in a new process."""
+    _show_log(arguments.cmd_args)
+    experiment_fn(arguments)
+
+
 class HyperparameterExperiment:
     """Runs a function once for each combination of a grid's values.
 
@@ -282,8 +300,7 @@ class HyperparameterExperiment:
     def run(self) -> None:
         """Read the options, prepare all runs, and run them."""
         options = self.cmd_args = self.parser.parse_args()
-        level = logging.INFO if options.verbose else logging.WARNING
-        logging.getLogger(__name__).setLevel(logging.DEBUG if options.debug else level)
+        _show_log(options)
         chosen = self._chosen()
         if self.run_preparer_fn is not None:
             for _, combo in chosen:
@@ -346,7 +363,10 @@ class MultiprocessHyperparameterExperiment(HyperparameterExperiment):
             mp_context=get_context("spawn"),
             max_tasks_per_child=options.max_tasks_per_child,
         ) as pool:
-            runs = [pool.submit(self.experiment_fn, self._arguments(*one)) for one in chosen]
+            runs = [
+                pool.submit(_run_in_process, self.experiment_fn, self._arguments(*one))
+                for one in chosen
+            ]
             for run in tqdm(as_completed(runs), total=len(runs), desc=self.experiment_name):
                 run.result()
 

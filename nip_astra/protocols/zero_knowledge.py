@@ -220,10 +220,11 @@ def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
-    """Compute the cosine of two batches of centred logits, float32 `[E]`; 0 if nothing is open.
+    """Compute the cosine of two batches of centred logits, float32 `[E]`.
 
     The last dimension holds the alternatives. Centring makes logits independent of their
-    normalisation; impossible alternatives are left out, because they would dominate.
+    normalisation; impossible alternatives are left out, because they would dominate. Where nothing
+    is open, or all alternatives of one are equally likely, it is 0 without gradient.
     """
 
     def vector(logits: Tensor) -> Tensor:
@@ -232,4 +233,10 @@ def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
         mean = logits.sum(-1, keepdim=True) / is_counted.sum(-1, keepdim=True).clamp(min=1)
         return torch.where(is_counted, logits - mean, 0.0).flatten(1)
 
-    return cosine_similarity(vector(first), vector(second), dim=1)
+    first_EF, second_EF = vector(first), vector(second)
+    is_defined_E = first_EF.any(dim=1) & second_EF.any(dim=1)
+    # At 0 the cosine has no direction: its gradient would be huge, and the second derivative NaN.
+    first_EF, second_EF = (
+        torch.where(is_defined_E[:, None], vector_EF, 1.0) for vector_EF in (first_EF, second_EF)
+    )
+    return torch.where(is_defined_E, cosine_similarity(first_EF, second_EF, dim=1), 0.0)

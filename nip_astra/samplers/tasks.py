@@ -226,6 +226,8 @@ def play_episodes(
     for one in episodes:
         # The tools may be functions that cannot be sent to another process.
         one.turns, one.toolbox = [], NO_TOOLS
+        figures = getattr(one.episode.environment, "figures", {})
+        one.episode.figures = {str(name): float(value) for name, value in figures.items()}
     return list(episodes)
 
 
@@ -540,6 +542,7 @@ def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
                 "messages": [list(message) for message in one.episode.messages],
                 "toolbox": None,
                 "tool_counts": dict(one.episode.tool_counts),
+                "figures": one.episode.figures,
                 "reward": None if one.episode.reward is None else float(one.episode.reward),
                 "spans": [
                     [[len(span.ids), span.logprobs is not None] for span in some]
@@ -569,12 +572,17 @@ def _from_plain(
         messages = [Message(role, text) for role, text in fields.pop("messages")]
         environment = unplayed.episode.environment
         counts = Counter(fields.pop("tool_counts"))
-        fields["episode"] = Episode(environment, messages, fields.pop("reward"), tool_counts=counts)
+        fields["episode"] = Episode(
+            environment,
+            messages,
+            fields.pop("reward"),
+            tool_counts=counts,
+            figures=fields.pop("figures"),
+        )
         fields["toolbox"] = unplayed.toolbox
         fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
         one = PlayedEpisode(**fields)
-        if one.is_over and one.episode.reward is None:
-            # The task rates it and may read its environment.
+        if task.reads_state and one.is_over and one.episode.reward is None:
             _replay(agent, task, one)
         found.append(one)
     return found
@@ -582,12 +590,15 @@ def _from_plain(
 
 def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None:
     """Bring a new environment to the state of that in another process."""
-    expected = played.episode.messages
-    messages = opening_of(played.episode.environment)
-    while len(messages) < len(expected):
-        own = expected[len(messages)]
-        ((reaction, _),) = _reactions([played], [own.text], agent)
-        messages += [own, *reaction.messages]
+    expected, environment = played.episode.messages, played.episode.environment
+    try:
+        messages = opening_of(environment)
+        while len(messages) < len(expected):
+            own = expected[len(messages)]
+            ((reaction, _),) = _reactions([played], [own.text], agent)
+            messages += [own, *reaction.messages]
+    finally:
+        close_environment(environment)
     # Programs that run in tools may be random.
     if _without_results(messages) != _without_results(expected):
         raise WorkerProcessError(

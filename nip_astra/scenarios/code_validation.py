@@ -75,13 +75,16 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
     """Read problems with their solutions."""
     problems: list[dict[str, Any]] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a text may contain rarer line separators of Unicode.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"cannot read problems from {path}: {error}. Give a file of JSON lines, relative to "
             "the scenario's folder."
         ) from error
-    for number, line in enumerate(filter(None, lines), start=1):
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             problem = json.loads(line)
             kinds = {bool(one["is_correct"]) for one in problem["solutions"] if str(one["code"])}

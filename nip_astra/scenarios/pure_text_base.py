@@ -196,6 +196,7 @@ class PureTextScenario(Scenario):
             human_names=cast.human_names,
             max_words={name: own[name].max_response_words for name in names},
             has_random_stance=parameters.randomize_prover_stance,
+            hidden_columns=cls.hidden_columns,
         )
 
 

@@ -4,7 +4,7 @@ It refuses any argument that the real one lacks in one of the versions of `vllm_
 not sample while asleep, and it reads prefixes with the weights of the time when it first saw them
 until its cache is reset. The names are read from wheels of vLLM:
 
-pip download --no-deps vllm==0.30.0 -d wheels
+pip download --no-deps vllm==0.26.0 -d wheels
 python -m tests.language_models.fake_vllm wheels/*.whl > tests/language_models/vllm_names.json
 """
 

@@ -240,6 +240,26 @@ def test_rewards_on_logits_reach_both_agents_and_raising_them_makes_both_alike()
     assert float(earned_E.detach().min()) > 0.5 * 1.99
 
 
+@pytest.mark.parametrize("agent", [2, 3])
+def test_a_uniform_policy_is_like_no_other_and_has_no_gradient(agent: int) -> None:
+    handler = build("adp", zk=ZK)
+    assert isinstance(handler, ZeroKnowledgeProtocol)
+    generator = torch.Generator().manual_seed(0)
+    messages_EACPS = torch.randn(1, 4, 3, 1, 5, generator=generator)
+    decisions_EA3 = torch.randn(1, 4, 3, generator=generator)
+    messages_EACPS[:, agent] = decisions_EA3[:, agent] = 0.0
+    logits = messages_EACPS.requires_grad_(), decisions_EA3.requires_grad_()
+    zero = torch.zeros(1, dtype=torch.long)
+    decided_EA = torch.zeros(1, 4, dtype=torch.bool)
+    likeness_E = handler.likeness(
+        zero + 1, zero, decided_EA, Moves(torch.zeros(1, 4, dtype=torch.long), *logits)
+    )
+    assert likeness_E.tolist() == [0.0]
+    gradients = torch.autograd.grad(likeness_E.sum(), logits, create_graph=True)
+    second = torch.autograd.grad(sum(one.square().sum() for one in gradients), logits)
+    assert not any(one.any() for one in (*gradients, *second)), "NaN counts as any"
+
+
 def test_moves_without_logits_are_refused() -> None:
     handler = build("nip", zk=ZK)
     nothing = torch.zeros(1, dtype=torch.long)

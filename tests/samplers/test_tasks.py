@@ -262,8 +262,22 @@ needs_forks = pytest.mark.skipif(not can_fork(), reason="needs Linux without a G
 
 
 class Unrated(GuessNumberEnvironment):
+    num_open = num_resets = 0
+
+    @property
+    def figures(self) -> dict[str, int]:  # type: ignore[override]
+        return {"turns": self.num_turns}
+
+    def reset(self) -> Sequence[Message]:
+        Unrated.num_resets += 1
+        Unrated.num_open += 1
+        return super().reset()
+
     def step(self, message: str) -> Reaction:
         return super().step(message)._replace(reward=None)
+
+    def close(self) -> None:
+        Unrated.num_open -= 1
 
 
 class RatedGuessing(GeneratedTask):
@@ -307,12 +321,15 @@ def task(trainer: Any, request: pytest.FixtureRequest) -> Task:
 
 
 def plain(rollout: TaskRollout) -> tuple[list[Any], list[Any]]:
-    """Trajectories, and messages, rewards and environments of episodes, to compare."""
+    """Trajectories, and messages, rewards, figures and environments of episodes, to compare."""
     rows = [
         {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in item.to_plain().items()}
         for item in rollout.trajectories
     ]
-    episodes = [(item.messages, item.reward, vars(item.environment)) for item in rollout.episodes]
+    episodes = [
+        (item.messages, item.reward, item.figures, vars(item.environment))
+        for item in rollout.episodes
+    ]
     return rows, episodes
 
 
@@ -493,8 +510,20 @@ def test_processes_of_a_run_play_the_same(agent: ConversationAgent, task: Task) 
     assert team.num_parts == [1, 2]
     assert rows == expected[0]
     # Environments of the other process have their state only where the task rates by it.
-    end = 3 if isinstance(task, RatedGuessing) else 2
+    end = 4 if isinstance(task, RatedGuessing) else 3
     assert [item[:end] for item in episodes] == [item[:end] for item in expected[1]]
+    assert Unrated.num_open == 0
+
+
+def test_an_episode_is_repeated_only_if_the_task_reads_its_state(
+    agent: ConversationAgent, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RatedGuessing, "reads_state", False)
+    task = RatedGuessing(trainer.task.parameters)
+    team: Any = Team(replace(agent), task)
+    before = Unrated.num_resets
+    rollout = play_task(agent, task, PROBLEMS, PLAN, num_parts=3, team=team)
+    assert Unrated.num_resets - before == len(rollout.episodes)
 
 
 def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(

@@ -1,4 +1,4 @@
-"""A vLLM engine in this process, and requests to it; for vLLM 0.30 to 0.33."""
+"""A vLLM engine in this process, and requests to it; for vLLM 0.26 to 0.33."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ class ChatFormat(ConversationFormat):
             raise ModelLoadError(
                 f"the chat template refused a conversation of the roles "
                 f"{[message['role'] for message in messages]}: {error}. If the user must begin, "
-                "give the agent a preamble; without a system role, remove system_prompt."
+                "give the agent a preamble; without a system role, remove system_prompt and "
+                "system messages."
             ) from error
         glue = []
         for name in names:

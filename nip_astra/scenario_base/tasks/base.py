@@ -17,6 +17,7 @@ from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Columns
+from nip_astra.safe_text import valid_text
 from nip_astra.scenario_base.tasks.tools import (
     NO_TOOLS,
     Outcome,
@@ -115,6 +116,8 @@ class Episode:
     """Metrics that reward functions logged."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further columns of the episode's record."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Those of the environment at the end of the episode."""
 
     def is_right(self, success_reward: float) -> bool | None:
         """Return whether the (first) reward is large enough; None without a reward."""
@@ -149,6 +152,9 @@ class Task(ABC):
     """Tools of every environment, in addition to its own."""
     tool_use: ToolUseParameters = ToolUseParameters()
     """Limits of the use of tools."""
+    reads_state: bool = True
+    """Whether `rate` reads what an episode changed in its environment: then an episode from another
+    process is repeated, with its tool calls, in the process that rates."""
     progress: TrainingProgress = TrainingProgress()
     """Set by the trainer before it plays problems."""
 
@@ -277,7 +283,7 @@ def _messages(owner: object, hook: str, value: Any) -> list[Message]:
         is_message = isinstance(message, Message) and isinstance(message.text, str)
         if not is_message or message.role not in get_args(Role):
             raise wrong_result(owner, hook, message, expected)
-    return list(value)
+    return [Message(message.role, valid_text(message.text)) for message in value]
 
 
 def _reward(owner: object, hook: str, value: Any) -> float | None:

@@ -66,6 +66,8 @@ def messages_of(prompt: Prompt) -> list[Message]:
 class DatasetTask(Task):
     """One prompt per row, rewarded by its answer column, a scorer, or weighted reward functions."""
 
+    reads_state = False
+
     class Parameters(TaskParameters):
         """Files and reward."""
 

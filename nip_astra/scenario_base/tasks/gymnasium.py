@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, NipAstraError
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
@@ -22,6 +22,7 @@ from nip_astra.scenario_base.tasks.base import (
     Reaction,
     SeededTask,
     Split,
+    close_environment,
     register_task,
     wrong_result,
 )
@@ -159,9 +160,12 @@ class GymnasiumTask(SeededTask):
             first = self._make()
             if isinstance(first, TextArenaGame):
                 first.reset(seed=0)
-        except TypeError as error:
+        except NipAstraError:
+            raise
+        except Exception as error:  # of the environment's own code
             raise ConfigurationError(
-                f"{parameters.environment} cannot be built: {error}. Set task.task.arguments."
+                f"{parameters.environment} cannot be built: {type(error).__name__}: {error}. Set "
+                "task.task.arguments, or fix its class."
             ) from error
         for name in ("observation_space", "action_space"):
             space = type(getattr(first, name, None)).__name__
@@ -170,6 +174,7 @@ class GymnasiumTask(SeededTask):
                     f"the {name} of {parameters.environment} is {space}. A language model needs "
                     "texts: use gymnasium.spaces.Text, or wrap the environment."
                 )
+        close_environment(first)
 
     def environment(self, split: Split, index: int) -> GymnasiumEnvironment:
         return GymnasiumEnvironment(self._make, self.seed_of(split, index))

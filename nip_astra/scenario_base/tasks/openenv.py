@@ -206,6 +206,8 @@ class OpenEnvTask(SeededTask):
     observation. Tools (MCP) and images are rejected. Each problem is a seed.
     """
 
+    reads_state = False
+
     class Parameters(SeededTask.Parameters):
         """Environment and its fields."""
 

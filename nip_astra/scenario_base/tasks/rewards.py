@@ -254,8 +254,7 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         for name, value in episode.rewards.items():
             if value is not None:
                 values.setdefault(name, []).append(value)
-        own = getattr(episode.environment, "figures", {})
-        named = [(f"environment/{name}", float(value)) for name, value in own.items()]
+        named = [(f"environment/{name}", value) for name, value in episode.figures.items()]
         for name, value in (*episode.logged, *named):
             logged.setdefault(name, []).append(value)
     figures = {name: fmean(some) for name, some in logged.items()}

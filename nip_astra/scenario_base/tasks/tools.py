@@ -28,6 +28,7 @@ from nip_astra.errors import ConfigurationError, TaskError
 from nip_astra.language_models.tool_calls import OPEN, ToolCall, parse_tool_calls
 from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
 from nip_astra.registry import Registry
+from nip_astra.safe_text import valid_text
 from nip_astra.scorers.python import find_function
 from nip_astra.utils.sandbox import SandboxLimits, check_any_sandbox, run_program
 
@@ -355,7 +356,8 @@ class Toolbox:
         """Return the texts of outcomes for the policy, and counts of calls and errors."""
         left = min(self.parameters.max_result_tokens, room // 2)
         texts, counts = [], Counter(calls=len(outcomes))
-        for value, error in outcomes:
+        for given, error in outcomes:
+            value = valid_text(given)
             length = 0 if error else num_tokens(value)
             if length > left:
                 value, error = f"the result has {length} tokens, more than {left}", "long"

@@ -47,6 +47,7 @@ class VerifiersEnvironment(Environment):
         self._toolsets = task.toolsets(task.config)
         self.columns = (("key", str(task.key)), ("name", str(task.data.name or task.data.idx)))
         self.state = state_cls(type(task))()
+        self._num_opening = 0
         self.tools = [
             replace(tool, function=partial(self._call, toolset, tool.function))
             for toolset in (*shared, *self._toolsets)
@@ -77,6 +78,7 @@ class VerifiersEnvironment(Environment):
             )
         if system:
             turns[0][1] = "\n\n".join([*system, turns[0][1]])
+        self._num_opening = len(turns)
         return [Message("assistant" if r == "assistant" else "user", text) for r, text in turns]
 
     def _call(self, toolset: Any, function: Callable[..., Any], **arguments: Any) -> Any:
@@ -91,8 +93,7 @@ class VerifiersEnvironment(Environment):
     async def rate(self, episode: Episode) -> float:
         """Return the weighted sum of the task's own rewards and judges."""
         trace = trace_of(self.task, self.state)
-        opening = next(i for i, one in enumerate(episode.messages) if one.role == "assistant")
-        add_messages(trace, episode.messages, first_own=opening)
+        add_messages(trace, episode.messages, first_own=self._num_opening)
         await self.task.score(trace)
         return float(trace.reward)
 
@@ -159,7 +160,8 @@ class _Player:
 
         given = _BARE if message is None else message
         sent = self.task.data.prompt if given is _BARE else given
-        add_messages(self.trace, [Message(role, text) for role, text in _plain(sent)])  # type: ignore[arg-type]
+        messages = [Message(role, text) for role, text in _plain(sent)]  # type: ignore[arg-type]
+        add_messages(self.trace, messages, first_own=len(messages))
         self._turns.put_nowait(given)
         reply = await self._replies.get()
         add_messages(self.trace, [Message("assistant", reply)])

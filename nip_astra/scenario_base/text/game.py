@@ -256,6 +256,8 @@ class TextGame:
     has_random_stance : bool
         Whether a single prover argues for a random side, fixed for each datapoint, and is rewarded
         for that decision.
+    hidden_columns : sequence of str
+        Columns of the data that no prompt may show, besides the label `y`.
     """
 
     def __init__(
@@ -266,6 +268,7 @@ class TextGame:
         human_names: Mapping[str, str],
         max_words: Mapping[str, int],
         has_random_stance: bool = False,
+        hidden_columns: Sequence[str] = (),
     ) -> None:
         if protocol.needs_logits:
             raise ConfigurationError(
@@ -283,6 +286,7 @@ class TextGame:
         self.human_names = human_names
         self.max_words = max_words
         self.has_random_stance = has_random_stance
+        self._hidden_columns = {"y", *hidden_columns}
 
     # ---- rules
 
@@ -420,7 +424,11 @@ class TextGame:
         stance = self.stance(agent, episode.datapoint)
         turns_of_verifier = protocol.max_verifier_questions
         is_prover = self.role(agent) == "prover"
-        shown = {name: value for name, value in episode.datapoint.items() if name != "y"}
+        shown = {
+            name: value
+            for name, value in episode.datapoint.items()
+            if name not in self._hidden_columns
+        }
         return {
             "agent": agent,
             "name": self.human_names[agent],

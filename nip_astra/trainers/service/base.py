@@ -506,6 +506,8 @@ class ServiceTrainer(LanguageModelTrainer):
         )
         generated = 0
         earlier: list[int] = []
+        # What evaluations have sampled is left out.
+        self._sampler.take_metrics()
         for _ in range(rounds + 1):
             missing = wanted - num_live
             start = first + num_played
@@ -535,6 +537,7 @@ class ServiceTrainer(LanguageModelTrainer):
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
             "tokens/generated": float(generated),
+            **self._sampler.take_metrics(),
             **episode_figures(episodes),
         }
         # Without resampling every problem stays.

@@ -75,6 +75,10 @@ class Old(Guess):
 
 class Box(Guess):
     observation_space = object()
+
+class Broken(Guess):
+    def __init__(self):
+        raise OSError("no words")
 """
 )
 OPENENV = (
@@ -152,8 +156,10 @@ def test_the_return_of_an_episode_is_its_reward(kind: str, write: Callable[[str]
         wrong = reaction_of(environment, str(1 - guess.hidden))
         assert wrong == ([Message("user", "no")], None, False)
     assert reaction_of(environment, f" {guess.hidden} ") == ([], 0.75, True)
+    # Gymnasium's spaces are read from an environment of its own, which is closed.
+    assert type(guess).closed == (kind == "gymnasium")
     environment.close()
-    assert type(guess).closed == 1
+    assert type(guess).closed == 1 + (kind == "gymnasium")
     opening_of(environment)
     assert [reaction_of(environment, "x").is_over for _ in range(3)] == [False, False, True]
 
@@ -177,6 +183,7 @@ def test_problems_are_seeds_that_no_split_shares(kind: str, write: Callable[[str
         ("gymnasium", "Nothing", {}, ConfigurationError, "Nothing"),
         ("gymnasium", "Guess", {"arguments": {"least": 1}}, ConfigurationError, "Guess"),
         ("gymnasium", "Box", {}, ConfigurationError, "Box"),
+        ("gymnasium", "Broken", {}, ConfigurationError, "Broken .*no words"),
         ("gymnasium", "Pixels", {}, TaskError, "reset of Pixels"),
         ("gymnasium", "Old", {}, TaskError, "step of Old"),
         ("openenv", "Two", {}, ConfigurationError, "text, more"),

@@ -250,6 +250,22 @@ def test_a_wrong_call_is_answered_and_counted_and_the_episode_goes_on(
     assert figures[f"tools/{kind}_share"] == figures["tools/error_share"] == 1 / len(answers)
 
 
+def test_half_a_surrogate_pair_of_a_tool_or_an_environment_is_replaced(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(fails: bool) -> str:
+        """Half a pair."""
+        if fails:
+            raise ValueError("\ud800")
+        return "\ud800"
+
+    monkeypatch.setattr(Sums, "reset", lambda _: [Message("user", "2+\ud800?")])
+    calls = [json.dumps({"name": "half", "arguments": {"fails": fails}}) for fails in (True, False)]
+    episode, _ = play(*calls, "5", offered=[tool_of(half)])
+    assert episode.messages[0].text == "2+\ufffd?"
+    assert texts(episode) == ["Error: ValueError: \ufffd", "\ufffd"]
+
+
 def test_methods_keep_state_and_may_end_the_episode(play: Any) -> None:
     shout = '{"name": "shout", "arguments": {"text": "hey"}}'
     episode, _ = play(shout, '{"name": "submit", "arguments": {"number": 5}}')

@@ -225,6 +225,28 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     assert other.state.calls == 0
 
 
+@pytest.mark.parametrize("has_environment", [False, True])
+def test_answers_in_a_prompt_are_not_the_policys(has_environment: bool, taskset: Path) -> None:
+    examples = ["user", "1+1=", "assistant", "2", "user"]
+    pairs = zip(examples[::2], [*examples[1::2], "{a}+{b}="], strict=True)
+    prompt = ", ".join(f"dict(role={role!r}, content=f{text!r})" for role, text in pairs)
+    text = TASKSET.replace('f"{a}+{b}=", answer', f"[{prompt}], answer")
+    text = text.replace("float(len(trace.last_reply) < 4)", "trace.num_turns")
+    if has_environment:
+        text = text.replace('__all__ = ["SumTaskset"]', ENV.strip())
+    taskset.write_text(text)
+    task = task_of(taskset)
+    environment = task.environment("train", 0)
+    opening = opening_of(environment)
+    assert [message.role for message in opening] == ["user", "assistant", "user"]
+    episode = Episode(environment, [*opening, Message("assistant", "6")])
+    episode.reward = reaction_of(environment, "6").reward
+    if not has_environment:
+        task.rate([episode])
+    # Its environment subtracts the number of turns.
+    assert episode.reward == 2.5 - has_environment
+
+
 def test_an_environment_of_a_taskset_requests_turns_from_the_policy(taskset: Path) -> None:
     taskset.write_text(TASKSET.replace('__all__ = ["SumTaskset"]', ENV.strip()))
     task = task_of(taskset)

@@ -80,6 +80,18 @@ def test_a_broken_problem_is_reported_with_its_line(line: str, fact: str, tmp_pa
     for options, expected in (({}, fact), ({"problems": "none"}, "none")):
         with pytest.raises(DataError, match=expected):
             code_data(tmp_path, **options)
+    (tmp_path / "problems.jsonl").write_text(f"\n\n{line}")
+    with pytest.raises(DataError, match="line 3 of"):
+        code_data(tmp_path)
+
+
+def test_texts_of_problems_may_contain_any_line_separator(tmp_path: Path) -> None:
+    question = "one\u2028two\x85three"
+    solutions = [{"code": "a", "is_correct": True}, {"code": "b", "is_correct": False}]
+    rows = [PROBLEM | {"name": name, "question": question, "solutions": solutions} for name in "xy"]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "problems.jsonl").write_text(lines, encoding="utf-8-sig")
+    assert set(code_data(tmp_path).train["question"].tolist()) == {question}
 
 
 @pytest.mark.parametrize("scenario", ["secret_word", "code_validation"])
@@ -101,6 +113,8 @@ def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str)
             if "word" in row and turn.agent == "verifier" and row["claim"] != row["word"]:
                 assert row["word"] not in str(messages), "the verifier does not know the word"
             assert not row.get("mutation") or row["mutation"] not in str(messages)
+            usable = game.template_values(at, turn)["datapoint"]
+            assert not {"y", *instance.hidden_columns} & set(usable)
     assert seen == set(game.protocol.agent_names)
 
 

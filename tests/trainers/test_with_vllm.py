@@ -82,3 +82,14 @@ def test_a_target_with_an_engine_of_its_own_scores_probes(
     # Two levels of two rollouts, and of the measurements.
     assert len(gaps) > 4
     assert max(gaps) < 1e-4
+
+
+def test_the_gap_of_a_task_is_that_of_its_rollouts(tmp_path: Path) -> None:
+    policy = '{"_type": "vllm", "model": "scenario://models/policy"}'
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo",
+        overrides=[f"task.policy.language_model={policy}"],
+    )
+    path = run_in(tmp_path, resolved, test_run=True)
+    first, *_ = metrics_of(path)
+    assert 0.0 < first["sampler_gap/largest"] < 1e-4
