@@ -305,11 +305,14 @@ def _is_beyond(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
-    """Return which tokens can be drawn at temperature 1, bool `[B, V]`."""
+    """Return which tokens can be drawn at temperature 1, bool `[B, V]`.
+
+    NaN and infinite logits are kept, so that they are drawn and noticed.
+    """
     size = logits_BV.shape[-1] if top_k is None else min(top_k, logits_BV.shape[-1])
     values, tokens = logits_BV.topk(size, dim=-1)
     probabilities = (values.double() - values.double().logsumexp(dim=-1, keepdim=True)).exp()
-    is_kept = (probabilities > 0.0) & ~_is_beyond(probabilities, top_p)
+    is_kept = ~((probabilities <= 0.0) | _is_beyond(probabilities, top_p))
     return torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(-1, tokens, is_kept)
 
 
