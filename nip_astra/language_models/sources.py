@@ -229,13 +229,18 @@ def load_pretrained(
     return tokenizer, model
 
 
-def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
+def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
-    limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
+    window = int(getattr(model.config, "max_position_embeddings", tokenizer.model_max_length))
+    for name, layer in model.named_modules():
+        # Positions of RoBERTa and its relatives start after the padding index.
+        padding = getattr(layer, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            window -= padding + 1
     # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
-    return limit if window is None else min(limit, int(window)), blank
+    return min(window, tokenizer.model_max_length), blank
 
 
 def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:
