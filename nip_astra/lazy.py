@@ -28,7 +28,8 @@ def import_extra(module: str, what: str, extra: str) -> Any:
         # The package itself imports this module, and has its version without the errors.
         from nip_astra.errors import MissingDependencyError
 
-        package = module.partition(".")[0]
+        # That of the missing module, which another package may import.
+        package = (error.name or module).partition(".")[0]
         raise MissingDependencyError.of(f"{what} ({error})", package, extra) from error
 
 

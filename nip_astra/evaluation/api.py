@@ -352,8 +352,11 @@ def export(
     with showing(f"Exporting {form}", enabled=settings.progress):
         if form == WEIGHTS:
             return _export_weights(path, None if output is None else Path(output))
+        if not (path / FIGURES).is_file():
+            # Rows and curves of a checkpoint are those of its run.
+            path, _ = run_of(path)
         material = _stored_family(path, request).material(path, request)
-        folder = run_of(run_of_stored(path))[0] / EXPORTS if output is None else Path(output)
+        folder = run_of_stored(path) / EXPORTS if output is None else Path(output)
         return export_material(material, form, folder)
 
 

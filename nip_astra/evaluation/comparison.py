@@ -111,7 +111,7 @@ def metric_of(
     is_binary: bool = False,
     possible: Sequence[float] = (),
 ) -> Metric:
-    """Return a metric from a number per unit; omits pairs in which one is None or NaN.
+    """Return a metric from a number per unit; omits pairs without two finite numbers.
 
     The other arguments are those of `Metric`.
     """
@@ -121,7 +121,7 @@ def metric_of(
         known = [
             (key, float(a), float(b))
             for key, a, b in values
-            if a is not None and b is not None and not math.isnan(a + b)
+            if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
         ]
         return Paired(
             [key for key, _, _ in known],

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from rich.text import Text
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MEASUREMENTS = ("before", "after", "random_search")
 """Parts of results.json that hold figures, in order."""
 PLOTS_PER_ROW = 3
+Status: TypeAlias = Literal["finished", "failed", "unfinished"]
 
 
 class Figure(NamedTuple):
@@ -70,11 +71,9 @@ class RunResults(Shown):
     timings: list[Row] = field(repr=False)
 
     @property
-    def status(self) -> Literal["finished", "failed", "unfinished"]:
+    def status(self) -> Status:
         """Status of the run; the reason of a failure is under `error` in `results`."""
-        if self.results.get("status") == FAILED:
-            return "failed"
-        return "finished" if self.results else "unfinished"
+        return status_of(self.results)
 
     def __str__(self) -> str:
         """Return the figures of each measurement, side by side."""
@@ -185,10 +184,17 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
     )
 
 
+def status_of(results: Mapping[str, Any]) -> Status:
+    """Return the status of a run from the content of results.json, empty without the file."""
+    if results.get("status") == FAILED:
+        return "failed"
+    return "finished" if results else "unfinished"
+
+
 def results_of(directory: RunDirectory) -> dict[str, Any]:
     """Return the content of results.json; empty if the run has not ended."""
     has_ended = (directory.path / RESULTS).is_file()
-    return dict(directory.read_json(RESULTS)) if has_ended else {}
+    return directory.read_json(RESULTS) if has_ended else {}
 
 
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:

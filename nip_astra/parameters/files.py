@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -31,6 +31,7 @@ from nip_astra.parameters.conversion import (
     with_new_names,
 )
 from nip_astra.parameters.parameters_base import TYPE_KEY, is_about_elements
+from nip_astra.safe_text import escape_for_yaml
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     escape_references,
@@ -164,8 +165,7 @@ def parse_overrides(
     """
     merger = _Merger()
     if isinstance(overrides, Mapping):
-        as_yaml = functools.partial(json.dumps, ensure_ascii=False, default=str)
-        overrides = [f"{name}={as_yaml(value)}" for name, value in overrides.items()]
+        overrides = [f"{name}={_as_yaml(value)}" for name, value in overrides.items()]
     for item in [overrides] if isinstance(overrides, str) else overrides:
         name, sign, value = item.partition("=")
         # OmegaConf would read a[b] as a.b, even if it is a typo.
@@ -186,6 +186,20 @@ def parse_overrides(
     if merger.faults:
         raise ParameterError(merger.faults)
     return Layer(option, with_new_names(merger.values, source=option))
+
+
+def assignment(path: str, value: Any) -> str:
+    """Return the assignment `a.b=c` that `parse_overrides` reads as this value."""
+    value = _literal(value)
+    quoted, plain = f"{path}={_as_yaml(value)}", f"{path}={value}"
+    with suppress(ParameterError):
+        if isinstance(value, str) and parse_overrides(plain) == parse_overrides(quoted):
+            return plain
+    return quoted
+
+
+def _as_yaml(value: Any) -> str:
+    return escape_for_yaml(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _check_depth(text: str) -> None:

@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError, counted
+from nip_astra.evaluation.run_results import status_of
 from nip_astra.report import summary
 from nip_astra.report.charts import (
     CURVES,
@@ -44,7 +45,7 @@ from nip_astra.report.records import (
 )
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.safe_text import safe_text
-from nip_astra.tracking.run_directory import FAILED, HYPER_PARAMETERS, REPORT, write_atomically
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, write_atomically
 from nip_astra.utils import formatting
 from nip_astra.utils.formatting import count
 from nip_astra.version import __version__
@@ -151,7 +152,7 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             ("run", run.run_id),
             ("seed", text(run.hyper_params.get("seed"))),
             ("device", text(run.settings.get("device"))),
-            ("finished", "yes" if run.results else "not yet"),
+            ("status", status_of(run.results)),
         ]
         facts = [(name, value) for name, value in facts if value]
         return render_sections(title, facts, sections_of_run(run), redact=redact)
@@ -296,7 +297,6 @@ def _row(run: RunRecord, folder: Path, output: Path) -> dict[str, Any]:
     training, (before, after) = mapping(run.results.get("training")), summary.measured(run)
     columns = summary.OVERVIEW[run.kind][:2]
     number_of = number(training.get("num_iterations")) or run.metrics.num_rows
-    status = "finished" if run.results else "unfinished"
     page = run.path / REPORT
     link = quote(os.path.relpath(page, output.parent)) if page.is_file() else ""
     # Parameters are written when a run starts.
@@ -307,7 +307,7 @@ def _row(run: RunRecord, folder: Path, output: Path) -> dict[str, Any]:
         "trainer": text(run.hyper_params.get("trainer")),
         "scenario": Path(text(run.hyper_params.get("scenario"))).name,
         "seed": number(run.hyper_params.get("seed")),
-        "status": "failed" if run.results.get("status") == FAILED else status,
+        "status": status_of(run.results),
         "iterations": number_of,
         "figure": FIGURES[run.kind],
         "before": columns[0].cell(before),

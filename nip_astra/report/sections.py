@@ -23,7 +23,7 @@ from nip_astra.evaluation.tables import (
     quality_rows,
     service_rows,
 )
-from nip_astra.parameters.files import OVERRIDE_SOURCE, flatten
+from nip_astra.parameters.files import DEFAULT_SOURCE, OVERRIDE_SOURCE, assignment, flatten
 from nip_astra.report import answers, summary, transcripts
 from nip_astra.report.charts import (
     NUM_COLORS,
@@ -566,6 +566,10 @@ def _conversations(
 # ---- parameters, models and environment
 
 
+_GIVEN = frozenset({OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin"})
+"""Sources of values that the user set for a run, other than a parameter file."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A hyper-parameter with its source, which is empty if unknown."""
@@ -576,8 +580,15 @@ class Parameter:
 
     @property
     def is_given(self) -> bool:
-        """Whether the user set it for this run."""
-        return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
+        """Whether the user set it, or elements of it, for this run."""
+        # A list has the sources of all its elements.
+        return not _GIVEN.isdisjoint(self.source.split(", "))
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether it comes from a parameter file of the user."""
+        others = (one for one in self.source.split(", ") if one not in _GIVEN)
+        return not all(map(_is_shipped, others))
 
 
 def parameters(run: RunRecord) -> list[Parameter]:
@@ -590,23 +601,34 @@ def parameters(run: RunRecord) -> list[Parameter]:
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the commands that repeat the run, each with its requirements."""
+    """Return the commands that repeat the run, each with its requirements.
+
+    A run of a parameter file is repeated from its directory alone.
+    """
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
     where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
     found = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
-    if run.sources:
+    every = parameters(run)
+    if run.sources and not any(one.is_of_file for one in every):
         names = ("trainer", "scenario", "seed")
         options = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
-        for one in parameters(run):
+        values = dict(flatten(run.hyper_params))
+        for one in every:
             if one.source == "--plugin":
                 plugins = items(run.hyper_params.get("plugins"))
                 options += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
             elif one.is_given and one.path not in names:
-                options.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
+                options.append(f"--set {shlex.quote(assignment(one.path, values[one.path]))}")
         found.append(("from the project alone", f"nip-astra {' '.join(options)}{where}"))
     return found
+
+
+def _is_shipped(source: str) -> bool:
+    """Return whether a layer of parameters is found again by the trainer and the scenario."""
+    is_named = source in (DEFAULT_SOURCE, "scenario.yaml")
+    return is_named or source.startswith(("preset ", "base run "))
 
 
 def _parameters(run: RunRecord) -> Context | None:

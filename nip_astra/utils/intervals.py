@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nip_astra.utils.statistics import FollowUp, event_counts, pseudo_values
+from nip_astra.utils.statistics import ROUNDING, FollowUp, event_counts, pseudo_values
 
 Array = npt.NDArray[np.float64]
 
 ALIKE = 0.1
 """Score differences up to this far from the median count as equal to it."""
-ROUNDING = 1e-12
-"""Spreads below this share of the values count as zero."""
 
 
 class Interval(NamedTuple):
@@ -105,7 +103,7 @@ def rate_estimate(
         return Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no verdict")
     spread = _Spread.of(known, groups)
     size = spread.effective_size(1) * _certainty(known.size, spread.num_clusters, level)
-    # A prompt is worth at least one observation.
+    # At least as if the observations of a prompt were all equal.
     size = max(size, known.size / spread.cluster_size)
     interval = exact_rate_interval(spread.mean, size, level=level)
     is_apart = spread.num_clusters == known.size
@@ -272,10 +270,10 @@ class _Spread:
         )
 
     def effective_size(self, num_added: int) -> float:
-        """Return the equivalent number of independent observations, at least the number of
-        clusters.
+        """Return the equivalent number of independent observations.
 
-        `num_added` clusters of equal observations are counted beside those that differ.
+        At least that of clusters whose observations are all equal, which with equal sizes is the
+        number of clusters. `num_added` such clusters are counted beside those that differ.
         """
         own = (self.mean_square - self.mean**2) / self.num_observations
         effect = self.cluster_size

@@ -15,6 +15,8 @@ Array = npt.NDArray[np.float64]
 
 NUM_FLIPS = 10_000
 """Number of random sign flips in `sign_flip_test`."""
+ROUNDING = 1e-12
+"""Relative differences up to this are rounding."""
 
 
 class FollowUp(NamedTuple):
@@ -64,7 +66,8 @@ def kaplan_meier(follow_up: FollowUp) -> Survival:
         survival_H = survival_H.cumprod()
     # Where no episode is left to observe, survival is known only if all failed before: it is 0.
     survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
-    half = np.flatnonzero(survival_H <= 0.5)
+    # A product of shares, such as 9/10 * 7/9 * 5/7, may exceed one half by its rounding.
+    half = np.flatnonzero(survival_H <= 0.5 + ROUNDING)
     median = int(half[0]) + 1 if len(half) else None
     return Survival(survival_H.tolist(), median, at_risk_H.astype(int).tolist())
 
@@ -139,7 +142,7 @@ def sign_flip_test(differences: Sequence[float], clusters: Sequence[int]) -> flo
     rng = np.random.default_rng(derive_seed(0, "sign flips"))
     signs = rng.integers(0, 2, size=(NUM_FLIPS, len(sums)), dtype=np.int8) * 2 - 1
     # A flip that changes nothing but the order of additions must count as equal.
-    observed = abs(float(sums.sum())) * (1.0 - 1e-12)
+    observed = abs(float(sums.sum())) * (1.0 - ROUNDING)
     num_extreme = np.count_nonzero(np.abs(signs @ sums) >= observed)
     return float((1 + num_extreme) / (NUM_FLIPS + 1))
 

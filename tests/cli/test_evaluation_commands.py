@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nip_astra import plugins
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation import playing
-from nip_astra.evaluation.api import compare, score
+from nip_astra.evaluation.api import compare, evaluate, score
 from nip_astra.evaluation.storage import PARTS, Row, RowFile, encode_rows, read_rows
 from nip_astra.parameters.content import find_scenario
 from nip_astra.resolving.resolution import resolve_experiment
@@ -243,6 +243,32 @@ def test_each_matrix_has_its_own_file(cli: CommandLine, run: Path, tiny_scenario
     assert json.loads((run / "evaluations" / "transfer.json").read_text())["cells"] != cells
 
 
+def test_rated_conversations_keep_the_seed_with_which_they_were_sampled(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.ok("evaluate", "runs/one", *FEW, "--seed", "7")
+    # Given by its name in the working directory.
+    monkeypatch.chdir(run / "evaluations")
+    cli.ok("score", "test", "--threshold", "0.9", "--name", "strict")
+    assert [figures_of(run, name)["seed"] for name in ("test", "strict")] == [7, 7]
+    cli.ok("export", "strict", "--format", "csv")
+    assert (run / "exports" / "turns.csv").is_file()
+
+
+def test_a_run_is_given_by_its_id(cli: CommandLine, evaluated: Path) -> None:
+    for command in (
+        ("evaluate", "one"),
+        ("score", "one", "--name", "again"),
+        ("compare", "one/evaluations/test", "one/evaluations/again"),
+        ("report", "one"),
+        ("export", "one", "--format", "csv"),
+    ):
+        cli.ok(*command)
+    assert "'one'?" in refused(cli("report", "on"))
+    for command in (("analyse", "one"), ("compare-dumps", "one", "one")):
+        assert "runs/one" in refused(cli(*command))
+
+
 OUTCOMES = {"silly": "error", "cat": "undetermined", "mat": "failure", "day": "failure", "": "none"}
 """Outcomes of responses by the picky scorer, of which the first that holds counts."""
 
@@ -298,8 +324,21 @@ def test_invalid_evaluations_are_refused(cli: CommandLine, run: Path) -> None:
         (("evaluate", "runs/one", "--name", "a/b"), "'a/b'"),
         (("evaluate", "runs/one", "--target", "./nowhere"), "./nowhere"),
         (("evaluate", "runs/one", "--set", "training.lr=1"), "training.lr=1"),
+        *(
+            (("evaluate", "runs/one", option, number), option, number)
+            for option, number in (
+                ("--num-episodes", "0"),
+                ("--num-turns", "0"),
+                ("--probability-episodes", "-1"),
+                ("--batch-size", "-2"),
+                ("--seed", "-1"),
+            )
+        ),
     ):
         assert says(refused(cli(*arguments)), *facts), arguments
+    for number in (0, -3, 2.5, "3", True):
+        with pytest.raises(ConfigurationError, match="num_episodes"):
+            evaluate(run, num_episodes=number)
     with pytest.raises(ConfigurationError, match="--num-episodes, --set"):
         score(run, overrides=["seed=1"], num_episodes=3)
     with pytest.raises(ConfigurationError, match="--target"):

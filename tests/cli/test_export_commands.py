@@ -185,6 +185,15 @@ def test_a_task_run_exports_curves(cli: CommandLine, task_runs: tuple[Path, Path
     assert (cli.folder / "killed" / "metrics.csv").is_file()
 
 
+@pytest.mark.parametrize("runs", ["trained", "task_runs", "text_runs"])
+def test_a_checkpoint_is_exported_as_its_run(cli: CommandLine, request: Any, runs: str) -> None:
+    run = path_of(request, runs)
+    for name, path in (("run", run), ("checkpoint", run / "checkpoints" / "latest")):
+        cli.ok("export", str(path), "--format", "csv", "--output", name)
+    both = [(cli.folder / name / "metrics.csv").read_bytes() for name in ("run", "checkpoint")]
+    assert both[0] == both[1]
+
+
 AGENTS = ["prover", "verifier"]
 
 

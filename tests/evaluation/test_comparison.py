@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.comparison import Contender, compare, pair_up
+from nip_astra.evaluation.comparison import Contender, compare, metric_of, pair_up
 from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.families.base import Evaluation
 from nip_astra.evaluation.families.conversations import contender_of
@@ -177,6 +177,12 @@ def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
     # Pairs that differ alike do not show that a small difference would have been detected.
     assert rate["minimum_detectable"] > 0.5
     assert result["mean_score"]["low"] < 0.0
+
+
+def test_pairs_without_two_finite_numbers_are_left_out() -> None:
+    numbers = [(1.0, 2.0), (math.inf, math.inf), (1.0, math.inf), (math.nan, 1.0), (None, 1.0)]
+    paired = metric_of(lambda unit: unit).pairs([("a", *pair) for pair in numbers])
+    assert (paired.first, paired.second, paired.tested) == ([1.0], [2.0], [1.0])
 
 
 # ---- policies on tasks

@@ -12,6 +12,7 @@ import pytest
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
 from nip_astra.parameters.files import (
     Layer,
+    assignment,
     flatten,
     merge_layers,
     parse_overrides,
@@ -98,8 +99,35 @@ def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
     assert parse_overrides(given) == Layer("--set", expected)
     values = {"a.b": 1e-5, "a.c": None, "d": ["ü", Path("x")], "e.f": {"_type": "g"}, "h": "1e-5"}
     expected = {"a": {"b": 1e-5, "c": None}, "d": ["ü", "x"], "e": {"f": {"_type": "g"}}}
-    assert parse_overrides(values).values == expected | {"h": "1e-5"}
+    expected |= {"h": "1e-5", "i": "\x7f"}
+    assert parse_overrides(values | {"i": "\x7f"}).values == expected
     assert parse_overrides("training.lr=1e-4").values == {"training": {"lr": 1e-4}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "a",
+            "a: b",
+            "1",
+            "1e-5",
+            "true",
+            "null",
+            "",
+            " x ",
+            "[1",
+            "a # b",
+            "x=y",
+            "é\n\t'\"\x7f",
+        ),
+        *("${x}", "\\${x}", "a\\b", "~", "- a", "@x", "2020-01-01"),
+        *(None, True, 3, 0.1, [1, "a: b", "${q}"], [], {}),
+    ],
+)
+def test_an_assignment_gives_the_value_it_was_made_of(value: Any) -> None:
+    values, _ = merge_layers([parse_overrides([assignment("a.b", value)])])
+    assert values == {"a": {"b": value}}
 
 
 def test_all_wrong_assignments_are_reported_at_once() -> None:

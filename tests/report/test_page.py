@@ -73,6 +73,41 @@ def test_a_page_has_every_section_and_states_the_findings(run: Path) -> None:
     assert report(run).source == result.source
 
 
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [({}, "unfinished"), ({"status": "failed"}, "failed"), (None, "finished")],
+)
+def test_a_page_says_whether_the_run_has_ended(
+    tmp_path: Path, results: dict[str, Any] | None, status: str
+) -> None:
+    run = write_run(tmp_path / "run", **({} if results is None else {"results": results}))
+    assert f"status {status}" in report(run).words
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        ("--set", "--set 'training.label=\"a: 1\"'"),
+        ("preset default, --set", "--set 'training.label=\"a: 1\"'"),
+        ("preset default <- small.yaml", ""),
+        ("my.yaml", None),
+        ("my.yaml, --set", None),
+    ],
+)
+def test_the_command_without_the_runs_directory_has_every_given_value(
+    tmp_path: Path, source: str, option: str | None
+) -> None:
+    """None: with values of a parameter file there is no such command."""
+    sources = {"training.label": source, "trainer": "command line", "seed": "default"}
+    run = write_run(tmp_path / "run", parameters={"label": "a: 1"}, sources=sources)
+    command = "nip-astra --trainer ast_dpo --scenario pocket_chat --seed 0"
+    words = report(run).words
+    assert (command in words) is (option is not None)
+    if option is not None:
+        assert f"{command} {option}".strip() in words
+        assert ("--set" in words) is bool(option)
+
+
 def test_every_rate_is_shown_with_its_counts(tmp_path: Path) -> None:
     counted, counts = results(), {"num_failed": 29, "num_known": 30, "num_episodes": 40}
     counted["after"] |= counts | {"if_unknown_passed": 0.725, "if_unknown_failed": 0.975}

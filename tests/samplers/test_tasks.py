@@ -379,6 +379,23 @@ def test_any_number_of_forked_processes_or_actors_plays_the_same(
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
 
 
+def test_a_problem_that_comes_again_is_another_group_with_other_random_numbers(
+    agent: ConversationAgent, task: Task
+) -> None:
+    def sampled(problems: list[int], *earlier: int, **how: Any) -> list[tuple[Any, ...]]:
+        rollout = play_task(agent, task, problems, PLAN.after(earlier), **how)
+        return [(one.group_id, one.run_id, *one.tokens.tolist()) for one in rollout.trajectories]
+
+    alone, both = sampled([4]), sampled([4, 0, 4])
+    assert both[:2] == alone
+    assert [one[:2] for one in both[4:]] == [("train-4-1", 2), ("train-4-1", 3)]
+    assert {one[2:] for one in both[4:]} - {one[2:] for one in alone}
+    assert sampled([4], 4, 0) == both[4:], "in a later round of resampling"
+    team: Any = Team(replace(agent), task)
+    assert sampled([4, 0, 4], num_parts=3) == both
+    assert sampled([4, 0, 4], num_parts=3, team=team) == both
+
+
 def test_a_single_part_equals_an_undivided_rollout(
     agent: ConversationAgent, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,9 @@ def test_survival_is_the_product_worked_out_by_hand() -> None:
     assert curve.median is None
     # The median turn is the first at which half have failed.
     assert kaplan_meier(FollowUp([1, 2, 2, 3], [True, True, False, False], 3)).median == 2
+    # 9/10 * 7/9 * 5/7 exceeds one half by its rounding.
+    half = FollowUp([1, 2, 2, 3, 3, 3, 3, 3, 3, 3], [True] * 5 + [False] * 5, 3)
+    assert kaplan_meier(half).median == 3
     assert kaplan_meier(FollowUp([], [], 2)).num_at_risk == [0, 0]
     # After the last episode left, survival is unknown.
     left = kaplan_meier(FollowUp([0, 1], [False, False], 2))

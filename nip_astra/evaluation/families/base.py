@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +28,7 @@ from nip_astra.evaluation.run_results import (
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, Row, read_rows
 from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.parameters_base import MAX_COUNT, MAX_WHOLE
 from nip_astra.parameters.types import ScenarioType, TrainerType
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
@@ -42,6 +44,16 @@ if TYPE_CHECKING:
 
     from nip_astra.evaluation.comparison import Contender
     from nip_astra.resolving.resolution import ResolvedExperiment
+
+
+RANGES = {
+    "seed": (0, MAX_WHOLE),
+    "num_episodes": (1, 1_000_000),
+    "num_turns": (1, 1_000),
+    "probability_episodes": (0, 1_000_000),
+    "batch_size": (1, MAX_COUNT),
+}
+"""Smallest and largest values of the whole numbers in `EvaluationRequest`."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,15 @@ class EvaluationRequest:
         for name in ("targets", "scorers", "overrides", "plugins"):
             object.__setattr__(self, name, as_list(getattr(self, name)))
         check_condition(self.fail_if)
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if value is not None and not (is_whole and low <= value <= high):
+                raise ConfigurationError(
+                    f"{name} (--{name.replace('_', '-')}) is {value!r}. Give a whole number from "
+                    f"{low} to {high:,}."
+                )
+            object.__setattr__(self, name, None if value is None else int(value))
         # NaN is in no range.
         if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
             raise ConfigurationError(
@@ -423,7 +444,6 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     if newest:
         return family_of_figures(EvaluationFolder(newest[0]).figures())
     stored = directory.read_yaml(HYPER_PARAMETERS)
-    stored = stored if isinstance(stored, Mapping) else {}
     trainer, name = str(stored.get("trainer")), None
     if trainer not in list(TrainerType):
         name = resolve_stored(run, request).trainer_class.evaluation_family

@@ -288,7 +288,7 @@ class Conversations(EvaluationFamily):
         weighed = chances.get("importance_sampling") or {}
         options = EvaluationOptions(
             split=str(before.get("split", "test")),
-            seed=resolved.hyper_params.seed,
+            seed=int(before.get("seed", resolved.hyper_params.seed)),
             num_episodes=len(episodes),
             num_probability_episodes=len(ordinary),
             use_importance_sampling=bool(weighed),
@@ -392,7 +392,7 @@ def _options(request: EvaluationRequest, attacker: Any) -> Any:
     own, section = attacker.section.evaluation, attacker.section
     texts = None if attacker.texts is None else attacker.texts.attacker
     own_number = len(texts.probes) if isinstance(texts, FixedProbes) else own.num_episodes
-    num_episodes = request.num_episodes or own_number
+    num_episodes = own_number if request.num_episodes is None else request.num_episodes
     chances, threshold = request.probability_episodes, request.threshold
     seed = attacker.resolved.hyper_params.seed if request.seed is None else request.seed
     return EvaluationOptions(
@@ -403,7 +403,7 @@ def _options(request: EvaluationRequest, attacker: Any) -> Any:
         use_importance_sampling=request.importance_sampling and not request.untrained,
         num_turns=num_turns_of(texts, request.num_turns, section.tree_depth),
         failure_threshold=section.failure_threshold if threshold is None else threshold,
-        batch_size=request.batch_size or own.batch_size,
+        batch_size=own.batch_size if request.batch_size is None else request.batch_size,
         num_bootstrap_resamples=own.num_bootstrap_resamples,
     )
 
@@ -591,8 +591,8 @@ def _cards(subject: Conversation) -> list[dict[str, Any]]:
 
 def _stored_rows(path: Path) -> tuple[Path, Path]:
     """Return the file of rows at a path, and its run."""
-    if (path / ROWS).is_file() and path.parent.name == EVALUATIONS:
-        return path / ROWS, path.parent.parent
+    if (path / ROWS).is_file() and path.resolve().parent.name == EVALUATIONS:
+        return path / ROWS, path.resolve().parent.parent
     run, _ = run_of(path)
     RunDirectory.open(run)
     if evaluations_of(run):

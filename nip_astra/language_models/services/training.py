@@ -340,7 +340,12 @@ class LocalTrainingService(TrainingService):
 
     def _clip(self, max_grad_norm: float | None) -> float:
         """Clip the gradient norm; return the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)
+        norm = torch.nn.utils.get_total_norm(
+            [one.grad for one in self.learned if one.grad is not None]
+        )
+        # clip_grad_norm_ would multiply small gradients, too, by 1.
+        if max_grad_norm is not None and bool(norm + 1e-6 > max_grad_norm):
+            torch.nn.utils.clip_grads_with_norm_(self.learned, max_grad_norm, norm)
         return float(norm.double())
 
     def logprobs(
