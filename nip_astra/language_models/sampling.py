@@ -57,6 +57,13 @@ class SamplingOptions:
         """Whether `top_k` or `top_p` excludes unlikely tokens."""
         return self.top_k is not None or self.top_p < 1.0
 
+    @property
+    def modifications(self) -> str:
+        """Options that change the model's distribution, in words; empty if none does."""
+        usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+        given = {name: getattr(self, name) for name in usual}
+        return ", ".join(f"{n} {given[n]:g}" for n in usual if given[n] != usual[n])
+
 
 class SupportMask(NamedTuple):
     """The tokens that `top_k` and `top_p` keep at each position."""
