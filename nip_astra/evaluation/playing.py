@@ -304,17 +304,16 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
         return columns
     # The tree was played with the target's likelihood; these are of the scenario's own reward.
     nll_N = mean_nll(nodes["reference_logprobs"], nodes["probe_mask"])
-    combined_N = nodes["combined_score"]
     rewards_N = ast_reward(
         nodes["response_score"],
-        torch.zeros_like(combined_N) if reward.w_combined == 0 else combined_N,
+        nodes["combined_score"],
         nll_N,
         nodes["is_empty"],
         w_response=reward.w_response,
         w_combined=reward.w_combined,
         w_likelihood=reward.w_likelihood,
         empty_nll=math.log(len(sampler.reference.language_model.tokenizer)),
-    )
+    ).masked_fill(nodes["reward"].isnan(), math.nan)
     return columns | {"reward": rewards_N.tolist(), "probe_nll": nll_N.tolist()}
 
 

@@ -64,9 +64,10 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class _Prefill:
-    """A prompt that is being prefilled."""
+    """A prompt that is being prefilled, for some of the answers to it."""
 
     request: GenerationRequest
+    samples: range
     num_read: int = 0
     """Tokens that were forwarded or copied; their keys are those of `source`."""
     source: PrefilledPrompt | None = None
@@ -87,6 +88,12 @@ class _Prefill:
     def becomes_row(self) -> bool:
         """Whether it ends in the present step, and answers to it begin."""
         return self.stop == len(self.ids) and self.request.max_tokens > 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt are computed, for the first answers to it."""
+        is_wanted = self.request.echo and self.request.num_top is not None
+        return is_wanted and self.samples.start == 0
 
 
 class BatchEngine:
@@ -152,13 +159,12 @@ class BatchEngine:
     def fail(self, reason: str, *, also_waiting: bool = False) -> list[Progress]:
         """Abort all started requests, optionally also the waiting ones."""
         given_up = [(row.request, row.index) for row in self.rows]
-        unstarted = [one.request for one in self._prefilling]
+        given_up += [(one.request, index) for one in self._prefilling for index in one.samples]
         if also_waiting:
-            unstarted += self.waiting
+            for request in self.waiting:
+                left = range(request.num_started, request.num_samples)
+                given_up += [(request, index) for index in left]
             self.waiting.clear()
-        given_up += [
-            (request, index) for request in unstarted for index in range(request.num_samples)
-        ]
         self.rows, self._prefilling = [], []
         self._cache = KVCache(self._cache.shape, self._cache.dtype, self.device)
         return [failed_progress(request, index, reason) for request, index in given_up]
@@ -172,18 +178,29 @@ class BatchEngine:
         if not self.waiting:
             return
         running = [row.request for row in self.rows]
-        running += [one.request for one in self._prefilling for _ in range(one.request.num_samples)]
+        running += [one.request for one in self._prefilling for _ in one.samples]
         count, longest = len(running), max(map(_num_positions, running), default=0)
         while self.waiting:
             request = self.waiting[0]
-            together = count + request.num_samples
+            first, left = request.num_started, request.num_samples - request.num_started
             longest = max(longest, _num_positions(request))
-            size = together * longest * self._token_bytes
-            is_small = together <= self.limits.max_rows and size <= self.limits.max_cache_bytes
-            if count and not is_small:
+            room = self._max_rows(longest) - count
+            # A request with too many answers starts alone, and continues where others end.
+            needed = 1 if first else min(left, self._max_rows(_num_positions(request)))
+            if count and room < needed:
                 return
-            count = together
-            self._prefilling.append(_Prefill(self.waiting.popleft()))
+            request.num_started += min(left, max(room, 1))
+            samples = range(first, request.num_started)
+            self._prefilling.append(_Prefill(request, samples))
+            count += len(samples)
+            if samples.stop < request.num_samples:
+                return
+            self.waiting.popleft()
+
+    def _max_rows(self, num_positions: int) -> int:
+        """Return how many answers of some length fit in the batch together."""
+        size = num_positions * self._token_bytes
+        return min(self.limits.max_rows, self.limits.max_cache_bytes // size)
 
     # ---- prompts
 
@@ -195,7 +212,7 @@ class BatchEngine:
             if budget <= 0:
                 break
             # All tokens of a prompt that is scored are forwarded.
-            if one.num_read == 0 and not _is_scored(one.request):
+            if one.num_read == 0 and not one.is_scored:
                 source, length = self._kept.nearest(one.ids, one.request.adapter)
                 if _waits_for(one, length, parts):
                     continue
@@ -218,14 +235,13 @@ class BatchEngine:
     def _start_rows(self, ending: Sequence[_Prefill]) -> list[int]:
         """Make a row of each ended prompt, then of its samples; return the row of each copy."""
         first = len(self.rows)
-        self.rows += [self._sequence(one.request, 0) for one in ending]
+        self.rows += [self._sequence(one.request, one.samples.start) for one in ending]
         copied: list[int] = []
         for row, one in enumerate(ending, first):
             one.num_read = len(one.ids)
             if not self._kept.renew(one.ids, one.request.adapter):
                 self._kept.add(self._cache.prompt(row, one.ids), one.request.adapter)
-            if one.request.num_samples > 1:
-                more = range(1, one.request.num_samples)
+            if more := one.samples[1:]:
                 self.rows += [self._sequence(one.request, index) for index in more]
                 self._cache.repeat(row, len(more))
                 copied += [row] * len(more)
@@ -242,7 +258,7 @@ class BatchEngine:
             if not self._kept.renew(one.ids, request.adapter):
                 self._kept.add(self._own_keys(one), request.adapter)
             is_finite = all(math.isfinite(token.logprob) for token in request.prompt_tokens[1:])
-            for row in (self._sequence(request, index) for index in range(request.num_samples)):
+            for row in (self._sequence(request, index) for index in one.samples):
                 if not is_finite:
                     row.fail(NAN_LOGITS)
                 progress += filter(None, [row.take_progress()])
@@ -266,7 +282,7 @@ class BatchEngine:
         targets: list[int] = []
         owners: list[GenerationRequest] = []
         for one in parts:
-            if _is_scored(one.request):
+            if one.is_scored:
                 if one.num_read == 0:
                     one.request.prompt_tokens.append(TokenRecord(one.ids[0], math.nan))
                 ids = one.ids[one.num_read + 1 : one.stop + 1]
@@ -294,13 +310,13 @@ class BatchEngine:
         apart = [one for one in parts if not one.becomes_row]
         num_old = len(self.rows)
         if ending:
-            num_new = sum(one.request.num_samples for one in ending)
+            num_new = sum(len(one.samples) for one in ending)
             self._cache.reserve(num_new, max(len(one.ids) for one in ending))
         for one in ending:
             self._cache.add(one.source, one.num_read)
         counts = [1] * num_old + [one.length for one in ending]
         hidden_NX = self._hidden(counts, [*ending, *apart], apart)
-        if any(_is_scored(one.request) for one in parts):
+        if any(one.is_scored for one in parts):
             self._score_prompts(hidden_NX, [*ending, *apart], num_old)
         copied = self._start_rows(ending)
         progress = self._advance_apart(apart)
@@ -380,11 +396,6 @@ def _waits_for(one: _Prefill, num_kept: int, parts: Sequence[_Prefill]) -> bool:
     ]
     most = max(shared, default=0)
     return most >= BLOCK_TOKENS and most - num_kept >= BLOCK_TOKENS
-
-
-def _is_scored(request: GenerationRequest) -> bool:
-    """Return whether a request returns log-probabilities of its prompt."""
-    return request.echo and request.num_top is not None
 
 
 def failed_progress(request: GenerationRequest, index: int, reason: str) -> Progress:

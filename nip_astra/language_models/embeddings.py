@@ -147,7 +147,7 @@ class EncoderEmbedder(Embedder):
         )
         self._model = module.requires_grad_(False).to(device).eval()
         self.num_dimensions = int(module.config.hidden_size)
-        self._max_length, self._blank = read_limits(self._tokenizer, module.config)
+        self._max_length, self._blank = read_limits(self._tokenizer, module)
         if self._tokenizer.pad_token is None:
             # The mask hides padding, so any token will do.
             self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.unk_token

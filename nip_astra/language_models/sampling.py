@@ -57,6 +57,13 @@ class SamplingOptions:
         """Whether `top_k` or `top_p` excludes unlikely tokens."""
         return self.top_k is not None or self.top_p < 1.0
 
+    @property
+    def modifications(self) -> str:
+        """Options that change the model's distribution, in words; empty if none does."""
+        usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+        given = {name: getattr(self, name) for name in usual}
+        return ", ".join(f"{n} {given[n]:g}" for n in usual if given[n] != usual[n])
+
 
 class SupportMask(NamedTuple):
     """The tokens that `top_k` and `top_p` keep at each position."""
@@ -298,11 +305,14 @@ def _is_beyond(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
-    """Return which tokens can be drawn at temperature 1, bool `[B, V]`."""
+    """Return which tokens can be drawn at temperature 1, bool `[B, V]`.
+
+    NaN and infinite logits are kept, so that they are drawn and noticed.
+    """
     size = logits_BV.shape[-1] if top_k is None else min(top_k, logits_BV.shape[-1])
     values, tokens = logits_BV.topk(size, dim=-1)
     probabilities = (values.double() - values.double().logsumexp(dim=-1, keepdim=True)).exp()
-    is_kept = (probabilities > 0.0) & ~_is_beyond(probabilities, top_p)
+    is_kept = ~((probabilities <= 0.0) | _is_beyond(probabilities, top_p))
     return torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(-1, tokens, is_kept)
 
 

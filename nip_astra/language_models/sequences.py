@@ -102,6 +102,8 @@ class GenerationRequest:
     """Special tokens that may be drawn and that the text shows, such as marks of calls."""
     adapter: Adapter | None = None
     """Low-rank adapter for prompt and answer."""
+    num_started: int = 0
+    """Answers that have started, counted by the engine."""
     is_cancelled: bool = False
     number: int = field(default_factory=lambda: next(_NUMBERS))
 
@@ -214,7 +216,7 @@ class RunningSequence:
 
     def _finish(self, reason: FinishReason) -> None:
         if self._undecoded is not None:
-            self._text = self._detokenizer.decode(self._undecoded)
+            self._text = self._detokenizer.decode_all(self._undecoded)
         else:
             text = self._detokenizer.finish()
             if self._held_back:
@@ -312,6 +314,14 @@ class IncrementalDetokenizer:
         self.added = self.decode(self._ids[self._first :])[len(before) :]
         text = self._release(self.added) + ("" if self.is_stopped else self._pending)
         self._pending = ""
+        return text
+
+    def decode_all(self, ids: list[int]) -> str:
+        """Return the text of a whole answer, as it is in parts."""
+        text = self.decode(ids)
+        if _REPLACEMENT in text:
+            # Tokenizers of bytes give up all characters beside an incomplete one.
+            text = "".join(map(self.push, ids)) + self.finish()
         return text
 
     def decode(self, ids: list[int]) -> str:

@@ -59,12 +59,20 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
 
 
 def _require_hub(name: str) -> None:
-    """Raise at once for a hub id if the hub is unreachable and the model is not cached.
+    """Raise at once for an invalid hub id, and if the hub is unreachable and the model not cached.
 
     huggingface_hub tries each file six times, which takes a minute.
     """
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # lazy export
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"the model {name!r} is neither a folder nor a name on the hub. {ADVICE}"
+        ) from error
     if constants.is_offline_mode() or getproxies():
         return
     problem = _hub_problem(constants.ENDPOINT)
@@ -221,13 +229,18 @@ def load_pretrained(
     return tokenizer, model
 
 
-def read_limits(tokenizer: Any, config: Any) -> tuple[int, str]:
+def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
-    limit, window = tokenizer.model_max_length, getattr(config, "max_position_embeddings", None)
+    window = int(getattr(model.config, "max_position_embeddings", tokenizer.model_max_length))
+    for name, layer in model.named_modules():
+        # Positions of RoBERTa and its relatives start after the padding index.
+        padding = getattr(layer, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            window -= padding + 1
     # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
-    return limit if window is None else min(limit, int(window)), blank
+    return min(window, tokenizer.model_max_length), blank
 
 
 def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:

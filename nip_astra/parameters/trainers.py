@@ -109,7 +109,7 @@ class CommonPpoParameters(SubParameters):
     """Weight of the entropy bonus. Larger explores more."""
     normalize_advantage: bool = True
     """Whether each agent's advantages are normalised to mean 0 and deviation 1 in each minibatch,
-    over the frames in which it acts."""
+    over the frames in which it acts (spg: over all frames, since others' moves count too)."""
 
 
 TestScheme = Literal["none", "all", "last", "first_and_last"]

@@ -295,6 +295,10 @@ def compute_advantages(
     )
 
 
+OF_GROUPS = where("advantage", "group")
+"""Condition of the options of `group_advantages`."""
+
+
 class AdvantageParameters(SubParameters):
     """How rewards become advantages."""
 
@@ -302,12 +306,12 @@ class AdvantageParameters(SubParameters):
     """Advantage function: group, or one registered by a plug-in; see `rl_objectives.advantages`."""
     advantage_options: dict[str, JsonValue] = {}
     """Options of a registered advantage function, by name."""
-    baseline: Baseline | None = "mean"
+    baseline: Annotated[Baseline | None, OF_GROUPS] = "mean"
     """Baseline of a reward: mean of its group, mean of the others in it (RLOO), or none."""
-    scale: Scale | None = "group"
+    scale: Annotated[Scale | None, OF_GROUPS] = "group"
     """Divisor of the difference: standard deviation of the group or of the whole batch, or none
     (Dr. GRPO)."""
-    std_epsilon: Annotated[float, where("scale", "group", "batch", None)] = Field(
+    std_epsilon: Annotated[float, OF_GROUPS, where("scale", "group", "batch", None)] = Field(
         default=1e-6, ge=0
     )
     """Added to that deviation."""

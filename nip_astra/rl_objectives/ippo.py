@@ -126,12 +126,11 @@ class IppoObjective(_PolicyGradientObjective):
         held_B = bounded(log_ratios_B)
         ratios_B = held_B.exp()
         mask_B1 = torch.ones_like(held_B, dtype=torch.bool).unsqueeze(1)
-        of_clip = self.clip.clip_columns(held_B.unsqueeze(1), advantages_B.unsqueeze(1), mask_B1)
-        clipped_B, outside_B = (
-            of_clip[key].squeeze(1) for key in ("clip_fraction", "ratio_outside_clip")
-        )
-        if self.ppo.loss_type != "clip":
-            clipped_B = torch.zeros_like(clipped_B)
+        columns = held_B.unsqueeze(1), advantages_B.unsqueeze(1), mask_B1
+        outside_B = self.clip.clip_columns(*columns)["ratio_outside_clip"].squeeze(1)
+        # A loss without a clip takes every gradient.
+        of_loss = self.loss.clip_columns(*columns)
+        clipped_B = of_loss["clip_fraction"].squeeze(1) if of_loss else torch.zeros_like(outside_B)
         ratio, square, log_ratio, clip_fraction, outside, entropy = view.figures(
             *(ratios_B, ratios_B.square(), log_ratios_B, clipped_B, outside_B),
             view.evaluation.entropies_B,

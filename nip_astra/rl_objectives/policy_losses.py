@@ -371,6 +371,8 @@ class PolicyLoss:
         ratio_BT = log_ratio_BT.exp()
         is_above, is_below = ratio_BT > 1 + high, ratio_BT < 1 - low
         is_clipped = (is_above & (advantages_BT > 0)) | (is_below & (advantages_BT < 0))
+        if (dual_clip := self.options.get("dual_clip")) is not None:
+            is_clipped = is_clipped | ((ratio_BT > dual_clip) & (advantages_BT < 0))
         # The clip of cispo bounds a weight.
         is_clipped = is_clipped & (self.name != "cispo")
         columns = {"ratio_outside_clip": is_above | is_below, "clip_fraction": is_clipped}

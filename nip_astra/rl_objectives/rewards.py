@@ -36,10 +36,19 @@ def ast_reward(
     `w_response * score(response) + w_combined * score(probe + response) - w_likelihood * NLL`,
     where NLL is the mean per token of the probe. An empty probe is charged `empty_nll` nats per
     token, the cost of a uniform guess, for instance log(vocabulary size), so that an empty probe is
-    never the most plausible. Scores are in [0, 1]; higher is a worse failure.
+    never the most plausible. Scores are in [0, 1]; higher is a worse failure. The reward is NaN
+    where a score is, unless its weight is 0.
     """
     nll_N = torch.where(is_empty_N, torch.full_like(probe_nll_N, empty_nll), probe_nll_N)
-    return w_response * response_score_N + w_combined * combined_score_N - w_likelihood * nll_N
+    return (
+        _weighted(response_score_N, w_response)
+        + _weighted(combined_score_N, w_combined)
+        - w_likelihood * nll_N
+    )
+
+
+def _weighted(score_N: Tensor, weight: float) -> Tensor:
+    return weight * score_N if weight else torch.zeros_like(score_N)
 
 
 def overlong_penalty(lengths_B: Tensor, *, max_length: int, margin: int) -> Tensor:

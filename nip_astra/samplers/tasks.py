@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress, groupby, islice
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ from nip_astra.scenario_base.tasks.base import (
     Task,
     close_environment,
     environment_of,
+    figures_of,
     is_stateless,
     opening_of,
     rate_episodes,
@@ -80,13 +81,19 @@ class TaskPlan:
     """Sampling plan of problems: `num_runs` each, with at most `max_turns` turns of the policy.
 
     An episode that takes longer ends with reward 0. `key`, which includes the seed, names the
-    randomness.
+    randomness. `earlier` are problems sampled before with the same key: a problem that comes again
+    has other random numbers and is another group.
     """
 
     split: Split
     num_runs: int
     max_turns: int
     key: tuple[SeedPart, ...]
+    earlier: tuple[int, ...] = ()
+
+    def after(self, problems: Sequence[int]) -> TaskPlan:
+        """Return the plan of what follows these problems."""
+        return replace(self, earlier=(*self.earlier, *problems))
 
 
 @dataclass
@@ -174,8 +181,11 @@ def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
 def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[PlayedEpisode]:
     """Create all runs of problems, those of a problem adjacent; see `Environment.is_stateless`."""
     episodes = []
+    counts = Counter(plan.earlier)
     for problem in problems:
-        group_id = f"{plan.split}-{problem}"
+        repeat = counts[problem]
+        counts[problem] += 1
+        group_id = f"{plan.split}-{problem}" + (f"-{repeat}" if repeat else "")
         environment = environment_of(task, plan.split, problem)
         toolbox = toolbox_of(task, environment)
         for run in range(plan.num_runs):
@@ -183,7 +193,8 @@ def new_episodes(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Pl
                 environment = environment_of(task, plan.split, problem)
                 toolbox = toolbox_of(task, environment)
             episode = Episode(environment)
-            episodes.append(PlayedEpisode(problem, group_id, run, episode, toolbox=toolbox))
+            number = repeat * plan.num_runs + run
+            episodes.append(PlayedEpisode(problem, group_id, number, episode, toolbox=toolbox))
     return episodes
 
 
@@ -216,8 +227,7 @@ def play_episodes(
     for one in episodes:
         # The tools may be functions that cannot be sent to another process.
         one.turns, one.toolbox = [], NO_TOOLS
-        figures = getattr(one.episode.environment, "figures", {})
-        one.episode.figures = {str(name): float(value) for name, value in figures.items()}
+        one.episode.figures = figures_of(one.episode.environment)
     return list(episodes)
 
 
@@ -426,8 +436,12 @@ def play_task(
     if sample is not None:
         return rated(task, play_episodes(agent, new_episodes(task, problems, plan), plan, sample))
     pieces = cut_problems(agent, len(problems), num_parts)
-    parts = [new_episodes(task, problems[piece.start : piece.stop], plan) for piece in pieces]
-    calls = [_part_call(agent, task, part, plan) for part in parts]
+    plans = [plan.after(problems[: piece.start]) for piece in pieces]
+    parts = [
+        new_episodes(task, problems[piece.start : piece.stop], own)
+        for piece, own in zip(pieces, plans, strict=True)
+    ]
+    calls = [_part_call(agent, task, part, own) for part, own in zip(parts, plans, strict=True)]
     executor = choose_executor(calls, team=team)
     if isinstance(executor, ForkedProcesses):
         environments = [one.episode.environment for part in parts for one in part]
@@ -446,7 +460,10 @@ def _part_call(
         [agent],
         request={
             "problems": [int(one.problem) for one in episodes[:: plan.num_runs]],
-            "plan": [plan.split, plan.num_runs, plan.max_turns, list(plan.key)],
+            "plan": [
+                *(plan.split, plan.num_runs, plan.max_turns),
+                *(list(plan.key), list(plan.earlier)),
+            ],
         },
         to_plain=_to_plain,
         from_plain=partial(_from_plain, agent, task, episodes),
@@ -457,8 +474,8 @@ def requested_part(
     agent: ConversationAgent, task: Task, request: Mapping[str, Any]
 ) -> PartCall[list[PlayedEpisode]]:
     """Return the call that the leader of a team requests."""
-    split, num_runs, max_turns, key = request["plan"]
-    plan = TaskPlan(split, num_runs, max_turns, tuple(key))
+    split, num_runs, max_turns, key, earlier = request["plan"]
+    plan = TaskPlan(split, num_runs, max_turns, tuple(key), tuple(earlier))
     return _part_call(agent, task, new_episodes(task, request["problems"], plan), plan)
 
 

@@ -373,14 +373,12 @@ class TreeSampler:
         tree.seconds["scorer"] = time.perf_counter() - started
         nodes = tree.nodes
         likelihood_agent = getattr(self, self.reward.likelihood_model)
-        # A score of weight 0 must not make the reward NaN.
-        unused = self.reward.w_combined == 0
         nodes["response_score"] = response.scores_N
         nodes["combined_score"] = combined.scores_N
         nodes["is_error"] = response.is_error_N | combined.is_error_N
-        nodes["reward"] = ast_reward(
+        reward_N = ast_reward(
             response.scores_N,
-            torch.zeros_like(combined.scores_N) if unused else combined.scores_N,
+            combined.scores_N,
             nodes["probe_nll"],
             nodes["is_empty"],
             w_response=self.reward.w_response,
@@ -388,6 +386,9 @@ class TreeSampler:
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
         )
+        # Nothing is learned from a failed conversation, not even how likely its probes are.
+        is_failed_N = torch.tensor([one is not None for one in tree.failures_of_nodes()])
+        nodes["reward"] = reward_N.masked_fill(is_failed_N, math.nan)
 
 
 # ---- growing a tree

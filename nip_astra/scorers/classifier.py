@@ -154,7 +154,7 @@ class ClassifierScorer(ModelScorer):
             [names[number] for number in sorted(names)],
             of=f"the classifier {parameters.model!r}",
         )
-        self._max_length, self._blank = read_limits(self._tokenizer, self._model.config)
+        self._max_length, self._blank = read_limits(self._tokenizer, self._model)
 
     def _score(self, texts: Sequence[str]) -> list[float]:
         return self._in_batches(texts, lambda part: self._probabilities(part)[:, self._label], len)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 
 from nip_astra.errors import ModelLoadError, reason_of
+from nip_astra.language_models.sources import read_limits
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
@@ -75,11 +76,7 @@ class DetoxifyScorer(ModelScorer):
             of=f"the Detoxify model {self._what!r}",
             what="category",
         )
-        window = int(self._model.config.max_position_embeddings)
-        # RoBERTa's positions start after its padding index.
-        if self._model.config.model_type in ("roberta", "xlm-roberta"):
-            window -= int(self._model.config.pad_token_id) + 1
-        self._max_length = min(window, self._tokenizer.model_max_length)
+        self._max_length, _ = read_limits(self._tokenizer, self._model)
 
     def _read(self, reference: str | None) -> _Checkpoint:
         """Read the content of the checkpoint; only tensors and plain values are unpickled."""

@@ -46,6 +46,7 @@ STOPPED = 75
 """Exit code of a process that was stopped before its job was complete."""
 NUM_CHECKPOINTS = 3
 """Number of recent epochs whose models are kept."""
+_TO_RUN = (Status.QUEUED, Status.RUNNING)
 MODEL, TRAINING, VALIDATION = "model", "train.jsonl", "valid.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ class JobRunner:
             elif monotonic() - self._stopped_at > SECONDS_TO_STOP:
                 process.kill()
         if self._process is None:
-            waiting = [job for job in self.store.jobs() if job.status is Status.QUEUED]
+            # A running job without a process could not be started: the disk was full, for instance.
+            waiting = [job for job in self.store.jobs() if job.status in _TO_RUN]
             if waiting:
                 self._begin(waiting[0])
 
@@ -174,15 +176,15 @@ class JobRunner:
         self._job, self._process, self._stopped_at = job, process, None
 
     def _begin(self, job: Job) -> None:
-        if not self.store.change_job(job.id, only=[Status.QUEUED], status=Status.RUNNING):
+        if not self.store.change_job(job.id, only=_TO_RUN, status=Status.RUNNING):
             return
         log = self.store.job_folder(job.id) / "log.txt"
         arguments = ["-m", __name__, str(self.store.folder), job.id]
         process = start_program(job.id, arguments, log=log, stdin=subprocess.DEVNULL)
+        self._watch(job.id, process)
         started = process_start(process.pid)
         self.store.change_job(job.id, pid=process.pid, pid_started=started)
         self.store.add_event(job.id, "Fine-tuning job started.")
-        self._watch(job.id, process)
 
     def _settle(self, process: Child) -> None:
         """Handle the job of a process that has ended."""

@@ -170,18 +170,20 @@ def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
     try:
         return kind.model_validate(meant)
     except ValidationError as error:
-        # An unknown option explains the others: a missing one is misspelt.
-        faults = sorted(
-            error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden"
-        )
-        raise _refusal(faults[0], kind) from error
+        raise _refusal(min(error.errors(include_url=False), key=_rank), kind) from error
+
+
+def _rank(fault: ErrorDetails) -> tuple[bool, bool]:
+    # An unknown option explains the others: a missing one is misspelt. A wrong type is often that
+    # of another member of a union.
+    return fault["type"] != "extra_forbidden", fault["type"].endswith("_type")
 
 
 def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
     # The path also names members of unions; no option begins with these.
     unions = ("function-", "list[", "literal[")
     path = [str(part) for part in fault["loc"] if not str(part).startswith(unions)]
-    members = ("str", "int", "Text", "ChosenTool")
+    members = ("str", "constrained-str", "int", "Text", "ChosenTool")
     name = ".".join(part for part in path if part not in members)[:200]
     if fault["type"] == "extra_forbidden":
         near = nearest_names(path[-1], kind.model_fields, 1) if len(path) == 1 else []
@@ -191,8 +193,11 @@ def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
         return wrong(
             f"the option {name!r} is missing. Give it.", name, "missing_required_parameter"
         )
+    reason = fault["msg"].removeprefix("Value error, ")
+    if not name:
+        return wrong(f"{reason}.", code="invalid_value")
     return wrong(
-        f"the option {name!r} is {_short(fault['input'])}: {fault['msg']}. Give another value.",
+        f"the option {name!r} is {_short(fault['input'])}: {reason}. Give another value.",
         name,
         "invalid_value",
     )

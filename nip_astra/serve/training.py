@@ -203,6 +203,10 @@ class Operation:
     together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     future: Future[Any] = field(default_factory=Future)
 
+    def release(self) -> None:
+        """Free the request when it is done; only its result is kept for repeated requests."""
+        self.run, self.item, self.together = (lambda: None), None, None
+
     async def result(self, seconds: float) -> Any:
         """Return the result; raise `TimeoutError` if it takes longer."""
         waited = asyncio.shield(asyncio.wrap_future(self.future))
@@ -396,9 +400,11 @@ class WorkQueue:
                 for one in batch:
                     self._do([one])
                 return
+            batch[0].release()
             batch[0].future.set_exception(_reported(error))
             return
         for one, result in zip(batch, results, strict=True):
+            one.release()
             one.future.set_result(result)
 
 

@@ -295,7 +295,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log metrics with those of the iteration in progress."""
+        """Log metrics of the experience being collected; `loss` returns its own."""
         self._noted.update(metrics)
 
     def loss_of(self, batch: TensorDict) -> LossOutput:

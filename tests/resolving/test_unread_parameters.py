@@ -96,6 +96,7 @@ IN_VAIN = [
     (STRESS_TEST, "ast_chat.evaluation.num_dev_episodes=5", "training.eval_period"),
     (STRESS_TEST, "ast_dpo.credit.decay=0.5", "ast_dpo.credit.kind"),
     ({"trainer": "ast_ppo"}, "ast_ppo.kl.horizon=5", "ast_ppo.kl.target"),
+    ({"trainer": "ast_ppo"}, "ast_ppo.kl.gradient=k3", "ast_ppo.kl.place"),
 ]
 
 

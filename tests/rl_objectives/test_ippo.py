@@ -131,23 +131,29 @@ def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_dis
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "ratios", "loss", "clip_fraction"),
+    ("options", "ratios", "loss", "clip_fraction"),
     [
         # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8: no gradients.
-        ("clip", [1.5, 0.5], -(2.4 - 0.8) / 2, 1.0),
+        ({}, [1.5, 0.5], -(2.4 - 0.8) / 2, 1.0),
         # min(1.5 * -1, 1.2 * -1) = -1.5 has its gradient.
-        ("clip", [1.5, 1.5], -(2.4 - 1.5) / 2, 0.5),
-        ("kl_penalty", [1.5, 1.5], -(3.0 - 1.5) / 2 - math.log(1.5), 0.0),
+        ({}, [1.5, 1.5], -(2.4 - 1.5) / 2, 0.5),
+        ({"loss": "importance_sampling"}, [1.5, 0.5], -(3.0 - 0.5) / 2, 0.0),
+        ({"loss_options": {"dual_clip": 1.4}}, [1.5, 1.5], -(2.4 - 1.4) / 2, 1.0),
+        ({"loss_type": "kl_penalty"}, [1.5, 1.5], -(3.0 - 1.5) / 2 - math.log(1.5), 0.0),
     ],
 )
 def test_the_policy_loss_and_its_metrics_equal_hand_computed_values(
-    agents: AlwaysActing, loss_type: str, ratios: list[float], loss: float, clip_fraction: float
+    agents: AlwaysActing,
+    options: dict[str, Any],
+    ratios: list[float],
+    loss: float,
+    clip_fraction: float,
 ) -> None:
     batch = make_batch(agents, num_frames=2)
     ratios_B = torch.tensor(ratios, dtype=torch.float64)
     move(agents, batch, ratios_B.log())
     batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type, kl_beta=1.0)
+    objective = objective_of(agents, normalize_advantage=False, kl_beta=1.0, **options)
     result = objective.agent_losses("first", frames_of(batch))
     assert float(result["loss_policy"].detach()) == pytest.approx(loss)
     assert float(result["kl"]) == pytest.approx(-float(ratios_B.log().mean()))

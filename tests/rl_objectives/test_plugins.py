@@ -71,6 +71,21 @@ def test_a_policy_loss_and_an_advantage_of_a_few_lines_train_in_every_family(
 
 
 @pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize("trainer", ["ast_grpo", "remote_api_grpo"])
+@pytest.mark.parametrize("option", ["baseline=leave_one_out", "scale=batch", "std_epsilon=0.1"])
+def test_options_of_the_shipped_advantage_are_refused_beside_that_of_a_plugin(
+    trainer: str, option: str
+) -> None:
+    @na.register_advantage("mine")
+    def advantage(rewards_N, group_N, run_N):  # type: ignore[no-untyped-def]
+        return rewards_N
+
+    own = [f"{trainer}.advantage=mine", f"{trainer}.{option}"]
+    with pytest.raises(ParameterError, match=rf"{option.partition('=')[0]}.*advantage"):
+        resolve_experiment(trainer=trainer, overrides=own)
+
+
+@pytest.mark.usefixtures("no_plugins_left")
 @pytest.mark.parametrize(
     ("result_of_loss", "fact"),
     [(lambda loss_BT: loss_BT.sum(), r"shape \[\]"), (lambda loss_BT: (loss_BT, {}), "tuple")],

@@ -51,6 +51,15 @@ def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]
             *([0.3, 0.0, 0.9, 0.6], [0.1, 0.0, 0.8, 0.8], [[1], [2], [3], [4]]),
             *({"min_reward_difference": 0.1, "min_chosen_score": 0.5}, ([2], [3], 0, 0, 1)),
         ),
+        # Without a score, which the reward did not need, no minimum is met.
+        (
+            *([0.3, 0.0, 0.9, 0.6], [0.9, float("nan"), float("nan"), 0.8], [[1], [2], [3], [4]]),
+            *({"min_reward_difference": 0.1, "min_score_difference": 0.1}, ([], [], 0, 0, 2)),
+        ),
+        (
+            *([0.3, 0.0, 0.9, 0.6], [0.9, float("nan"), float("nan"), 0.8], [[1], [2], [3], [4]]),
+            *({"min_reward_difference": 0.1, "min_chosen_score": 0.5}, ([0], [1], 0, 0, 1)),
+        ),
         # A prefix is not an identical probe.
         (
             *([0.9, 0.1], [0.9, 0.1], [[1, 2], [1]]),

@@ -212,11 +212,18 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
     assert len(made) == len(opened) == num_made
 
 
+def with_attributes(**attributes: Any) -> Answering:
+    environment = Answering(reaction=Reaction(reward=1.0))
+    vars(environment).update(attributes)
+    return environment
+
+
 @pytest.mark.parametrize(
     ("environment", "hook", "value"),
     [
         (Answering("guess"), "reset of Answering", "guess"),
         (Answering(["guess"]), "reset of Answering", "guess"),
+        (Answering([]), "reset of Answering", "at least one message"),
         (Answering([Message("user", 3)]), "reset of Answering", "3"),
         (Answering([Message("robot", "x")]), "reset of Answering", "robot"),
         (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
@@ -228,6 +235,9 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
         (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
         (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
+        (with_attributes(columns={"n": 1}), "columns of Answering", "{'n': 1}"),
+        (with_attributes(columns=("n", 1)), "columns of Answering", "('n', 1)"),
+        (with_attributes(figures={"n": "many"}), "figures of Answering", "many"),
         (None, "environment of Made", "None"),
         (KeyError("train"), "environment of Made", "KeyError"),
     ],
@@ -367,6 +377,23 @@ def test_any_number_of_forked_processes_or_actors_plays_the_same(
         assert task.num_rated == [len(PROBLEMS) * PLAN.num_runs] * 2, "once a rollout"
     assert (len(forked), sum(actors.turn for actors in opened)) == (num_forked, num_sent)
     assert len({len(messages) for messages, *_ in result[1]}) > 1, "episodes of several lengths"
+
+
+def test_a_problem_that_comes_again_is_another_group_with_other_random_numbers(
+    agent: ConversationAgent, task: Task
+) -> None:
+    def sampled(problems: list[int], *earlier: int, **how: Any) -> list[tuple[Any, ...]]:
+        rollout = play_task(agent, task, problems, PLAN.after(earlier), **how)
+        return [(one.group_id, one.run_id, *one.tokens.tolist()) for one in rollout.trajectories]
+
+    alone, both = sampled([4]), sampled([4, 0, 4])
+    assert both[:2] == alone
+    assert [one[:2] for one in both[4:]] == [("train-4-1", 2), ("train-4-1", 3)]
+    assert {one[2:] for one in both[4:]} - {one[2:] for one in alone}
+    assert sampled([4], 4, 0) == both[4:], "in a later round of resampling"
+    team: Any = Team(replace(agent), task)
+    assert sampled([4, 0, 4], num_parts=3) == both
+    assert sampled([4, 0, 4], num_parts=3, team=team) == both
 
 
 def test_a_single_part_equals_an_undivided_rollout(

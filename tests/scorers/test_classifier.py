@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from nip_astra.errors import ModelLoadError, ScorerError
 from nip_astra.scorers.classifier import ClassifierScorer, ModelScorer
@@ -80,6 +85,26 @@ def test_a_text_longer_than_the_window_is_cut(directory: Path, tmp_path: Path) -
     del values["model_max_length"]
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     scores = scorer_of(folder).score(["cat " * 128, "cat " * 400])
+    assert scores[0] == scores[1]
+
+
+def test_positions_before_the_first_token_are_not_part_of_the_window(
+    directory: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory, model_max_length=10**30)
+    config = RobertaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=18,
+        pad_token_id=1,
+        id2label={0: "civil", 1: "rude"},
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    scores = scorer_of(tmp_path).score(["cat " * 16, "cat " * 40])
     assert scores[0] == scores[1]
 
 

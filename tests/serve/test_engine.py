@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sequences
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
-from nip_astra.language_models.batch_engine import EngineLimits, draw_tokens
+from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, draw_tokens
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.language_models.tree_engine.routed_weights import read_adapter
 from nip_astra.serve.served_models import Engine, load_engine
@@ -88,6 +88,27 @@ def test_long_prompts_are_read_in_parts(engine: Engine, tiny_model_dir: Path) ->
     slow.close()
 
 
+def test_many_answers_to_one_request_keep_to_the_limit_of_the_batch(
+    engine: Engine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, sizes = BatchEngine._draw, []
+
+    def noted(batch: BatchEngine, hidden_RX: torch.Tensor) -> list[sequences.Progress]:
+        sizes.append(len(batch.rows))
+        return draw(batch, hidden_RX)
+
+    requests = [request_of(n, num_samples=10, echo=n == 12) for n in (2, 12)] + [request_of(4)]
+    expected = answers(engine, requests)
+    monkeypatch.setattr(BatchEngine, "_draw", noted)
+    limited = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits(max_rows=3))
+    found = answers(limited, requests)
+    limited.close()
+    for mine, theirs in zip(found, expected, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    assert max(sizes) == 3
+
+
 def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
     engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
     engine.close()
@@ -113,6 +134,29 @@ def test_characters_are_sent_complete_and_stop_texts_across_tokens_are_found() -
     partial = sequences.IncrementalDetokenizer(Bytes(), ("END",))
     assert "".join(partial.push(byte) for byte in b"the EN") == "the "
     assert partial.finish() == "EN"
+
+
+class JoinedBytes(Bytes):
+    """Decodes as tokenizers with a fallback to bytes do: all of a run of bytes, or none."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_characters_before_a_cut_one_are_kept(is_streamed: bool) -> None:
+    ids = "\u1208\u12e8\u20ac".encode()[:-1]
+    request = sequences.GenerationRequest((1,), max_tokens=len(ids), is_streamed=is_streamed)
+    row = sequences.RunningSequence(request, 0, JoinedBytes(), frozenset(), device=CPU)
+    parts = []
+    for byte in ids:
+        row.append(sequences.TokenRecord(byte, math.nan))
+        parts.append(row.take_progress())
+    text = "".join(one.text for one in parts if one is not None)
+    assert text.rstrip("\ufffd") == "\u1208\u12e8"
 
 
 def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -183,3 +227,13 @@ def test_draws_do_not_depend_on_the_last_digits_of_logits(engine: Engine) -> Non
     noisy = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
     first, second = ([one.token for one in drawn(engine, given, [])] for given in (logits, noisy))
     assert first == second
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 2}])
+def test_one_logit_that_is_not_finite_is_noticed(
+    engine: Engine, fault: float, cut: dict[str, Any]
+) -> None:
+    whole, broken = [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, fault, 3.0]
+    first, second = drawn(engine, torch.tensor([whole, broken]), [], **cut)
+    assert (first is None, second) == (False, None)

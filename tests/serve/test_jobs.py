@@ -26,11 +26,12 @@ from nip_astra.language_models.services import chat
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
+from nip_astra.serve import job_runner
 from nip_astra.serve.job_runner import read_texts
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
-from nip_astra.utils.children import is_running
+from nip_astra.utils.children import Child, is_running
 from tests.kit.messages import says
 from tests.kit.serving import wait_until
 from tests.language_models.test_fine_tuning import fine_tune
@@ -400,6 +401,24 @@ def test_a_job_that_dies_three_times_fails(client: openai.OpenAI, service: Runni
     done = finish(client, job)
     assert done.status == "failed"
     assert "SIGKILL" in done.error.message
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_job_whose_process_cannot_be_started_is_tried_again(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_program, starts = job_runner.start_program, []
+
+    def start(name: str, *given: Any, **options: Any) -> Child:
+        starts.append(name)
+        if len(starts) == 1:
+            raise OSError("No space left on device")
+        return start_program(name, *given, **options)
+
+    monkeypatch.setattr(job_runner, "start_program", start)
+    job = submit(client, supervised(), options=FAST | {"n_epochs": 1})
+    assert finish(client, job).status == "succeeded"
+    assert starts == [job.id] * 2
 
 
 def test_two_services_do_not_share_a_state(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ pytest.importorskip("fastapi")
 tinker = pytest.importorskip("tinker")
 
 from nip_astra.serve.requests import ApiError  # noqa: E402
+from nip_astra.serve.tinker import host  # noqa: E402
 from nip_astra.serve.tinker.messages import read_forward_backward  # noqa: E402
+from tests.kit.serving import wait_until  # noqa: E402
 from tests.serve.running import POLICY, TrainingServer, training_server  # noqa: E402
 
 PROMPT = [1, 10, 11, 12, 13]
@@ -206,6 +211,25 @@ def sampler(client: Any) -> Any:
     return client.create_sampling_client(base_model="policy").result()
 
 
+def test_unnamed_weights_are_kept_while_they_are_used(
+    server: TrainingServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "MAX_UNNAMED", 2)
+    training = training_client(client)
+    params = tinker.SamplingParams(max_tokens=1)
+    used, unused = [training.save_weights_and_get_sampling_client().result() for _ in range(2)]
+    for _ in range(3):
+        used.sample(prompt_of(PROMPT), 1, params).result()
+        step(training)
+        last = training.save_weights_and_get_sampling_client().result()
+    last.sample(prompt_of(PROMPT), 1, params).result()
+    with pytest.raises(tinker.NotFoundError, match="had no name"):
+        unused.sample(prompt_of(PROMPT), 1, params).result()
+    run = training.get_info().model_id.replace(":", "_")
+    folder = Path(server.settings["state_dir"]) / "tinker" / run / "sampler_weights"
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
     sampling = sampler(client)
     params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in range(12)]
@@ -332,6 +356,66 @@ def test_a_prompt_of_other_parts_is_a_wrong_request(server: TrainingServer) -> N
         reply = httpx.post(f"{server.url}/api/v1/asample", json=sent)
         assert reply.status_code == 400
         assert reply.json()["error"]["param"].startswith("prompt")
+
+
+def send(server: TrainingServer, path: str, **body: Any) -> Any:
+    """Send a request without the SDK; return the response."""
+    return httpx.post(f"{server.url}/api/v1/{path}", json=body, timeout=60).json()
+
+
+def test_a_session_that_ends_before_its_model_is_ready_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, may_build = host.build_model, threading.Event()
+
+    def build_later(*given: Any, **options: Any) -> Any:
+        assert may_build.wait(60)
+        return build(*given, **options)
+
+    def create() -> tuple[str, str]:
+        session = send(server, "create_session")["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "policy"}
+        return session, send(server, "create_model", **body)["request_id"]
+
+    monkeypatch.setattr(host, "build_model", build_later)
+    with training_server(["tinker"], max_training_models=1) as server:
+        session, lost = create()
+        httpx.post(f"{server.url}/api/v1/sessions/{session}/finish")
+        may_build.set()
+        assert session in send(server, "retrieve_future", request_id=lost)["error"]
+        _, kept = create()
+        assert send(server, "retrieve_future", request_id=kept)["type"] == "create_model"
+
+
+def test_a_closed_model_is_freed(server: TrainingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, models = host.build_model, []
+
+    def build_noted(*given: Any, **options: Any) -> Any:
+        model = build(*given, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(host, "build_model", build_noted)
+    with service_client(server) as own:
+        training = training_client(own)
+        training.forward([datum(weights=MASK)], "cross_entropy").result()
+        assert models[0]() is not None
+    wait_until(lambda: gc.collect() >= 0 and models[0]() is None, 20)
+
+
+def test_samples_of_a_session_need_a_number(server: TrainingServer) -> None:
+    session = send(server, "create_session")["session_id"]
+    sampling = send(server, "create_sampling_session", session_id=session, base_model="policy")
+    body = {
+        "sampling_session_id": sampling["sampling_session_id"],
+        "prompt": {"chunks": [{"tokens": PROMPT}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+    assert "needs seq_id" in send(server, "asample", **body)["error"]["message"]
+    first, again, other = (
+        send(server, "asample", **body, seq_id=n)["request_id"] for n in (1, 1, 2)
+    )
+    assert first == again != other
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,9 @@ class ASTProblem(System[str, str]):
             logprobs_BT = self._get_baseline_logprobs_and_validate(context, probe)
         nll_B = mean_nll(logprobs_BT, token_mask(logprobs_BT)).float().cpu()
         tokenizer: Any = getattr(self, "tokenizer", None)
-        unused = self.combined_weight == 0
         rewards_B: Tensor = ast_reward(
             responses.scores_N,
-            # A score without weight must not make the reward unknown.
-            torch.zeros(len(probe)) if unused else combined.scores_N,
+            combined.scores_N,
             nll_B,
             torch.tensor([not text.strip() for text in probe], dtype=torch.bool),
             w_response=self.defense_toxicity_weight,

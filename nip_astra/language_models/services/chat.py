@@ -438,8 +438,9 @@ def register_chat_model(name: str) -> Callable[[type[ChatModel]], type[ChatModel
     return CHAT_MODELS.register(name)
 
 
-CHARACTERS_PER_TOKEN = 4.0
-"""Rough estimate for English text with common vocabularies."""
+BYTES_PER_TOKEN = 4.0
+"""Rough estimate with common vocabularies: in UTF-8, since other scripts than Latin have about as
+many tokens as characters."""
 TOKENS_PER_MESSAGE = 4
 """Rough number of tokens that a chat template adds to a message."""
 
@@ -452,7 +453,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:
 
 def estimate_tokens(text: str) -> int:
     """Estimate the number of tokens of a text."""
-    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+    return math.ceil(len(text.encode(errors="surrogatepass")) / BYTES_PER_TOKEN)
 
 
 def estimate_usage(messages: Iterable[ChatMessage], answers: Iterable[str]) -> ChatUsage:

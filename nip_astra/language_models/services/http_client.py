@@ -174,8 +174,11 @@ class OpenAIConnection:
             text = text.replace(self._api_key, "***")
         return " ".join(text.split())[:200]
 
-    def failure_of(self, error: Exception) -> ChatFailure:
-        """Return a request's failure for an error; raise if every request would fail."""
+    def failure_of(self, error: Exception, *, has_format: bool = False) -> ChatFailure:
+        """Return a request's failure for an error; raise if every request would fail.
+
+        `has_format` is whether the request has a `response_format`, which the service may reject.
+        """
         openai = _import_openai()
         for one in (error, error.__cause__):
             # Versions of the package wrap it differently.
@@ -188,12 +191,12 @@ class OpenAIConnection:
             shown = self.shown(f"{type(cause).__name__} {cause}")
             return ChatFailure(FailureReason.UNAVAILABLE, shown)
         if isinstance(error, openai.APIStatusError):
-            return self._failure_of_status(error)
+            return self._failure_of_status(error, has_format)
         if isinstance(error, openai.APIError):
             return ChatFailure(FailureReason.MALFORMED, self.shown(str(error)))
         raise error
 
-    def _failure_of_status(self, error: APIStatusError) -> ChatFailure:
+    def _failure_of_status(self, error: APIStatusError, has_format: bool) -> ChatFailure:
         status, text = error.status_code, self.shown(error.response.text)
         shown = f"status {status} {text}".rstrip()
         if error.code == "insufficient_quota" or status == 402:
@@ -206,7 +209,7 @@ class OpenAIConnection:
             is_limit = status == 429
             reason = FailureReason.RATE_LIMITED if is_limit else FailureReason.UNAVAILABLE
             return ChatFailure(reason, shown, wait)
-        if any(word in error.response.text.lower() for word in FORMAT_WORDS):
+        if has_format and any(word in error.response.text.lower() for word in FORMAT_WORDS):
             return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
         if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
             # A message about the key may contain it.

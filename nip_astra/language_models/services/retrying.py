@@ -459,14 +459,16 @@ class RateLimiter:
 
     async def acquire(self, num_tokens: int) -> None:
         """Wait until an attempt of about `num_tokens` tokens may start."""
-        now = self.clock()
-        start = max(now, self._next_by_requests, self._next_by_tokens, self._not_before)
-        self._next_by_requests = start + self._seconds_a_request
-        self._next_by_tokens = start + num_tokens * self._seconds_a_token
-        while start > now:
-            await self.sleep(start - now)
-            # The service may have requested a pause meanwhile.
-            now, start = max(start, self.clock()), max(start, self._not_before)
+        while True:
+            now = self.clock()
+            start = max(now, self._next_by_requests, self._next_by_tokens, self._not_before)
+            self._next_by_requests = start + self._seconds_a_request
+            self._next_by_tokens = start + num_tokens * self._seconds_a_token
+            if start > now:
+                await self.sleep(start - now)
+            # If the service has requested a pause meanwhile, attempts are spaced after it anew.
+            if start >= self._not_before:
+                return
 
     def correct(self, planned: int, taken: int) -> None:
         """Replace the planned tokens of an attempt by the actual ones."""

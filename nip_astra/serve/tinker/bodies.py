@@ -228,6 +228,13 @@ class SampleBody(TinkerBody):
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     record_stability_info: Literal[False] | None = None
 
+    @model_validator(mode="after")
+    def _check_number(self) -> SampleBody:
+        # An equal number repeats a request.
+        if self.sampling_session_id is not None and self.seq_id is None:
+            raise ValueError("sampling_session_id needs seq_id, a new one for each request")
+        return self
+
 
 class FutureBody(TinkerBody):
     """A request for a result."""

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ from nip_astra.serve.tinker.store import Checkpoint, CheckpointFolder, LoraShape
 from nip_astra.serve.training import SECONDS_SILENT, Bases, WorkQueue, lookup
 from nip_astra.utils.seeding import derive_seed
 
+MAX_UNNAMED = 32
+"""Maximum unnamed weights of a session; those that were sampled from least recently are deleted. A
+client may save some before each rollout."""
 _SESSION_LOST = (
     "unknown session {name}: it has ended, or the service was restarted. Create a new "
     "ServiceClient, and continue from a saved state."
@@ -36,21 +40,25 @@ _MODEL_LOST = (
     "restarted. Continue from a saved state by create_training_client_from_state_with_optimizer."
 )
 _SAMPLER_LOST = (
-    "unknown sampling session {name}: the service was restarted. Create a new sampling client from "
-    "saved weights."
+    "unknown sampling session {name}: its weights had no name and were not used for long, or the "
+    "service was restarted. Create a new sampling client from saved weights."
 )
 
 
 @dataclass
 class Session:
-    """A client's session; its `unnamed` checkpoints are deleted with it."""
+    """A client's session.
+
+    `unnamed` holds checkpoints by their sampling session, the one used last at the end; they are
+    deleted with the session.
+    """
 
     name: str
     about: Mapping[str, Any]
     seen_at: float = field(default_factory=time.monotonic)
     model_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
-    unnamed: list[Checkpoint] = field(default_factory=list)
+    unnamed: OrderedDict[str, Checkpoint] = field(default_factory=OrderedDict)
 
 
 def model_id_of(session_id: str, number: int) -> str:
@@ -69,7 +77,7 @@ class TinkerHost:
         self.models: dict[str, TinkerModel] = {}
         self.sources: dict[str, SamplerSource] = {}
         self._joined = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     # ---- sessions
 
@@ -85,14 +93,15 @@ class TinkerHost:
 
     def close_session(self, name: str) -> None:
         """Close a session and its models; named checkpoints stay."""
-        session = self.sessions.pop(name, None)
+        with self._lock:
+            session = self.sessions.pop(name, None)
         if session is None:
             return
         for model_id in session.model_ids:
             self._close_model(model_id)
         for sampler_id in session.sampler_ids:
             self.sources.pop(sampler_id, None)
-        for checkpoint in session.unnamed:
+        for checkpoint in session.unnamed.values():
             self.store.delete(checkpoint)
 
     # ---- models
@@ -100,17 +109,19 @@ class TinkerHost:
     def model(self, model_id: str) -> TinkerModel:
         return lookup(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
-    def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
+    def create(self, body: CreateModelBody) -> Callable[[], None]:
         """Return the function that creates a new model; refuse an invalid request at once."""
         session = self.session(body.session_id)
         base, lora = self.bases.get(body.base_model), body.lora_config
         shape = LoraShape(lora.rank, lora.train_unembed, lora.train_mlp, lora.train_attn)
         record = _record(session, body.model_seq_id, base.name, shape, body.user_metadata)
-        return lambda: self._add(session, record, seed=abs(lora.seed or 0))
 
-    def create_from(
-        self, body: LoadBody, session_id: str, number: int
-    ) -> Callable[[], TinkerModel]:
+        def build() -> None:
+            self._add(session, record, seed=abs(lora.seed or 0))
+
+        return build
+
+    def create_from(self, body: LoadBody, session_id: str, number: int) -> Callable[[], None]:
         """Return the function that creates a model from a saved state."""
         session = self.session(session_id)
         checkpoint = self.store.find(body.path)
@@ -124,14 +135,13 @@ class TinkerHost:
             )
         record = _record(session, number, base.name, origin.lora, body.user_metadata)
 
-        def build() -> TinkerModel:
+        def build() -> None:
             model = self._add(session, record, seed=0)
             try:
                 model.load(checkpoint, with_optimizer=body.optimizer)
             except BaseException:
                 self._close_model(record.run_id)
                 raise
-            return model
 
         return build
 
@@ -142,10 +152,13 @@ class TinkerHost:
                 return found
             self._make_room()
         model = build_model(self.bases, record, seed=seed)
-        self.store.add_run(record)
-        self.work.open_lane(record.run_id)
-        self.models[record.run_id] = model
-        session.model_ids.append(record.run_id)
+        with self._lock:
+            # It may have ended meanwhile, and nothing would close its model.
+            self.session(session.name)
+            self.store.add_run(record)
+            self.work.open_lane(record.run_id)
+            self.models[record.run_id] = model
+            session.model_ids.append(record.run_id)
         return model
 
     def _make_room(self) -> None:
@@ -196,8 +209,14 @@ class TinkerHost:
         if body.path is not None:
             return checkpoint, None
         session = self.session(body.model_id.partition(":")[0])
-        session.unnamed.append(checkpoint)
-        return checkpoint, self.add_sampler(session, self._source_of(checkpoint))
+        name = self.add_sampler(session, self._source_of(checkpoint))
+        with self._lock:
+            session.unnamed[name] = checkpoint
+            while len(session.unnamed) > MAX_UNNAMED:
+                unused, lost = session.unnamed.popitem(last=False)
+                self.sources.pop(unused, None)
+                self.store.delete(lost)
+        return checkpoint, name
 
     # ---- sampling
 
@@ -220,7 +239,12 @@ class TinkerHost:
         return name
 
     def sampler(self, name: str) -> SamplerSource:
-        return lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
+        source = lookup(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
+        session = self.sessions.get(name.partition(":")[0])
+        with self._lock:
+            if session is not None and name in session.unnamed:
+                session.unnamed.move_to_end(name)
+        return source
 
     def join_sampler(self, name: str) -> int:
         """Return a number for a copy of a sampling client, which makes its requests distinct."""

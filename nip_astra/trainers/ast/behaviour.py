@@ -24,6 +24,7 @@ from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.policy_losses import (
+    ROW_LOSSES,
     ImportanceLevel,
     effective_sample_size,
     importance_weights,
@@ -74,7 +75,7 @@ class Behaviour:
     ) -> None:
         self.sampling, self.section = sampling, section
         self.parameters = parameters or BehaviourParameters(logprobs="raw")
-        self.is_reshaped = sampling.temperature != 1.0 or sampling.cuts
+        self.is_reshaped = bool(sampling.modifications)
         self._learns_drawn = self.is_reshaped and self.parameters.logprobs == "sampling"
         level = self.parameters.importance_weights
         has_weights = self.is_reshaped and not self._learns_drawn and level != "none"
@@ -93,13 +94,10 @@ class Behaviour:
         """The warning if gradients are off-policy without a correction."""
         if not self.is_reshaped or self._needs_drawn:
             return None
-        usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
-        given = {name: getattr(self.sampling, name) for name in usual}
-        words = [f"{name} {given[name]:g}" for name in usual if given[name] != usual[name]]
         return (
-            f"probes are sampled with {', '.join(words)}, but learned from at temperature 1 "
-            f"without cuts: gradients are off-policy. Set {self.section}.logprobs=sampling, or "
-            f"{self.section}.importance_weights"
+            f"probes are sampled with {self.sampling.modifications}, but learned from at "
+            "temperature 1 without cuts: gradients are off-policy. Set "
+            f"{self.section}.logprobs=sampling, or {self.section}.importance_weights"
         )
 
     @torch.no_grad()
@@ -182,9 +180,26 @@ class CorrectedStalenessParameters(AsyncRolloutParameters):
     """Weight of the gradients of samples of older weights: `token`, the ratio of each token's
     probabilities under the learning and the sampling weights; `sequence`, the ratio for the whole
     probe, which is exact without truncation but has high variance. Losses with one ratio per probe
-    (variants gspo and rloo of ast_grpo) support only sequence."""
+    (gspo and rloo) support only sequence."""
     max_staleness_weight: Annotated[float, IS_STALE] = Field(default=2.0, gt=0)
     """Maximum of these ratios. Larger has less bias and more variance."""
+
+
+def refuse_token_weights(
+    loss: str, behaviour: Behaviour | None, parameters: CorrectedStalenessParameters, section: str
+) -> None:
+    """Raise for importance weights of tokens in a policy loss with one ratio per probe."""
+    level = None if behaviour is None else behaviour.level
+    weighs_stale_tokens = parameters.max_staleness and parameters.staleness_weights == "token"
+    for is_by_token, fix in (
+        (level == "token", f"{section}.behaviour.importance_weights=sequence"),
+        (weighs_stale_tokens, f"{section}.staleness_weights=sequence, or max_staleness=0"),
+    ):
+        if loss in ROW_LOSSES and is_by_token:
+            raise ConfigurationError(
+                f"the policy loss {loss!r} has one ratio a probe and cannot take importance "
+                f"weights of tokens. Set {fix}, or take another loss."
+            )
 
 
 def check_staleness(

@@ -121,10 +121,11 @@ def select_pairs(
     probes = tree.nodes["probe"] * tree.nodes["probe_mask"]
     is_same_P = (probes[best_P] == probes[worst_P]).all(dim=1) & ~is_tie_P
     is_close_P = reward_gap_P <= min_reward_difference
+    # A response without a score, which the reward may not need, satisfies no minimum.
     if min_score_difference is not None:
-        is_close_P |= scores_N[best_P] - scores_N[worst_P] <= min_score_difference
+        is_close_P |= ~(scores_N[best_P] - scores_N[worst_P] > min_score_difference)
     if min_chosen_score is not None:
-        is_close_P |= scores_N[best_P] < min_chosen_score
+        is_close_P |= ~(scores_N[best_P] >= min_chosen_score)
     is_close_P &= ~is_tie_P & ~is_same_P
     is_pair_P = ~(is_tie_P | is_same_P | is_close_P)
     return PairSelection(

@@ -11,11 +11,10 @@ from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.advantages import AdvantageParameters, Baseline, Scale
+from nip_astra.rl_objectives.advantages import OF_GROUPS, AdvantageParameters, Baseline, Scale
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlParameters
 from nip_astra.rl_objectives.policy_losses import (
     GROUP_VARIANTS,
-    ROW_LOSSES,
     GroupVariantName,
     LossParameters,
     PolicyLoss,
@@ -30,6 +29,7 @@ from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
     importance_weights_of,
+    refuse_token_weights,
 )
 from nip_astra.trainers.ast.rollouts import CreditParameters, learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer
@@ -68,7 +68,8 @@ class AstGrpoTrainer(AstTrainer):
         variant: GroupVariantName = "grpo"
         """The published algorithm; see the trainer."""
         loss: PolicyLossName | None = None  # type: ignore[assignment]  # null: the variant's
-        """Policy loss, see `rl_objectives.policy_losses`; null uses the variant's."""
+        """Policy loss, see `rl_objectives.policy_losses`; null uses the variant's. Another than the
+        variant's has its own clip range and reduction, unless these are set."""
         clip_low: Annotated[float | None, has_option("clip_low")] = Field(default=None, ge=0)
         """Maximum distance of the ratio below 1 before clipping; null uses the variant's."""
         clip_high: Annotated[float | None, has_option("clip_high")] = Field(default=None, ge=0)
@@ -76,9 +77,9 @@ class AstGrpoTrainer(AstTrainer):
         reduction: Reduction | None = None
         """Reduction of the token losses, see `rl_objectives.reductions.reduce_loss`; null uses the
         variant's."""
-        baseline: Baseline | None = None
+        baseline: Annotated[Baseline | None, OF_GROUPS] = None
         """Baseline of a credit; null uses the variant's."""
-        scale: Scale | None = None
+        scale: Annotated[Scale | None, OF_GROUPS] = None
         """Divisor of the difference; null uses the variant's."""
         kl: AttackerKlParameters = AttackerKlParameters()
         """KL penalty."""
@@ -94,7 +95,7 @@ class AstGrpoTrainer(AstTrainer):
             """Return the variant's loss with the options that are set."""
             variant = GROUP_VARIANTS[self.variant]
             name = self.loss or variant.loss
-            high = variant.clip_high if self.loss is None else None
+            high = variant.clip_high if name == variant.loss else None
             return PolicyLoss.of(
                 name,
                 self.loss_options,
@@ -112,7 +113,7 @@ class AstGrpoTrainer(AstTrainer):
             )
         variant = GROUP_VARIANTS[options.variant]
         self.policy_loss = options.chosen_loss()
-        own = None if options.loss is None else self.policy_loss.reduction
+        own = None if self.policy_loss.name == variant.loss else self.policy_loss.reduction
         self.reduction = options.reduction or own or variant.reduction
         self.group_options: dict[str, Any] = {
             "baseline": options.baseline or variant.baseline,
@@ -120,18 +121,7 @@ class AstGrpoTrainer(AstTrainer):
             "std_epsilon": options.std_epsilon,
             "zero_variance": variant.zero_variance,
         }
-        level = self.behaviour.level if self.behaviour is not None else None
-        weighs_tokens = options.max_staleness and options.staleness_weights == "token"
-        is_of_rows = self.policy_loss.name in ROW_LOSSES
-        for is_by_token, fix in (
-            (level == "token", "ast_grpo.behaviour.importance_weights=sequence"),
-            (weighs_tokens, "ast_grpo.staleness_weights=sequence, or max_staleness=0"),
-        ):
-            if is_of_rows and is_by_token:
-                raise ConfigurationError(
-                    f"the policy loss {self.policy_loss.name!r} has one ratio a probe and cannot "
-                    f"take importance weights of tokens. Set {fix}, or take another variant."
-                )
+        refuse_token_weights(self.policy_loss.name, self.behaviour, options, "ast_grpo")
         self.kl = options.kl.controller()
         self.results["objective"] = {
             "variant": options.variant,

@@ -5,7 +5,7 @@ Shape suffixes: `N` node, `B` row, `T` token.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import tree_gae, whiten
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind, KlParameters, kl_estimate
@@ -26,6 +27,7 @@ from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
     importance_weights_of,
+    refuse_token_weights,
 )
 from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer
@@ -59,6 +61,10 @@ class PpoKlParameters(KlParameters):
     """Estimator of the divergence in the reward and in metrics."""
     place: Literal["reward", "loss"] = "reward"
     """Whether the divergence is subtracted from each token's reward, or added to the loss."""
+    gradient: Annotated[Literal["k2", "k3"], where_above("weight", 0), where("place", "loss")] = (
+        "k2"
+    )
+    """Estimator whose gradient is taken: k2 acts as KL(policy || reference), k3 as the reverse."""
 
 
 class PpoParameters(LossParameters, CorrectedStalenessParameters):
@@ -212,6 +218,7 @@ class AstPpoTrainer(AstTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kl = self.parameters.kl.controller()
+        refuse_token_weights(self.parameters.loss, self.behaviour, self.parameters, "ast_ppo")
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
         head = ValueHead(self.policy.hidden_size, trains_model=self.parameters.value_trains_model)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
@@ -68,6 +69,15 @@ class AstReinforceTrainer(AstTrainer):
         """Credit of a probe."""
         behaviour: BehaviourParameters = BehaviourParameters()
         """Which log-probabilities are trained if sampling is tempered or truncated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.parameters.baseline == "siblings" and self.scenario.tree_width < 2:
+            raise ConfigurationError(
+                "ast_reinforce.baseline=siblings compares siblings, but tree_width is 1: every "
+                "advantage would be 0. Set the scenario's tree_width to 2 or more, or the baseline "
+                "to iteration or none."
+            )
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         options = self.parameters

@@ -297,6 +297,13 @@ def informative_groups(
     return informative, others
 
 
+def logprobs_before_update(batch: Batch) -> Tensor:
+    """Return the rescored log-probabilities of a batch, or else those of sampling, `[B, T]`."""
+    name = "old_logprobs" if "old_logprobs" in batch.values else "logprobs"
+    found: Tensor = batch.values[name]
+    return found
+
+
 # ---- the trainer
 
 
@@ -372,10 +379,17 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent: ConversationAgent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        modifications = self.agent.sampling.modifications
+        if self.samples_in_training and modifications:
+            self._warn(
+                f"problems are sampled with {modifications}, but learned from at temperature 1 "
+                f"without cuts: gradients are off-policy. Set {self.scenario_instance.kind}.policy "
+                "to temperature 1, top_k null and top_p 1"
+            )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
                 "training.eval_period needs held-out problems, and there are none. Set it to 0, or "
-                "give task.dev."
+                "give task.task.dev."
             )
         directory = self.run_directory
         self._dumps = StageDumps(
@@ -491,6 +505,7 @@ class ServiceTrainer(LanguageModelTrainer):
             and getattr(options, "advantage", "group") == "group"
         )
         generated = 0
+        earlier: list[int] = []
         # What evaluations have sampled is left out.
         self._sampler.take_metrics()
         for _ in range(rounds + 1):
@@ -499,8 +514,9 @@ class ServiceTrainer(LanguageModelTrainer):
             problems = [self.problem(number) for number in range(start, start + missing)]
             key = ("rollout", iteration)
             with self._sampler.counting() as spent:
-                rollout = self._play("train", problems, key, self._sampling_agent)
+                rollout = self._play("train", problems, key, self._sampling_agent, earlier=earlier)
             generated += spent.generated
+            earlier += problems
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             episodes += rollout.episodes
@@ -560,8 +576,9 @@ class ServiceTrainer(LanguageModelTrainer):
         agent: ConversationAgent | None = None,
         *,
         num_runs: int | None = None,
+        earlier: Sequence[int] = (),
     ) -> TaskRollout:
-        """Sample problems with the current weights, or with another agent."""
+        """Sample problems with the current weights, or with another agent; see `TaskPlan`."""
         runs = num_runs or self.parameters.group_size
         is_of_now = agent is None or agent is self.agent
         service = self.service
@@ -576,7 +593,11 @@ class ServiceTrainer(LanguageModelTrainer):
             agent or self.agent,
             self.task,
             problems,
-            TaskPlan(split, runs, self.options.max_turns, (self.hyper_params.seed, *key)),
+            TaskPlan(
+                *(split, runs, self.options.max_turns),
+                key=(self.hyper_params.seed, *key),
+                earlier=tuple(earlier),
+            ),
             num_parts=self.options.num_rollout_parts,
             team=self.team if is_whole else None,
             sample=None if is_own_draw or not is_of_now else service.sample,
@@ -681,7 +702,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if self.task.num_problems("test") == 0:
             self._warn(
                 f"no problem was held out: the task has {self.task.num_problems('train')}. Give "
-                "held-out problems as task.test, or more training problems."
+                "held-out problems as task.task.test, or more training problems."
             )
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(
@@ -747,9 +768,12 @@ class ServiceTrainer(LanguageModelTrainer):
         return score_batch(batch, model.logprobs)
 
     def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
-        """Set `advantages` and `teacher_logprobs` for distillation; return the divergence."""
+        """Set `advantages` and `teacher_logprobs` for distillation; return the divergence.
+
+        The student is the learning policy where the batch was rescored, else the one that sampled.
+        """
         options = self.parameters.distillation
-        student_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        student_BT, mask_BT = logprobs_before_update(batch), batch.values["loss_mask"]
         teacher_BT = batch.values["teacher_logprobs"] = self.score(teacher, batch)
         batch.values["advantages"] = reverse_kl_advantages(
             student_BT, teacher_BT, mask_BT, weight=options.weight, discount=options.discount

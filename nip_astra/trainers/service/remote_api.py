@@ -109,10 +109,11 @@ class RemoteApiTrainer(ServiceTrainer):
         batch = batch.to(logprobs_BT.device)
         # The loop takes the mean over samples; services take the sum over tokens.
         num_samples = float(batch[STEP_TOTALS][0, 1])
+        # Given solutions were not sampled: to a ratio they count as the policy's own.
         has_ratio = options.loss != "cross_entropy"
         return policy_loss(
             logprobs_BT,
-            batch["old_logprobs"] if has_ratio else None,
+            batch.get("old_logprobs", None) if has_ratio else None,
             batch["advantages"],
             batch["trained_mask"],
             loss=options.chosen_loss(),

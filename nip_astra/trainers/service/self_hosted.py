@@ -33,6 +33,7 @@ from nip_astra.trainers.service.base import (
     PolicyLossParameters,
     RolloutParameters,
     ServiceTrainer,
+    logprobs_before_update,
 )
 from nip_astra.trainers.service.contract import check_batch, check_takes
 from nip_astra.trainers.service.metrics import mismatch_metrics
@@ -113,8 +114,8 @@ class SelfHostedTrainer(ServiceTrainer):
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
             reference = agent.token_scorer(to="measure the policy's divergence from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
-            names = ("logprobs", "reference_logprobs", "loss_mask")
-            mismatch |= self.kl.adapt(*(batch.values[name] for name in names))
+            others = (batch.values[name] for name in ("reference_logprobs", "loss_mask"))
+            mismatch |= self.kl.adapt(logprobs_before_update(batch), *others)
         if not self._is_checked:
             check_takes(self._prepare_batch, "batch")
         given = self._prepare_batch(batch)
@@ -122,8 +123,7 @@ class SelfHostedTrainer(ServiceTrainer):
             given = check_batch(given, trainer=type(self).__name__, num_rows=len(batch))
             self._is_checked = True
         batch, metrics = given
-        if "old_logprobs" not in batch.values:
-            batch.values["old_logprobs"] = batch.values["logprobs"]
+        batch.values["old_logprobs"] = logprobs_before_update(batch)
         self.dump("prepared_batch", batch)
         return self.learnt_samples(batch), {**mismatch, **metrics}
 

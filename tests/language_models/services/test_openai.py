@@ -99,7 +99,8 @@ def test_samples_are_requested_singly_with_own_seeds_or_together() -> None:
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:
     """Beside the faults of `tests.kit.misbehaving`."""
     with chat_stub([reply]) as stub:
-        result = failure(ask(build(stub), saying("hi"))[0])
+        request = saying("hi", response_format={"type": "json_object"})
+        result = failure(ask(build(stub), request)[0])
         assert len(stub.requests) == 1, "the package repeats nothing by itself"
     assert (result.reason, result.retry_after) == (reason, wait)
     assert result.message
@@ -124,6 +125,7 @@ def test_a_closed_port_and_a_late_answer_are_failures() -> None:
         Reply(401, body="no such key secret-1"),
         Reply(302, headers={"Location": "http://127.0.0.1:9/v1/chat/completions"}),
         Reply(400, body='{"error": {"message": "no seed", "code": "unsupported_parameter"}}'),
+        Reply(404, body="no model grammar-2"),
     ],
     ids=lambda reply: str(reply.status),
 )
@@ -137,6 +139,12 @@ def test_faults_of_every_request_end_the_run_without_showing_the_key(
         assert stub.headers[0]["Authorization"] == "Bearer secret-1"
     assert says(caught.value, reply.status, "base_url", "api_key_variable")
     assert "secret-1" not in str(caught.value)
+
+
+def test_scripts_with_a_token_per_character_are_not_estimated_as_english() -> None:
+    with chat_stub([completion("\u597d" * 40, usage=None)]) as stub:
+        (outcome,) = ask(build(stub), saying("\u4f60" * 80))
+    assert outcome.usage == (64, 30)
 
 
 @pytest.mark.parametrize(

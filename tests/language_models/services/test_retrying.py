@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count, repeat
 from pathlib import Path
@@ -27,6 +28,7 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
 from nip_astra.language_models.services.retrying import (
     Budget,
+    RateLimiter,
     ResponseCache,
     RetryingChatModel,
     UsageLog,
@@ -194,6 +196,46 @@ def test_attempts_and_their_tokens_are_spread_over_the_minute(
     many = model_of(repeat("x"))
     ask(patient(many, limits={"concurrency": 3}), *[saying(str(n)) for n in range(20)])
     assert (many.most_in_flight, len(many.requests)) == (3, 20)
+
+
+class Timeline:
+    """Time that passes from one end of a wait to the next."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._waits: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    async def pause(self, seconds: float) -> None:
+        ends: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waits, (self.now + seconds, len(self._waits), ends))
+        await ends
+
+    async def pass_all(self) -> None:
+        await asyncio.sleep(0)
+        while self._waits:
+            self.now, _, ends = heapq.heappop(self._waits)
+            ends.set_result(None)
+            await asyncio.sleep(0)
+
+
+def test_attempts_after_a_requested_pause_are_spread_as_before_it() -> None:
+    time, starts = Timeline(), list[float]()
+    limits = LimitParameters(requests_per_minute=60)
+    limiter = RateLimiter(limits, clock=lambda: time.now, sleep=time.pause)
+
+    async def attempt() -> None:
+        await limiter.acquire(1)
+        starts.append(time.now)
+
+    async def refused() -> None:
+        limiter.pause(20.0)
+        await time.pass_all()
+
+    async def together() -> None:
+        await asyncio.gather(*[attempt() for _ in range(4)], refused())
+
+    asyncio.run(together())
+    assert starts == [0.0, 20.0, 21.0, 22.0]
 
 
 # ---- budget

@@ -245,6 +245,10 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
         ast_trainer("ast_grpo", tiny_scenario, *options, f"{weights}token")
     trainer = ast_trainer("ast_grpo", tiny_scenario, *options, f"{weights}sequence")
     assert trainer.step(trainer.collate_fn(experience_of(trainer).samples)).loss.isfinite()
+    stale = (f"ast_ppo.loss={variant}", "ast_ppo.max_staleness=1")
+    with pytest.raises(ConfigurationError, match=rf"{variant}.*ast_ppo.staleness_weights=sequence"):
+        ast_trainer("ast_ppo", tiny_scenario, *stale)
+    ast_trainer("ast_ppo", tiny_scenario, *stale, "ast_ppo.staleness_weights=sequence")
 
 
 @pytest.mark.parametrize("greedy", ["temperature=0", "top_k=1"])

@@ -126,9 +126,13 @@ def test_a_level_is_requested_all_at_once(tmp_path: Path) -> None:
     assert [model.most_in_flight for model in models] == [3 * 2]
 
 
-def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_a_failed_response_ends_its_conversation_there_as_data(
+    tmp_path: Path, weight: float
+) -> None:
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"}, tree_depth=3)
-    run = run_in(tmp_path / "runs", resolve(scenario))
+    weights = [f"ast_chat.reward.{one}={weight}" for one in ("w_response", "w_combined")]
+    run = run_in(tmp_path / "runs", resolve(scenario, *weights))
     rows, results = read_rows(run / "rollouts/evaluation.jsonl"), read_results(run).results
     by_node = {row["node"]: row for row in rows}
     assert {row["response_failure"] for row in rows} == {None, "refused", "ended"}

@@ -229,13 +229,16 @@ def test_each_variant_of_grpo_takes_steps_and_records_its_options(
     objective = trainer.results["objective"]
     assert objective["variant"] == variant
     assert {"std_epsilon", "reduction", "zero_variance", "source"} <= set(objective)
+    named = ast_trainer("ast_grpo", tiny_scenario, *options, f"ast_grpo.loss={objective['loss']}")
+    assert named.results["objective"] == objective, "the variant's own loss changes nothing"
 
 
 @pytest.mark.parametrize(
     ("overrides", "fact"),
     [
         ("ast_grpo.scale=group ast_chat.tree_width=1", "tree_width is 1.*ast_ppo or ast_reinforce"),
-        ("ast_ppo.kl.gradient=k1 ast_ppo.kl.weight=0.1", r"kl\.gradient"),
+        ("ast_reinforce.baseline=siblings ast_chat.tree_width=1", "tree_width is 1.*iteration"),
+        ("ast_ppo.kl.gradient=k1 ast_ppo.kl.place=loss", r"kl\.gradient"),
         ("ast_grpo.kl.gradient=k1 ast_grpo.kl.weight=0.1", r"kl\.gradient"),
         ("ast_dpo.beta=1.0 training.early_stopping_patience=2", "eval_period is 0"),
         ("ast_dpo.loss=hinge ast_dpo.label_smoothing=0.1", "label_smoothing.*hinge"),

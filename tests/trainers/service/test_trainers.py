@@ -15,6 +15,7 @@ from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
 from nip_astra.language_models.services.training import TRAINING_SERVICES, TrainingServiceRequest
 from nip_astra.plugins import load_plugin
+from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from tests.kit.experiments import iterations_of, task_trainer
@@ -104,6 +105,23 @@ def test_weights_that_sample_are_behind_by_the_set_number_of_iterations(
     torch.testing.assert_close(
         scored.detach(), batch["logprobs"][batch["trained_mask"]], atol=1e-4, rtol=0
     )
+
+
+def test_distillation_of_older_samples_moves_the_learning_student_to_the_teacher() -> None:
+    name = "self_hosted_opd"
+    more = (f"{name}.max_staleness=1", f"{name}.policy_loss.kl={{weight: 0.1, target: 0.01}}")
+    trainer = task_trainer(name, *AHEAD, *more)
+    for iteration in range(2):
+        trainer._collect(iteration)
+        batch, metrics = trainer.collate_fn(trainer.state.samples), trainer.state.iteration_metrics
+        trainer._update(iteration)
+        trainer.state.end()
+    mask_BT = batch["trained_mask"]
+    assert not torch.equal(batch["old_logprobs"], batch["logprobs"])
+    gap_BT = batch["old_logprobs"] - batch["teacher_logprobs"]
+    torch.testing.assert_close(batch["advantages"][mask_BT], -gap_BT[mask_BT])
+    kl_BT = kl_estimate(batch["old_logprobs"], batch["reference_logprobs"], "k3", mask_BT=mask_BT)
+    assert metrics["kl/reference"] == pytest.approx(float(kl_BT[mask_BT].mean()), rel=1e-4)
 
 
 def prepared(name: str, *overrides: str) -> tuple[Any, Any]:
@@ -222,6 +240,30 @@ def test_what_a_trainer_cannot_use_is_refused(
     given = (f"{name}.{option}".replace("MODEL", str(tiny_model_dir)), more)
     with pytest.raises(error, match=fact):
         task_trainer(name, *given)
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_opd", "remote_api_cross_entropy"])
+def test_samples_of_another_distribution_than_the_learned_one_are_reported(name: str) -> None:
+    trainer = task_trainer(name, "task.policy.temperature=0.5", "task.policy.top_p=0.9")
+    if name == "remote_api_cross_entropy":
+        assert "warnings" not in trainer.results, "nothing is sampled"
+        return
+    (warning,) = trainer.results["warnings"]
+    assert "temperature 0.5, top_p 0.9" in warning
+    assert "task.policy" in warning
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "reinforce"])
+def test_given_solutions_count_as_sampled_by_the_policy_in_every_loss(loss: str) -> None:
+    name = "remote_api_cross_entropy"
+    trainer = task_trainer(name, f"{name}.policy_loss.loss={loss}", "training.num_iterations=1")
+    (row,) = iterations_of(trainer, 1)
+    expected = task_trainer(name, "training.num_iterations=1")
+    iterations_of(expected, 1)
+    assert math.isfinite(row["loss"])
+    # At ratio 1 each has the gradient of the log-likelihood.
+    for one, other in zip(trainer.learned, expected.learned, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) -> None:

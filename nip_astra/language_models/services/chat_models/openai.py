@@ -149,11 +149,12 @@ class OpenAIChatModel(ChatModel):
         connection = await self._open()
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
+        fields = self._fields(request)
         try:
             response = await completions.create(
                 model=self.name,
                 messages=messages,
-                extra_body=self._fields(request),
+                extra_body=fields,
                 extra_headers=_headers(request),
             )
             found = json.loads(response.http_response.text)
@@ -161,7 +162,7 @@ class OpenAIChatModel(ChatModel):
             return _failed(request, FailureReason.MALFORMED, f"the answer is not JSON: {error}")
         except Exception as error:
             # Errors of the package; others are raised again.
-            failure = connection.failure_of(error)
+            failure = connection.failure_of(error, has_format="response_format" in fields)
             return ChatOutcome((failure,) * request.num_samples)
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
