@@ -335,7 +335,7 @@ def _take_part(
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
     """Write the missing report of a run that was killed after its results."""
-    results: dict[str, Any] = directory.read_json(files.RESULTS)
+    results = directory.read_json(files.RESULTS)
     if (directory.path / files.REPORT).exists():
         raise RunDirectoryError(
             f"the run {directory.run_id!r} has ended; {directory.path / files.RESULTS} holds its "

@@ -101,12 +101,12 @@ def test_errors_are_safe_also_on_the_command_line(
     error.__cause__ = RuntimeError(HOSTILE)
     fail(error)
     for options, count in (((), 1), (("--debug",), 3)):
-        result = cli("report", "one", *options)
+        result = cli("report", str(run), *options)
         assert (result.code, result.err.count("\u241b[2J")) == (2, count)
         assert not has_unsafe(result.err)
     fail(RuntimeError(HOSTILE))
     with pytest.raises(RuntimeError) as caught:
-        cli("report", "one")
+        cli("report", str(run))
     sys.excepthook(caught.type, caught.value, caught.tb)
     shown = cli.capsys.readouterr().err
     assert "Traceback" in shown

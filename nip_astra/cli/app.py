@@ -144,7 +144,7 @@ def _in_one_line(error: Any) -> ConfigurationError:
             names.insert(0, context.info_name)
             context = context.parent
     message = " ".join(error.format_message().split()).rstrip(".")
-    advice = f"See `nip-astra {' '.join(names)} --help`."
+    advice = f"See `{' '.join(['nip-astra', *names, '--help'])}`."
     if given == "--set" and names == ["resume"]:
         message = f"No such option: {given}"
         advice = "Parameters stay as they were where the run was begun."

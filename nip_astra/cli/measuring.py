@@ -215,9 +215,10 @@ def report(
     """Write one HTML page about a run, several side by side, or all runs in a folder."""
     import webbrowser
 
+    from nip_astra.evaluation.api import locate
     from nip_astra.report.page import write_report
 
-    path = write_report(runs, output, redact=redact)
+    path = write_report(list(map(locate, runs)), output, redact=redact)
     write_line(f"report     {path}")
     if open_page and not webbrowser.open(path.resolve().as_uri()):
         complain("no browser was found to open it with")
@@ -331,6 +332,7 @@ def analyse(
     """Let a judge answer questions about stored rollouts of chat models."""
     from rich.text import Text
 
+    from nip_astra.evaluation.api import locate
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.report.page import write_report
@@ -346,8 +348,9 @@ def analyse(
         "settings": ExperimentSettings.from_dict(settings_of(given)),
     }
     model, as_json = None if judge is None else read_judge(judge), given["as_json"]
+    path = locate(run)
     if dry_run:
-        counts = count_analysis(run, analysers or [], model, **request)
+        counts = count_analysis(path, analysers or [], model, **request)
         title = "requests at least; none was sent"
         table = plain_table(title, "rollouts", "question", "requests")
         for place, by_name in counts.items():
@@ -355,8 +358,8 @@ def analyse(
                 table.add_row(Text(place), Text(name), str(count))
         show(lambda: [table], lambda: counts, as_json=as_json)
         return
-    found = [one.summary for one in analyse_run(run, analysers or [], model, **request)]
-    page = write_report([run])
+    found = [one.summary for one in analyse_run(path, analysers or [], model, **request)]
+    page = write_report([path])
     table = plain_table(None, "rollouts", "question", "agent", "yes")
     for one in found:
         place = f"{one['split']}, iteration {one['iteration']}"
@@ -364,7 +367,7 @@ def analyse(
             table.add_row(*map(Text, (place, one["analyser"], agent, share_text(share))))
     show(lambda: [table], lambda: found, as_json=as_json)
     if not as_json:
-        write_line(f"analyses   {Path(run) / 'analyses'}\nreport     {page}")
+        write_line(f"analyses   {path / 'analyses'}\nreport     {page}")
 
 
 @shared_options()
@@ -383,8 +386,9 @@ def compare_dumps(
 ) -> None:
     """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""
     from nip_astra.checkpoints.tensors import compare_dumps
+    from nip_astra.evaluation.api import locate
 
-    found = compare_dumps(Path(one), Path(other), tolerance=tolerance)
+    found = compare_dumps(locate(one), locate(other), tolerance=tolerance)
     if not found.differences:
         write_line(f"the same in {counted(found.num_stages, 'stage')}")
         return

@@ -116,7 +116,7 @@ def sweep(
         metrics=metric or [],
     )
     if dry_run:
-        check_sweep(sweep_plan, options)
+        check_sweep(sweep_plan, options, directory)
         _list(sweep_plan, directory, shard)
         return
     outcomes: list[RunStatus] = []

@@ -194,7 +194,7 @@ def status_of(results: Mapping[str, Any]) -> Status:
 def results_of(directory: RunDirectory) -> dict[str, Any]:
     """Return the content of results.json; empty if the run has not ended."""
     has_ended = (directory.path / RESULTS).is_file()
-    return dict(directory.read_json(RESULTS)) if has_ended else {}
+    return directory.read_json(RESULTS) if has_ended else {}
 
 
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:

@@ -244,15 +244,13 @@ class EvaluationFolder:
         RunDirectoryError
             When it is missing or broken.
         """
-        figures: dict[str, Any] = RunDirectory(self.path).read_json(FIGURES)
-        return figures
+        return RunDirectory(self.path).read_json(FIGURES)
 
     def configuration(self) -> dict[str, Any]:
         """Return the stored configuration, empty if there is none."""
         if not (self.path / CONFIGURATION).is_file():
             return {}
-        stored: dict[str, Any] = RunDirectory(self.path).read_json(CONFIGURATION)
-        return stored
+        return RunDirectory(self.path).read_json(CONFIGURATION)
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:

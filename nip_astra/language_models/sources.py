@@ -59,12 +59,20 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
 
 
 def _require_hub(name: str) -> None:
-    """Raise at once for a hub id if the hub is unreachable and the model is not cached.
+    """Raise at once for an invalid hub id, and if the hub is unreachable and the model not cached.
 
     huggingface_hub tries each file six times, which takes a minute.
     """
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # lazy export
 
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"the model {name!r} is neither a folder nor a name on the hub. {ADVICE}"
+        ) from error
     if constants.is_offline_mode() or getproxies():
         return
     problem = _hub_problem(constants.ENDPOINT)

@@ -325,12 +325,9 @@ class _Reader:
         read = directory.read_yaml if name.endswith(".yaml") else directory.read_json
         try:
             value = read(name)
-        except (RunDirectoryError, RecursionError) as error:
+        except RunDirectoryError as error:
             cause = str(error.__cause__ or error).splitlines()[0]
             self.run.notes.append(f"{name} could not be read ({cause}); its part is left out.")
-            return {}
-        if not isinstance(value, Mapping):
-            self.run.notes.append(f"{name} holds no mapping of names to values; it is left out.")
             return {}
         return {str(key): item for key, item in value.items()}
 

@@ -23,11 +23,18 @@ from nip_astra.errors import (
     UntrustedRunError,
 )
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.evaluation.storage import differences
 from nip_astra.parameters.content import with_absolute_paths
-from nip_astra.parameters.files import parse_overrides, read_yaml_mapping
+from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.files import flatten, parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RunDirectory
+from nip_astra.tracking.run_directory import (
+    HYPER_PARAMETERS,
+    REPORT,
+    SETTINGS,
+    RunDirectory,
+)
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import is_signed
@@ -44,6 +51,9 @@ DEV = "dev/"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
 _MAX_DIGITS = 19
+_SEED = re.compile(r"^seed: .*\n", re.MULTILINE)
+_UNLIKE = ("seed", "package_version", "scenario", "plugins", "custom_trainer_module_path")
+"""Parameters in which runs of an arm may differ."""
 
 
 class Range(SubParameters):
@@ -333,8 +343,12 @@ class SweepPlan(SubParameters):
         """Return values of the grid shared by all arms."""
         return {path: as_text(values[0]) for path, values in self.grid.items() if len(values) == 1}
 
-    def check(self) -> None:
-        """Resolve the parameters of every arm; for a search, of the ends of its ranges."""
+    def check(self, directory: Path | None = None, *, is_test_run: bool = False) -> None:
+        """Resolve the parameters of every arm; for a search, of the ends of its ranges.
+
+        Without a search, runs in `directory` that began with other parameters, or were test runs
+        and are none now, are refused.
+        """
         if self.search is not None:
             for arm in self._trials_at_the_ends():
                 self._check_objective(self.resolve(arm))
@@ -354,6 +368,35 @@ class SweepPlan(SubParameters):
                 raise ConfigurationError(
                     f"the arms {other.name!r} and {arm.name!r} are the same experiment. Leave out "
                     "one of them."
+                )
+            if directory is not None:
+                values = resolved.hyper_params.to_dict() | {"settings": {"test_run": is_test_run}}
+                self._check_begun(arm, values, directory)
+
+    def _check_begun(self, arm: Arm, values: Mapping[str, Any], directory: Path) -> None:
+        """Refuse runs of an arm that began with other values, except for their seed."""
+        now = dict(flatten(values))
+        known: dict[str, Any] = {}
+        for seed in self.seeds:
+            run = RunDirectory(arm.folder_in(directory, seed))
+            file = run.path / HYPER_PARAMETERS
+            if not file.is_file():
+                continue
+            # Read once, since that takes a tenth of a second.
+            text = _SEED.sub("", file.read_text("utf-8", "replace"))
+            if text not in known:
+                known[text] = convert(run.read_yaml(HYPER_PARAMETERS), source=str(file))
+            has_settings = (run.path / SETTINGS).is_file()
+            settings = run.read_yaml(SETTINGS) if has_settings else {}
+            then = dict(flatten(known[text] | {"settings": settings}))
+            # Folders may have moved, and parameters been added in a later version.
+            names = [n for n in now.keys() & then.keys() if n.partition(".")[0] not in _UNLIKE]
+            found = differences({n: then[n] for n in names}, {n: now[n] for n in names})
+            if found:
+                lines = "\n".join(f"  {line}" for line in found)
+                raise ConfigurationError(
+                    f"the run {run.path} began with other parameters:\n{lines}\nGive another "
+                    "--sweep-dir, or remove that folder."
                 )
 
     def resolve(self, arm: Arm) -> ResolvedExperiment:

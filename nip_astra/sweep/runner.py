@@ -287,7 +287,8 @@ def run_sweep(
     Raises
     ------
     ConfigurationError
-        When a combination is wrong; no run was started.
+        When a combination is wrong, or a run in the folder began with other parameters; no run was
+        started.
     StopRequested
         By a signal, after all runs in progress have saved their work.
     """
@@ -296,7 +297,7 @@ def run_sweep(
         name: list(value) if isinstance(value, range) else value for name, value in plan.items()
     }
     sweep_plan = SweepPlan.from_dict(values)
-    figures = check_sweep(sweep_plan, options)
+    figures = check_sweep(sweep_plan, options, directory)
 
     def note(one: FinishedRun) -> None:
         on_end(one)
@@ -309,11 +310,16 @@ def run_sweep(
     return results
 
 
-def check_sweep(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
-    """Check everything that can be checked before a run starts; return the rest."""
+def check_sweep(
+    plan: SweepPlan, options: SweepOptions, directory: Path | None = None
+) -> RequestedFigures:
+    """Check everything that can be checked before a run starts; return the rest.
+
+    `directory` is the folder of the sweep, which may have runs.
+    """
     for plugin in plan.plugins:
         load_plugin(plugin)
-    ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
+    settings = ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
     LAUNCHERS.get(options.place)
     shard_of([], options.shard)
     if plan.search is not None:
@@ -324,7 +330,7 @@ def check_sweep(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
                 f"--shard {options.shard} does not apply to a search, whose trials depend on "
                 "earlier ones. Leave it out, or search with --on ray."
             )
-    plan.check()
+    plan.check(directory, is_test_run=settings.test_run)
     return RequestedFigures(plan, options.metrics)
 
 

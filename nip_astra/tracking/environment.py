@@ -72,8 +72,8 @@ def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> li
 def note_computation(directory: RunDirectory, computed: dict[str, str]) -> None:
     """Record the `device` and the `layers` implementation; warn of changes since the start."""
     try:
-        before = dict(directory.read_json(ENVIRONMENT))
-    except (RunDirectoryError, TypeError, ValueError) as error:
+        before = directory.read_json(ENVIRONMENT)
+    except RunDirectoryError as error:
         # Resuming does not need it.
         logger.warning("the environment of the run's start cannot be read: %s", error)
         return

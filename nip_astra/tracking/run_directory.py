@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +225,7 @@ class RunDirectory:
         """Whether the run has results, not only an error."""
         if not (self.path / RESULTS).is_file():
             return False
-        results = self.read_json(RESULTS)
-        return not (isinstance(results, dict) and results.get("status") == FAILED)
+        return bool(self.read_json(RESULTS).get("status") != FAILED)
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -250,19 +250,22 @@ class RunDirectory:
         write_atomically(path, to_yaml(value))
         return path
 
-    def read_json(self, name: str) -> Any:
-        """Read a JSON file; raise `RunDirectoryError` if it is missing or broken."""
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON object; raise `RunDirectoryError` if it is missing or broken."""
         return self._read(name, json.loads)
 
-    def read_yaml(self, name: str) -> Any:
-        """Read a YAML file; raise `RunDirectoryError` if it is missing or broken."""
+    def read_yaml(self, name: str) -> dict[str, Any]:
+        """Read a YAML mapping; raise `RunDirectoryError` if it is missing or broken."""
         return self._read(name, _parse_yaml)
 
-    def _read(self, name: str, parse: Callable[[str], Any]) -> Any:
+    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         path = self.path / name
         try:
-            return parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            found = parse(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it holds no mapping of names to values")
+            return found
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             mark = getattr(error, "problem_mark", None)
             line = f", line {mark.line + 1}," if mark is not None else ""
             reason = getattr(error, "problem", None) or reason_of(error)
@@ -329,7 +332,9 @@ def _parse_yaml(text: str) -> Any:
 
     try:
         # References are text: another user's run must not read this environment.
-        return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        return unescape_references(
+            OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+        )
     except OmegaConfBaseException as error:
         raise ValueError(str(error)) from error
 

@@ -128,7 +128,7 @@ def _environment(run_directory: RunDirectory) -> dict[str, Any]:
     """Return the run's environment, git state and device, as an entry of the config."""
     if not (run_directory.path / ENVIRONMENT).is_file():
         return {}
-    found = dict(run_directory.read_json(ENVIRONMENT))
+    found = run_directory.read_json(ENVIRONMENT)
     found.pop(SIGNATURE, None)  # meaningful on this machine only
     return {ENVIRONMENT_KEY: found}
 

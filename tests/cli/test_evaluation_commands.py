@@ -255,6 +255,20 @@ def test_rated_conversations_keep_the_seed_with_which_they_were_sampled(
     assert (run / "exports" / "turns.csv").is_file()
 
 
+def test_a_run_is_given_by_its_id(cli: CommandLine, evaluated: Path) -> None:
+    for command in (
+        ("evaluate", "one"),
+        ("score", "one", "--name", "again"),
+        ("compare", "one/evaluations/test", "one/evaluations/again"),
+        ("report", "one"),
+        ("export", "one", "--format", "csv"),
+    ):
+        cli.ok(*command)
+    assert "'one'?" in refused(cli("report", "on"))
+    for command in (("analyse", "one"), ("compare-dumps", "one", "one")):
+        assert "runs/one" in refused(cli(*command))
+
+
 OUTCOMES = {"silly": "error", "cat": "undetermined", "mat": "failure", "day": "failure", "": "none"}
 """Outcomes of responses by the picky scorer, of which the first that holds counts."""
 

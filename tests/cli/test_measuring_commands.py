@@ -97,7 +97,7 @@ def test_runs_are_compared_stage_by_stage(cli: CommandLine) -> None:
         "they differ first in iteration_000001/001-prepared_batch\n  data.advantages differs at "
     )
     assert "then in 5 more of 7 stages" in result.out
-    assert "dump_period=1" in refused(cli("compare-dumps", one, "nothing"))
+    assert "dump_period=1" in refused(cli("compare-dumps", one, "."))
 
 
 def test_a_page_is_written_into_its_run(cli: CommandLine, tmp_path: Path) -> None:

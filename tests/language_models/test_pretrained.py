@@ -145,6 +145,12 @@ def test_bfloat16_is_taken_where_it_gains(
     assert result == expected
 
 
+@pytest.mark.parametrize("name", ["my model", "modèle", "a--b", "\udce9"])
+def test_what_cannot_be_the_name_of_a_model_is_refused(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="hub"):
+        sources.resolve_model(name, None)
+
+
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_hub_out_of_reach_is_noticed_before_the_hub_tries_for_a_minute(
     monkeypatch: pytest.MonkeyPatch, is_cached: bool

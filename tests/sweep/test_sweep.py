@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -48,7 +48,7 @@ from nip_astra.sweep.runner import (
     check_sweep,
     run_sweep,
 )
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from tests.kit.bars import Bars
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
@@ -191,6 +191,26 @@ def test_a_wrong_combination_is_reported_before_anything_runs(tmp_path: Path) ->
     file.write_text("trainer: ast_dpo\n")
     with pytest.raises(ParameterError, match="trainers"):
         read_plan(file)
+
+
+def test_runs_that_began_with_other_parameters_are_not_counted_again(tmp_path: Path) -> None:
+    def plan(*overrides: str, seeds: Sequence[int] = (0,)) -> SweepPlan:
+        return SweepPlan(trainers=["ast_dpo"], seeds=list(seeds), overrides=list(overrides))
+
+    first = plan("training.lr=1e-4")
+    (arm,) = first.arms
+    run = RunDirectory.create(tmp_path, arm.folder_in(tmp_path, 0).name)
+    hyper_params = first.resolve(arm).hyper_params.to_dict()
+    # A parameter that a later version adds is unknown.
+    run.write_yaml(HYPER_PARAMETERS, {n: v for n, v in hyper_params.items() if n != "text_rl"})
+    run.write_yaml("settings.yaml", {"test_run": False})
+    first.check(tmp_path)
+    plan("training.lr=1e-4", seeds=(1, 0)).check(tmp_path)
+    plan("training.lr=2e-4", seeds=(1,)).check(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"training\.lr: 0\.0001 there, 0\.0002 now"):
+        plan("training.lr=2e-4", seeds=(1, 0)).check(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"settings\.test_run: false there, true now"):
+        check_sweep(first, SweepOptions(settings={"test_run": True}), tmp_path)
 
 
 def rows_of(

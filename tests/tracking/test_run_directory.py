@@ -108,7 +108,7 @@ def test_a_full_disk_is_reported(directory: RunDirectory, monkeypatch: pytest.Mo
     assert sorted(directory.path.iterdir()) == before
 
 
-@pytest.mark.parametrize("content", [None, "{", "\x00: ["])
+@pytest.mark.parametrize("content", [None, "{", "\x00: [", "[]", "1", "[" * 10_000])
 def test_a_missing_or_broken_file_is_named(directory: RunDirectory, content: str | None) -> None:
     for name, read in (("x.json", directory.read_json), ("x.yaml", directory.read_yaml)):
         if content is not None:

@@ -162,8 +162,8 @@ def load_attacker(
     is_run = (run / HYPER_PARAMETERS).is_file()
     if is_run and (request.scenario or request.parameters):
         raise ConfigurationError(
-            f"{path} is of the run {run}, which has its own scenario. Leave out --scenario and "
-            "--parameters; --set changes single parameters."
+            f"{path} belongs to the run {run}, which has its own scenario. Leave out --scenario "
+            "and --parameters; --set changes single parameters."
         )
     resolved = (
         resolve_run(run, request, request.overrides)

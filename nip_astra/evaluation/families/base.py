@@ -444,7 +444,6 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     if newest:
         return family_of_figures(EvaluationFolder(newest[0]).figures())
     stored = directory.read_yaml(HYPER_PARAMETERS)
-    stored = stored if isinstance(stored, Mapping) else {}
     trainer, name = str(stored.get("trainer")), None
     if trainer not in list(TrainerType):
         name = resolve_stored(run, request).trainer_class.evaluation_family
