@@ -34,9 +34,10 @@ from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve import training
+from nip_astra.serve.app import open_training
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.requests import ApiError
-from nip_astra.serve.settings import TrainingProtocol
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.tinker import host
 from nip_astra.serve.training import WorkQueue
 from tests.kit.experiments import task_trainer
@@ -310,6 +311,29 @@ def test_a_closed_run_leaves_no_weights_at_tinker(monkeypatch: pytest.MonkeyPatc
         second.service.close()
         assert time.monotonic() - started < 1.0
         server.start()
+
+
+def test_checkpoints_of_tinker_are_held_by_one_service_and_cleared_at_its_start(
+    tmp_path: Path,
+) -> None:
+    with training_server(["tinker"]) as server:
+        trainer = trainer_at(server, "tinker")
+        iterate(trainer, 1)
+        trainer.service.save_state(tmp_path)
+        with (
+            pytest.raises(errors.ConfigurationError, match="--state-dir"),
+            open_training(server.models, ServiceSettings(**server.settings), ["tinker"]),
+        ):
+            pass
+        (run,) = Path(server.settings["state_dir"]).glob("tinker/*/")
+        (run / "unfinished-of-a-killed-service").mkdir()
+        assert len(list(run.glob("sampler_weights/*"))) == 1
+        # It leaves what a killed service leaves.
+        server.stop()
+        server.start()
+        assert {path.name for path in run.iterdir()} == {"run.json", "weights", "sampler_weights"}
+        assert not any(run.glob("sampler_weights/*"))
+        trainer_at(server, "tinker").service.load_state(tmp_path)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
