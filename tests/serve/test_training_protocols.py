@@ -313,6 +313,18 @@ def test_a_closed_run_leaves_no_weights_at_tinker(monkeypatch: pytest.MonkeyPatc
         server.start()
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_service_of_one_model_loads_its_state(protocol: TrainingProtocol, tmp_path: Path) -> None:
+    with training_server([protocol], max_training_models=1) as server:
+        trainer = trainer_at(server, protocol)
+        samples = samples_of(trainer)
+        trainer.service.save_state(tmp_path)
+        expected = learn(trainer, samples)
+        trainer.service.load_state(tmp_path)
+        trainer.state.iteration = 0
+        assert learn(trainer, samples) == expected
+
+
 def test_checkpoints_of_tinker_are_held_by_one_service_and_cleared_at_its_start(
     tmp_path: Path,
 ) -> None:
