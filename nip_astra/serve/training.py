@@ -34,7 +34,8 @@ MAX_WEIGHT_DECAY = 100.0
 SECONDS_SILENT = 120.0
 """Seconds of silence after which a reporting client counts as ended."""
 NUM_KEPT = 64
-"""Number of a model's operations whose results are kept for repeated requests."""
+"""Number of a model's operations whose results are kept for repeated requests, of a client that
+sends several at once; of others, one."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,9 @@ class WorkQueue:
                 lane.known[lane.next_number] = following
                 self._ready.append(following)
                 lane.next_number += 1
-            while len(lane.known) > NUM_KEPT and next(iter(lane.known.values())).future.done():
+            # A client without early operations has the result of the last when it sends the next.
+            kept = NUM_KEPT if may_be_early else 1
+            while len(lane.known) > kept and next(iter(lane.known.values())).future.done():
                 lane.known.popitem(last=False)
             self._changed.notify()
         return operation

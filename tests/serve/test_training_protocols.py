@@ -39,7 +39,7 @@ from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.requests import ApiError
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.tinker import host
-from nip_astra.serve.training import WorkQueue
+from nip_astra.serve.training import Operation, WorkQueue
 from tests.kit.experiments import task_trainer
 from tests.kit.recording import record_calls
 from tests.kit.resuming import short_experiment
@@ -346,6 +346,16 @@ def test_checkpoints_of_tinker_are_held_by_one_service_and_cleared_at_its_start(
         assert {path.name for path in run.iterdir()} == {"run.json", "weights", "sampler_weights"}
         assert not any(run.glob("sampler_weights/*"))
         trainer_at(server, "tinker").service.load_state(tmp_path)
+
+
+def test_only_the_last_result_of_a_client_is_kept() -> None:
+    work = WorkQueue(max_waiting=8)
+    work.open_lane("model")
+    for number in range(1, 4):
+        operation = Operation(lambda: "weights", str(number))
+        work.submit_ordered("model", number, operation).future.result()
+    assert [work.find("model", number) is None for number in range(1, 4)] == [True, True, False]
+    work.close()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
