@@ -24,7 +24,7 @@ from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import find_tokenizer, load_model
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
-from nip_astra.serve.requests import ApiError, failed, overloaded, wrong
+from nip_astra.serve.requests import ApiError, ending, failed, overloaded, wrong
 from nip_astra.serve.served_models import find_model
 
 logger = logging.getLogger(__name__)
@@ -352,7 +352,7 @@ class WorkQueue:
             self._ready.clear()
             self._changed.notify()
         for operation in left:
-            operation.future.set_exception(failed("the service is shutting down"))
+            operation.future.set_exception(ending())
         self._thread.join()
 
     def _lane(self, name: str) -> Lane:
@@ -361,7 +361,7 @@ class WorkQueue:
 
     def _check_room(self) -> None:
         if self._is_closed:
-            raise failed("the service is shutting down")
+            raise ending()
         if self.num_waiting >= self.max_waiting:
             raise overloaded(
                 f"{self.max_waiting} operations wait already, the limit of this service. Retry "

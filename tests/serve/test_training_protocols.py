@@ -358,6 +358,24 @@ def test_only_the_last_result_of_a_client_is_kept() -> None:
     work.close()
 
 
+def test_requests_that_are_open_at_the_end_are_refused(
+    queue: StoppedQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training_server(["http"]) as server, ThreadPoolExecutor(2) as pool, queue.shut():
+        body = {"base_model": "policy", "seed": 0, "optimizer": "adamw", "weight_decay": 0.0}
+        headers = {http_training.KEY_HEADER: "key"}
+        given: Any = {"json": body, "headers": headers, "timeout": 20}
+        answer = pool.submit(httpx.post, f"{server.url}{ROUTE}", **given)
+        wait_until(lambda: queue.at_work)
+        stopped = pool.submit(server.stop)
+        refused = answer.result()
+        queue.is_open.set()
+        stopped.result()
+        server.start()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert not any(record.exc_info for record in caplog.records)
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_silent_client_makes_room(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sessions = record_calls(monkeypatch, host.TinkerHost, "open_session")
