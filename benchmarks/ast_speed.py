@@ -115,9 +115,12 @@ class Comparison:
             # Includes the reference, which reads as much as the policy.
             return {"update": self._plain_cost(lambda: self.plain.learn(pairs))}
 
+        def run_ours(ours: OurAst) -> dict[str, Cost]:
+            return {"update": ours.step_through([batch])}
+
         variants: dict[str, Callable[[], dict[str, Cost]]] = {PLAIN: run_baseline}
         for name, ours in self.ours.items():
-            variants[name] = lambda ours=ours: {"update": ours.step_through([batch])}
+            variants[name] = partial(run_ours, ours)
         # Untimed warm-up: the first step allocates the optimizer's moments.
         self.plain.step(pairs[0])
         for ours in self.ours.values():
@@ -140,9 +143,12 @@ class Comparison:
             factor = len(self.prompts) / len(prompts)
             return {part: value.scaled(factor) for part, value in cost.items()}
 
+        def run_ours(ours: OurAst) -> dict[str, Cost]:
+            return ours.iterate(next(numbers), learns=learns)
+
         variants: dict[str, Callable[[], dict[str, Cost]]] = {PLAIN: run_baseline}
         for name, ours in self.ours.items():
-            variants[name] = lambda ours=ours: ours.iterate(next(numbers), learns=learns)
+            variants[name] = partial(run_ours, ours)
         # Untimed warm-up.
         self.plain.play(prompts[:1], width=setting.width, depth=1)
         for ours in self.ours.values():
@@ -191,10 +197,12 @@ def measure_memory(setting: Setting, variant: str) -> Figures:
     """
     resolved = setting.resolve("fp32" if variant == PLAIN else variant)
     prompts = setting.openings(resolved)
+    play: Callable[[], Any]
+    learn: Callable[[Any], object]
     if variant == PLAIN:
         plain = PlainAst(resolved)
         play = partial(plain.play, prompts, width=setting.width, depth=setting.depth)
-        learn: Callable[[Any], object] = lambda trees: plain.learn(plain.pairs(trees))  # noqa: E731
+        learn = lambda trees: plain.learn(plain.pairs(trees))  # noqa: E731
     else:
         ours = OurAst(resolved, prompts)
         play, learn = partial(ours.play, 0), lambda rollout: ours.learn(rollout.samples)

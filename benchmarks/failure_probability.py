@@ -71,12 +71,10 @@ def play(
         first.append(np.where(failed_EH.any(axis=1), failed_EH.argmax(axis=1), -1))
         log_ratio = torch.zeros(depth * len(numbers))
         if weigh:
+            loaded: Any = attacker.instance.sampler
             attacker_logprobs, reference_logprobs = (
                 sampled_logprobs(agent.language_model, tree, agent.sampling)
-                for agent in (
-                    attacker.instance.sampler.attacker,
-                    attacker.instance.sampler.reference,
-                )
+                for agent in (loaded.attacker, loaded.reference)
             )
             log_ratio = attacker_logprobs - reference_logprobs
         ratios.append(log_ratio.view(depth, -1).T.numpy())

@@ -143,7 +143,9 @@ class Bench:
 ROWS: list[Row] = []
 
 
-def row(part: str, *arguments: Any, small: Sequence[Any] | None = None, **options: Any) -> Any:
+def row(
+    part: str, *arguments: Any, small: Sequence[Any] | None = None, **options: Any
+) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
     """Register one row per argument, or a single row; `small` lists the arguments of `--small`."""
 
     def add(function: Callable[..., Figures]) -> Callable[..., Figures]:
@@ -203,8 +205,8 @@ def objectives(bench: Bench) -> Figures:
             differences[name] = float("inf")
         else:
             # NaN and infinity must occur at the same positions in both.
-            tensors = ([torch.tensor(numbers(x)).nan_to_num(1e9, 1e12, -1e12)] for x in pair)
-            differences[name] = compare(*tensors, 0.0)["difference"]
+            ours, theirs = ([torch.tensor(numbers(x)).nan_to_num(1e9, 1e12, -1e12)] for x in pair)
+            differences[name] = compare(ours, theirs, 0.0)["difference"]
     worst = sorted(differences, key=lambda name: -differences[name])[:5]
     details = {
         "num_compared": len(differences),
@@ -225,7 +227,8 @@ def policy_loss(bench: Bench, argument: str) -> Figures:
         inputs = (old_BT.to(device), advantages_BT.to(device) + 0.5, mask_BT.to(device))
         loss_BT = PolicyLoss.of(argument).of_tokens(new_BT, *inputs)
         results.append([loss_BT, *torch.autograd.grad(loss_BT.sum(), new_BT)])
-    return compare(*results, 1e-5)
+    on_device, on_cpu = results
+    return compare(on_device, on_cpu, 1e-5)
 
 
 def loss_and_gradients(model: Any, rows: list[Tensor]) -> list[Tensor]:
@@ -241,7 +244,8 @@ def scores_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
     rows = bench.rows_to_score(bench.size(16, 4), bench.size(96, 12), bench.size(48, 6))
     lora = argument and {"rank": argument}
     models = (bench.load(SMOL, device=device, lora=lora) for device in (bench.device, CPU))
-    return compare(*(loss_and_gradients(model, rows) for model in models), 2e-3)
+    on_device, on_cpu = (loss_and_gradients(model, rows) for model in models)
+    return compare(on_device, on_cpu, 2e-3)
 
 
 def sample(model: Any, contexts: list[list[int]], num_tokens: int) -> Generation:
@@ -294,7 +298,8 @@ def scorer(bench: Bench) -> Figures:
     scorers = (
         ClassifierScorer(parameters, device=d, scenario_dir=None) for d in (bench.device, CPU)
     )
-    return compare(*([each.score(texts)] for each in scorers), 1e-4)
+    on_device, on_cpu = ([each.score(texts)] for each in scorers)
+    return compare(on_device, on_cpu, 1e-4)
 
 
 @row("correctness")
@@ -314,7 +319,8 @@ def protocol_agents(bench: Bench) -> Figures:
         total = torch.stack([value.sum() for value in values]).sum()
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
         results.append([*values, *(g for g in gradients if g is not None)])
-    return compare(*results, 1e-3)
+    on_device, on_cpu = results
+    return compare(on_device, on_cpu, 1e-3)
 
 
 @row("trainers", *TrainerType, small=("self_hosted_grpo",))
@@ -322,7 +328,11 @@ def trainer(bench: Bench, argument: str) -> Figures:
     """Metrics of a test run on both; random numbers of protocol agents differ on a GPU."""
     lines: list[dict[str, float]] = []
     for run_id, device in (("device", bench.device.type), ("cpu", "cpu")):
-        options = {"device": device, "runs_dir": str(bench.folder / argument), "run_id": run_id}
+        options: Figures = {
+            "device": device,
+            "runs_dir": str(bench.folder / argument),
+            "run_id": run_id,
+        }
         settings = ExperimentSettings(progress=False, test_run=True, num_threads=1, **options)
         run_experiment(resolve_experiment(trainer=argument), settings)
         metrics = bench.folder / argument / run_id / "metrics.jsonl"
@@ -411,8 +421,8 @@ def bfloat16_with_lora_rank(bench: Bench, argument: int | None) -> Figures:
         results.append([x.cpu() for x in loss_and_gradients(model, rows)])
         seconds[f"{dtype}_seconds"] = seconds_of(partial(loss_and_gradients, model, rows))
         del model
-    gradients = [torch.cat([g.double().flatten() for g in result[1:]]) for result in results]
-    cosine = float(torch.cosine_similarity(*gradients, dim=0))
+    exact, found = (torch.cat([g.double().flatten() for g in result[1:]]) for result in results)
+    cosine = float(torch.cosine_similarity(exact, found, dim=0))
     return {**compare(results[0][:1], results[1][:1], 1e-2), "gradient_cosine": cosine, **seconds}
 
 

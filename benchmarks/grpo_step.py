@@ -136,7 +136,7 @@ class OurStep:
     trainer: Any
 
     def __init__(
-        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: str = "cpu"
+        self, work: Work, model: str, precision: str, *, rows_at_once: int, device: Any = "cpu"
     ) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
@@ -448,7 +448,7 @@ def compare_on_task(options: Any) -> dict[str, Any]:
     """CPU time ratios of whole steps and of their parts."""
     size = options.groups, options.group_size, options.answer_tokens
     ours = OurTask(options.task, *size)
-    variants = {"ours": ours, "trl": TrlTask(ours, *size)}
+    variants: dict[str, Callable[[], Any]] = {"ours": ours, "trl": TrlTask(ours, *size)}
     for step in variants.values():
         step()
     times = interleaved(variants, options.rounds)

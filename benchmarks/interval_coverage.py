@@ -110,7 +110,8 @@ def rates_of_prompts(uniform: Floats, rate: float, correlation: float, kind: str
         return np.where(uniform > 1.0 - rate / high, high, 0.0)
     spread = (1.0 - correlation) / correlation
     grid = np.linspace(0.0, 1.0, 4001)
-    return np.interp(uniform, grid, betaincinv(rate * spread, (1.0 - rate) * spread, grid))
+    rates: Floats = np.interp(uniform, grid, betaincinv(rate * spread, (1.0 - rate) * spread, grid))
+    return rates
 
 
 def outcomes(
@@ -166,7 +167,7 @@ def own_bounds(evaluations: Floats, interval: Callable[[Floats, Any], Estimate])
     return np.array([(estimate.low, estimate.high) for estimate in intervals])
 
 
-def count(bounds: Floats, truth: float) -> dict[str, float]:
+def count(bounds: Floats, truth: float) -> dict[str, Any]:
     """Frequencies of truths inside, below and above the intervals, and their mean width."""
     # Interval ends are included, up to rounding.
     below, above = truth < bounds[:, 0] - 1e-9, truth > bounds[:, 1] + 1e-9
@@ -197,7 +198,8 @@ def measure(
             truth, largest, own = rates[0], 1.0, own_bounds(drawn, rate_estimate)
         methods = {"ours": own, "bootstrap": bootstrap_bounds(drawn, rng, largest)}
         for name, bounds in methods.items():
-            points.append(Point(what, name, *design, *place, **count(bounds, truth)))
+            figures = count(bounds, truth)
+            points.append(Point(what, name, *design, rates, correlation, kind, **figures))
     return points
 
 
@@ -222,8 +224,8 @@ def missing_points(
             # If every conversation is censored, there is an interval but no estimate.
             known = values[~np.isnan(values[:, 0]), 0]
             mean = float(known.mean()) if len(known) else None
-            place = ((rate,), correlation, kind)
-            yield Point("missing verdicts", name, *design, *place, **frequencies, mean=mean)
+            what = "missing verdicts"
+            yield Point(what, name, *design, (rate,), correlation, kind, **frequencies, mean=mean)
 
 
 def conversations(

@@ -86,7 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = interleaved(variants, options.rounds + 1)
     seconds = {name: rounds[1:] for name, rounds in measured.items()}
     rounds = [dict(zip(seconds, row, strict=True)) for row in zip(*seconds.values(), strict=True)]
-    figures = {"rounds": rounds, "load": os.getloadavg(), "medians": median_by_name(rounds)}
+    figures: dict[str, Any] = {
+        "rounds": rounds,
+        "load": os.getloadavg(),
+        "medians": median_by_name(rounds),
+    }
     for name, baseline in (("losses", "one"), ("rows", "one"), ("rows", "losses")):
         figures[f"{name}/{baseline}"] = ratio(seconds[name], seconds[baseline])
     report_figures(figures, options.out)

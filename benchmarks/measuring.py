@@ -226,7 +226,7 @@ def version_of(package: str) -> str | None:
 
 
 def measure_rows(
-    rows: Sequence[Row], setting: Any, out: Path, *, has_gpu: bool, about: Mapping[str, Any]
+    rows: Sequence[Row], setting: Any, out: Path, *, has_gpu: bool, about: dict[str, Any]
 ) -> bool:
     """Append a record of each row and `about` to a JSONL file; True if none failed or differed."""
     is_fine = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ NUM_ITERATIONS = 1_000_000
 
 
 def graph_trainer(
-    num_frames: int, minibatch_size: int, num_epochs: int, num_threads: int, device: str = "cpu"
+    num_frames: int, minibatch_size: int, num_epochs: int, num_threads: int, device: Any = "cpu"
 ) -> TensorDictRlTrainer:
     """Build a trainer on graph isomorphism with the published shapes and the given sizes.
 
@@ -51,7 +52,7 @@ def graph_trainer(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weights in trainer.agents.parameters():
-            weights += 0.01 * torch.randn(weights.shape, generator=generator).to(weights)
+            weights.add_(0.01 * torch.randn(weights.shape, generator=generator).to(weights))
     return trainer
 
 

@@ -58,7 +58,8 @@ class PlainModel:
     module: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        source = resolve_model(self.agent.language_model.model, self.scenario_dir)
+        language_model: Any = self.agent.language_model
+        source = resolve_model(language_model.model, self.scenario_dir)
         self.tokenizer: Any = load_tokenizer(*source)
         self.pad_id = self.tokenizer.eos_token_id
         self.chat = ChatFormat(self.tokenizer, system_prompt=self.agent.system_prompt)
@@ -106,7 +107,8 @@ class PlainModel:
         # The position before a token predicts it.
         distribution = logits[:, :-1].log_softmax(dim=-1)
         logprobs_BL = distribution.gather(-1, ids_BL[:, 1:].unsqueeze(-1)).squeeze(-1)
-        return logprobs_BL.masked_fill(~scored_BL[:, 1:], 0.0)
+        masked_BL: torch.Tensor = logprobs_BL.masked_fill(~scored_BL[:, 1:], 0.0)
+        return masked_BL
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The text of turns."""
@@ -154,7 +156,8 @@ class PlainAst:
     """Baseline rollouts and updates, with three models and a scorer of its own."""
 
     def __init__(self, resolved: ResolvedExperiment, device: str = "cpu") -> None:
-        section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
+        parameters: Any = resolved.hyper_params
+        section, scenario_dir = getattr(parameters, resolved.kind), resolved.scenario_dir
         self.attacker = PlainModel(section.attacker, scenario_dir, device)
         self.target = PlainModel(section.target, scenario_dir, device)
         # The reference reads what the attacker reads.
@@ -166,8 +169,8 @@ class PlainAst:
             section.scorer, device=torch.device("cpu"), scenario_dir=scenario_dir
         )
         self.reward: RewardParameters = section.reward
-        self.beta = resolved.hyper_params.ast_dpo.beta
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=resolved.hyper_params.training.lr)
+        self.beta = parameters.ast_dpo.beta
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=parameters.training.lr)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The attacker's trainable parameters."""

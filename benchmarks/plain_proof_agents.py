@@ -156,7 +156,7 @@ class PlainPolicies(PlainNetworks):
         decision_BA3 = torch.where(
             frame["can_decide"][..., None], decision_BA3, _deterministic_logits(3, 2)
         )
-        return message_BACPS.unflatten(0, batch_shape), decision_BA3.unflatten(0, batch_shape)
+        return _unflattened(message_BACPS, batch_shape), _unflattened(decision_BA3, batch_shape)
 
 
 class PlainValues(PlainNetworks):
@@ -166,7 +166,7 @@ class PlainValues(PlainNetworks):
         frame, batch_shape = _frame_of(tensors)
         parts = zip(self.bodies, self.heads, strict=True)
         values_BA = torch.stack([head(body(frame), frame) for body, head in parts], dim=1)
-        return values_BA.unsqueeze(-1).unflatten(0, batch_shape)
+        return _unflattened(values_BA.unsqueeze(-1), batch_shape)
 
 
 def _plain_body(body: AgentBody | None) -> PlainBody:
@@ -182,13 +182,17 @@ def _frame_of(tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.Size]
     return frame, batch_shape
 
 
+def _unflattened(tensor: Tensor, batch_shape: torch.Size) -> Tensor:
+    return tensor.view(*batch_shape, *tensor.shape[1:])
+
+
 def _deterministic_logits(num_symbols: int, symbol: int) -> Tensor:
     logits = torch.full((num_symbols,), MASKED)
     logits[symbol] = 0.0
     return logits
 
 
-def _messages(logits: Tensor) -> Independent:
+def _messages(logits: Tensor) -> Independent[Categorical]:
     """Joint distribution of the symbols of all channels and positions."""
     return Independent(Categorical(logits=logits), 2)
 

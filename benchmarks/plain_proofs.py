@@ -13,6 +13,8 @@ Shapes: B frames, A agents.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from measuring import Stopwatch, seconds_of
 from our_proofs import COLLECT, GAE, UPDATE, WHOLE
@@ -198,7 +200,8 @@ def _same_weights(
     pairs = []
     for number, name in enumerate(trainer.agents.names):
         agent = trainer.agents[name]
-        bodies = (agent.policy_body, plain.actor), (agent.value_body, plain.critic)
+        ours: Any = agent
+        bodies = (ours.policy_body, plain.actor), (ours.value_body, plain.critic)
         for body, module in bodies:
             parameters = dict(module.named_parameters())
             (weight,) = (

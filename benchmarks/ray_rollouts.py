@@ -65,7 +65,8 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
     torch.set_num_threads(1)
 
     def play() -> RolloutTree:
-        return trainer.rollouts.play(0)
+        tree: RolloutTree = trainer.rollouts.play(0)
+        return tree
 
     def clear_scores() -> None:
         for each in (trainer, *halves):
@@ -187,9 +188,10 @@ def _play_on_actors(opened: Actors, play: Play) -> RolloutTree:
 
 def _actor_cpu_seconds(opened: Actors) -> list[float]:
     """CPU seconds of each actor so far."""
-    call = opened._sender.written(time.process_time)
-    pending = [actor.make.remote([], {}, call, False) for actor in opened._actors]
-    return opened._ray.get(pending)
+    call = opened._writer.dumps(time.process_time)
+    pending = [actor.run.remote([], {}, call, False) for actor in opened._actors]
+    seconds: list[float] = opened._ray.get(pending)
+    return seconds
 
 
 if __name__ == "__main__":

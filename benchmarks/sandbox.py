@@ -28,7 +28,11 @@ from nip_astra.utils.sandbox import CallResult, call_in_sandbox, check_sandbox
 SCENARIO = Path(__file__).resolve().parents[1] / "scenarios" / "code_validation"
 PROBLEMS = SCENARIO / "problems.jsonl"
 sys.path.append(str(SCENARIO))
-from verified import LIMITS, Case, passed_of  # noqa: E402  # next to the data
+from verified import (  # type: ignore[import-not-found]  # noqa: E402  # next to the data
+    LIMITS,
+    Case,
+    passed_of,
+)
 
 Task = tuple[str, str, list[Case]]
 

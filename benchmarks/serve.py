@@ -441,11 +441,11 @@ def main() -> None:
         "one_after_the_other": f"{args.clients} clients, sequential",
     }
     header = ["", "answers/s", "service's CPU, ms per answer", "first token, ms: median", "worst"]
-    rows = [[name, *figures[key].values()] for key, name in names.items()]
+    table = [[name, *figures[key].values()] for key, name in names.items()]
     ratios = figures["ratios"]
     shown = (
         f"{args.model}, {args.requests} requests of up to {args.max_tokens} tokens\n\n"
-        f"{markdown_table(header, rows)}\n"
+        f"{markdown_table(header, table)}\n"
         f"throughput: {ratios['to_one_client']:.1f} times one client's, "
         f"{ratios['to_one_after_the_other']:.1f} times the sequential service's, which uses "
         f"{ratios['cpu_of_one_after_the_other']:.1f} times the CPU time; "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ def make_rows(count: int, mean_length: int, seed: int = 0) -> Rows:
 
 def prepare(rows: Rows) -> Batch:
     """Prepare a batch as in `self_hosted_grpo`."""
-    trainer: Any = TRAINERS.get(TrainerType.SELF_HOSTED_GRPO)({})
+    kind: Any = TRAINERS.get(TrainerType.SELF_HOSTED_GRPO)
+    trainer = kind({})
+    batch: Batch
     batch, _ = trainer._prepare_batch(Batch.from_trajectories([Trajectory(**row) for row in rows]))
     samples_of(batch)
     return batch
@@ -107,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = make_rows(options.trajectories, options.mean_length)
     check(prepare(rows), prepare_by_loop(rows))
     ours, loop = (
-        min(seconds_of(lambda function=function: function(rows)) for _ in range(options.rounds))
+        min(seconds_of(partial(function, rows)) for _ in range(options.rounds))
         for function in (prepare, prepare_by_loop)
     )
     figures = {

@@ -78,7 +78,7 @@ def _trl_seconds(
             self.seconds.append(time.perf_counter() - self.started)
             after_step()
 
-    parameters = resolved.hyper_params
+    parameters: Any = resolved.hyper_params
     agent, clock = getattr(parameters, resolved.kind).attacker, Clock()
     source = resolve_model(agent.language_model.model, resolved.scenario_dir)
     tokenizer, lora = load_tokenizer(*source), agent.language_model.lora

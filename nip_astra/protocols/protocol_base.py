@@ -12,10 +12,12 @@ Shape suffixes: `E` environment, `A` agent, `C` channel, `P` message position, `
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -178,6 +180,16 @@ def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[
                 f"{handler.min_message_rounds} to {handler.max_message_rounds}. Raise "
                 "max_message_rounds or lower min_message_rounds."
             )
+
+
+def _faults_of_rewards(
+    handler: ProtocolHandler, rewards_XA: Sequence[Sequence[object]]
+) -> Iterator[str]:
+    for name, rewards_X in zip(handler.agent_names, zip(*rewards_XA, strict=True), strict=True):
+        for result, reward in zip(RoundResult, rewards_X, strict=True):
+            if not isinstance(reward, Real) or not math.isfinite(reward):
+                yield f"reward({name!r}, {result.name}) is {reward!r}. Give a finite number."
+                break
 
 
 def _build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
@@ -489,12 +501,9 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
     def __init__(self, hyper_params: HyperParameters, parameters: Any) -> None:
         super().__init__(hyper_params, parameters)
         self._verifier = self.agent_names.index(self.verifier_names[0])
-        self._reward_XA = torch.tensor(
-            [
-                [float(self.reward(name, result)) for name in self.agent_names]
-                for result in RoundResult
-            ]
-        )
+        rewards = [[self.reward(name, one) for name in self.agent_names] for one in RoundResult]
+        _refuse(self, _faults_of_rewards(self, rewards))
+        self._reward_XA = torch.tensor(rewards, dtype=torch.float32)
 
     @abstractmethod
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:

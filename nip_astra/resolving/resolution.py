@@ -645,7 +645,7 @@ class _Readers:
                 repr(leaf.value),
                 reason[0],
                 reason[1] or f"Leave it out. {_trainers_that_read(leaf.path)}",
-                _nearest(leaf.path, sources, ""),
+                next(iter(_below(leaf.path, sources)), _nearest(leaf.path, sources, "")),
             )
             for leaf in _walk(self.hyper_params, given, (), self.trainer_class.reads_where)
             if not leaf.is_default and (reason := self.reason_against(leaf))
@@ -682,7 +682,9 @@ class _Readers:
         return problem, f"Leave it out, or change {path}."
 
     def _is_later(self, path: str, other: str) -> bool:
-        return bool(_nearest(path, self.order, -1) > _nearest(other, self.order, -1))
+        # The entries of a mapping may be given one by one.
+        own = max(_below(other, self.order), default=_nearest(other, self.order, -1))
+        return bool(_nearest(path, self.order, -1) > own)
 
 
 def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
@@ -779,6 +781,11 @@ def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
             return by_path[path]
         path = path.rpartition(".")[0]
     return default
+
+
+def _below(path: str, by_path: Mapping[str, Any]) -> list[Any]:
+    """Return the entries of the parameters within a group."""
+    return [one for other, one in by_path.items() if other.startswith(f"{path}.")]
 
 
 def _groups_read(groups: Sequence[str]) -> str:

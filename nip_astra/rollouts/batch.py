@@ -498,6 +498,12 @@ def used_columns(mask_BT: Tensor) -> tuple[int, int]:
     return (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
 
 
+def cat_widened(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of `[B, T]` tensors, padded with zeros on the right to the widest."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([widened(part, width) for part in parts])
+
+
 def widened(values: Tensor, width: int) -> Tensor:
     """Pad values `[B, T, ...]` with zeros on the right to a width."""
     missing = width - values.shape[1]

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.rollouts.batch import widened
 from nip_astra.rollouts.prompts import RECORD_KEY, columns_of
 
 RECORDED = (
@@ -166,8 +167,12 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
     first_nodes = list(accumulate((part.num_nodes for part in parts), initial=0))
     first_episodes = list(accumulate((part.num_episodes for part in parts), initial=0))
     shifted = []
+    width_of_probes = max(part.nodes["probe"].shape[1] for part in parts)
     for part, node, episode in zip(parts, first_nodes, first_episodes, strict=False):
         nodes = part.nodes.clone()
+        for name, values in part.nodes.items():
+            if values.ndim == 2:
+                nodes[name] = widened(values, width_of_probes)
         nodes["parent"] = torch.where(nodes["parent"] >= 0, nodes["parent"] + node, -1)
         nodes["episode"] = nodes["episode"] + episode
         shifted.append(nodes)

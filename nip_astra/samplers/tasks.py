@@ -48,6 +48,7 @@ from nip_astra.scenario_base.tasks.base import (
     Task,
     close_environment,
     environment_of,
+    figures_of,
     is_stateless,
     opening_of,
     rate_episodes,
@@ -226,8 +227,7 @@ def play_episodes(
     for one in episodes:
         # The tools may be functions that cannot be sent to another process.
         one.turns, one.toolbox = [], NO_TOOLS
-        figures = getattr(one.episode.environment, "figures", {})
-        one.episode.figures = {str(name): float(value) for name, value in figures.items()}
+        one.episode.figures = figures_of(one.episode.environment)
     return list(episodes)
 
 

@@ -33,6 +33,7 @@ from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
+from nip_astra.rollouts.batch import cat_widened
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
@@ -319,9 +320,11 @@ class TreeSampler:
         """Sample the trees of episodes from number `first` on, without rating them."""
         growth = _TreeGrowth(self, shape)
         growth.play(prompts, first)
-        probe_NT = torch.cat([one.ids_BT for one in growth.generations])
-        mask_NT = torch.cat([one.mask_BT for one in growth.generations])
-        logprobs_NT = torch.cat([one.logprobs_BT for one in growth.generations])
+        # Probes of a chat model are as wide as the longest of their level.
+        levels = growth.generations
+        probe_NT = cat_widened([one.ids_BT for one in levels])
+        mask_NT = cat_widened([one.mask_BT for one in levels])
+        logprobs_NT = cat_widened([one.logprobs_BT for one in levels])
         reference_NT = torch.full(probe_NT.shape, math.nan)
         if self.asks_reference:
             scorer = self.reference.token_scorer(to=_READ_PROBES)

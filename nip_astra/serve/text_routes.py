@@ -592,7 +592,8 @@ class EngineClient:
                 seed=seed + place,
                 listener=self._listen,
                 num_samples=body.n,
-                temperature=body.temperature,
+                # Logits divided by a smaller one overflow; the answer is greedy anyway.
+                temperature=body.temperature if body.temperature >= 1e-6 else 0.0,
                 # A nucleus holds at least one token.
                 top_p=max(body.top_p, 1e-9),
                 num_top=num_top,

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.documents import ROOT
 
 FOLDER = ROOT / "benchmarks"
@@ -18,7 +19,7 @@ FOLDER = ROOT / "benchmarks"
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], ModuleType]]:
     """Imports a benchmark file; all are forgotten after a module's tests."""
-    with pytest.MonkeyPatch.context() as patch:
+    with plugins_forgotten_after(), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module
     for name, module in list(sys.modules.items()):

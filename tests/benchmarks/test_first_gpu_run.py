@@ -13,8 +13,6 @@ import torch
 from tests.kit.pretend_device import pretend_device
 from tests.language_models import fake_vllm
 
-pytestmark = pytest.mark.usefixtures("no_plugins_left")
-
 SMALL = ("--small", "--device", "cpu")
 
 

@@ -40,9 +40,9 @@ class EchoChatModel(chat.ChatModel):
         requests.append(request)
         if len(requests) == 2:
             return chat.ChatOutcome((chat.ChatFailure(chat.FailureReason.REFUSED, "no"),))
-        return chat.ChatOutcome(
-            (chat.ChatAnswer(f"silly {len(request.messages)}"),), chat.ChatUsage(5, 3)
-        )
+        # Probes get longer from turn to turn.
+        text = "so " * len(request.messages) + "silly"
+        return chat.ChatOutcome((chat.ChatAnswer(text),), chat.ChatUsage(5, 3))
 
 
 class GoalScorer(Scorer):
@@ -124,7 +124,8 @@ def test_a_chat_model_with_a_prompt_attacks_turn_by_turn(cli: CommandLine) -> No
     rows = rows_of(cli, "hosted")
     failures = [row["response_failure"] for row in rows]
     assert failures.count("attacker refused") == failures.count("ended") == 1
-    assert {row["probe"] for row in rows} == {"", "silly 2", "silly 4"}
+    assert {row["probe"] for row in rows} == {"", "so so silly", "so so so so silly"}
+    assert all(row["reference_logprob"] < 0 for row in rows if row["probe"])
     roles = [message["role"] for message in requests[-1].messages]
     assert roles == ["system", "user", "assistant", "user"]
     assert requests[-1].messages[0]["content"] == "Provoke."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ PAIRS = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
             ["'arthur'", "'side'", "max_message_rounds=0"],
         ),
         ({"favoured_decisions": {"verifier": 1}}, ["favoured_decisions", "'verifier'"]),
+        ({"reward": lambda *_: math.nan}, ["reward('prover', NOTHING)", "nan", "'verifier'"]),
+        ({"reward": lambda *_: "1"}, ["reward('verifier', NOTHING)", "'1'"]),
         (
             {"favoured_decisions": {"prover": 2}},
             ["favoured_decisions['prover']", "2", "REJECT (0)", "ACCEPT (1)"],

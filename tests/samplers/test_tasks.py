@@ -212,11 +212,18 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
     assert len(made) == len(opened) == num_made
 
 
+def with_attributes(**attributes: Any) -> Answering:
+    environment = Answering(reaction=Reaction(reward=1.0))
+    vars(environment).update(attributes)
+    return environment
+
+
 @pytest.mark.parametrize(
     ("environment", "hook", "value"),
     [
         (Answering("guess"), "reset of Answering", "guess"),
         (Answering(["guess"]), "reset of Answering", "guess"),
+        (Answering([]), "reset of Answering", "at least one message"),
         (Answering([Message("user", 3)]), "reset of Answering", "3"),
         (Answering([Message("robot", "x")]), "reset of Answering", "robot"),
         (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
@@ -228,6 +235,9 @@ def test_runs_share_an_environment_only_of_a_class_that_allows_it(
         (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),
         (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),
         (Answering(reaction=OverflowError("!")), "step of Answering", "OverflowError"),
+        (with_attributes(columns={"n": 1}), "columns of Answering", "{'n': 1}"),
+        (with_attributes(columns=("n", 1)), "columns of Answering", "('n', 1)"),
+        (with_attributes(figures={"n": "many"}), "figures of Answering", "many"),
         (None, "environment of Made", "None"),
         (KeyError("train"), "environment of Made", "KeyError"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.prompts import Prompt
+from nip_astra.rollouts.tree import merge_trees
 from nip_astra.samplers.trees import rate_nodes
+from nip_astra.scenario_base.chat_agent import FixedProbes
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
 from tests.kit.experiments import trainer_of
@@ -280,6 +283,23 @@ def test_logits_that_are_no_numbers_stop_the_rollout(tiny_scenario: Path, role: 
             weights.fill_(float("nan"))
     with pytest.raises(NonFiniteOutputError, match=rf"{role}'s model.*test.*token 1 of row 1"):
         _sample(instance)
+
+
+def test_probes_of_several_lengths_are_merged_as_if_played_together(
+    instance: ScenarioInstance,
+) -> None:
+    texts = FixedProbes(["the cat", "are you fine you cat"])
+    sampler = instance.sampler.with_attacker(texts)
+    size: dict[str, Any] = {"tree_width": 1, "tree_depth": 1, "key": (0, "lengths")}
+    whole = sampler.sample(["hello", "hi"], **size)
+    parts = [
+        sampler.sample([prompt], first_episode=number, **size)
+        for number, prompt in enumerate(["hello", "hi"])
+    ]
+    merged = merge_trees(parts)
+    assert (merged.probes, merged.responses) == (whole.probes, whole.responses)
+    for name in ("probe", "probe_mask", "reference_logprobs", "reward"):
+        torch.testing.assert_close(merged.nodes[name], whole.nodes[name])
 
 
 def test_a_rollout_without_an_opening_prompt_is_refused(instance: ScenarioInstance) -> None:

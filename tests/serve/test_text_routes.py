@@ -49,6 +49,14 @@ def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
     assert usage.total_tokens == usage.prompt_tokens + 2
 
 
+def test_the_smallest_temperatures_are_greedy(client: openai.OpenAI) -> None:
+    greedy, *others = [
+        ask(client, temperature=temperature).choices[0].message.content
+        for temperature in (0, 1e-8, 1e-38, 1e-320)
+    ]
+    assert others == [greedy] * 3
+
+
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> None:
     choice = ask(client, temperature=0, logprobs=True, top_logprobs=3).choices[0]
     tokens = choice.logprobs.content

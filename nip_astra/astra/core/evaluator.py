@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from nip_astra.astra.core.aliases import only_one
 from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.sampler import Graph, Sampler
 from nip_astra.errors import ConfigurationError
 
@@ -96,6 +97,8 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
         return [self.env.eval_rollout(seed) for seed in seeds]
 
     def _chosen_seeds(self, count: int | None) -> list[Any]:
+        if count is not None:
+            check_count("n_rollouts", count, what="episodes")
         if self.seeds is None and count is not None:
             return list(range(count))
         if self.seeds is None or (count is not None and count > len(self.seeds)):

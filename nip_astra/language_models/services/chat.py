@@ -58,7 +58,7 @@ def render_chat(
         # Templates raise errors of any type.
         raise ModelLoadError(
             f"the chat template refused the roles {[message['role'] for message in messages]}: "
-            f"{error}. Begin with a user's message, or remove the system message."
+            f"{str(error).rstrip('.')}. Begin with a user's message, or remove the system message."
         ) from error
     return text
 

@@ -211,7 +211,8 @@ class OpenAIConnection:
             return ChatFailure(reason, shown, wait)
         if has_format and any(word in error.response.text.lower() for word in FORMAT_WORDS):
             return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
-        if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
+        is_wrong = status in MISCONFIGURED and not _is_flagged(error.body)
+        if is_wrong or 300 <= status < 400 or error.code in WRONG_FIELDS:
             # A message about the key may contain it.
             answer = f"status {status}" if status in (401, 403) else shown
             raise ConfigurationError(
@@ -232,6 +233,12 @@ def read_key(variable: str | None, parameter: str) -> str | None:
             f"set {parameter} to null if the service needs none."
         )
     return key
+
+
+def _is_flagged(body: object) -> bool:
+    """Return whether an error is of OpenRouter's moderation, which refuses a prompt with 403."""
+    metadata = body.get("metadata") if isinstance(body, dict) else None
+    return isinstance(metadata, dict) and "flagged_input" in metadata
 
 
 async def _drop_key(request: Any) -> None:

@@ -192,6 +192,11 @@ def environment_of(task: Task, split: Split, index: int) -> Environment:
     environment = _called(task, "environment", lambda: task.environment(split, index))
     if not all(callable(getattr(environment, name, None)) for name in ("reset", "step")):
         raise wrong_result(task, "environment", environment, "an Environment with reset and step")
+    columns = getattr(environment, "columns", ())
+    if not isinstance(columns, tuple | list) or not all(
+        isinstance(one, tuple | list) and len(one) == 2 for one in columns
+    ):
+        raise wrong_result(environment, "columns", columns, "a tuple of pairs (name, value)")
     return environment
 
 
@@ -202,7 +207,20 @@ def is_stateless(environment: Environment) -> bool:
 
 def opening_of(environment: Environment) -> list[Message]:
     """Return the first messages of an environment."""
-    return _messages(environment, "reset", _called(environment, "reset", environment.reset))
+    messages = _messages(environment, "reset", _called(environment, "reset", environment.reset))
+    if not messages:
+        raise wrong_result(environment, "reset", messages, "at least one message")
+    return messages
+
+
+def figures_of(environment: Environment) -> dict[str, float]:
+    """Return the figures of an episode."""
+
+    def numbers() -> dict[str, float]:
+        figures = getattr(environment, "figures", {})
+        return {str(name): float(value) for name, value in figures.items()}
+
+    return _called(environment, "figures", numbers)
 
 
 def reaction_of(environment: Environment, message: str) -> Reaction:

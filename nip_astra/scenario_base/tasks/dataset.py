@@ -104,8 +104,8 @@ class DatasetTask(Task):
         if parameters.reward == "scorer":
             if parameters.scorer is None:
                 raise DataError(
-                    "task.reward is scorer, but task.scorer is missing. Set it, or set task.reward "
-                    "to exact or contains."
+                    "task.task.reward is scorer, but task.task.scorer is missing. Set it, or set "
+                    "task.task.reward to exact or contains."
                 )
             self.scorer = build_scorer(
                 parameters.scorer, device=self.device, scenario_dir=self.scenario_dir
@@ -145,8 +145,8 @@ class DatasetTask(Task):
             return None
         if not functions:
             raise DataError(
-                "task.reward is functions, but task.functions is empty. Set it, for instance to "
-                "{mine: {function: rewards.py:mine}}."
+                "task.task.reward is functions, but task.task.functions is empty. Set it, for "
+                "instance to {mine: {function: rewards.py:mine}}."
             )
         names = dict.fromkeys(
             name for rows in self._rows.values() for row in rows for name in row.row
@@ -173,12 +173,13 @@ class DatasetTask(Task):
         if answer is None:
             raise DataError(
                 f"the problem {_short(row)} has no column {name!r}. Its columns: "
-                f"{', '.join(dict(row.columns)) or 'none'}. Set task.answer_column or a scorer."
+                f"{', '.join(dict(row.columns)) or 'none'}. Set task.task.answer_column, or "
+                "task.task.reward to scorer."
             )
         if self.parameters.reward == "contains" and not str(answer).split():
             raise DataError(
                 f"the answer of the problem {_short(row)} is empty, so every message contains it. "
-                "Add an answer, or set task.reward to exact."
+                "Add an answer, or set task.task.reward to exact."
             )
         return str(answer)
 
@@ -218,12 +219,12 @@ def hold_out(
     """Split rows into training and held-out rows; equal prompts are on the same side.
 
     The fraction is of the distinct prompts, at least `MIN_HELD_OUT` and at most `MAX_HELD_OUT`;
-    of fewer than twice the former, none is held out.
+    of fewer than twice the former, none is held out. One prompt at least is left for training.
     """
     prompts = list(dict.fromkeys(map(str, rows)))
     if len(prompts) < 2 * MIN_HELD_OUT:
         return list(rows), []
-    count = min(max(round(fraction * len(prompts)), MIN_HELD_OUT), MAX_HELD_OUT)
+    count = min(max(round(fraction * len(prompts)), MIN_HELD_OUT), MAX_HELD_OUT, len(prompts) - 1)
     order = torch.randperm(len(prompts), generator=derived_generator(seed, "held out"))
     chosen = {prompts[place] for place in order[:count].tolist()}
     return [row for row in rows if row not in chosen], [row for row in rows if row in chosen]

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
@@ -19,6 +19,7 @@ from nip_astra.errors import (
     TaskError,
 )
 from nip_astra.lazy import import_extra
+from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import CheckedName, PlainText
 from nip_astra.parameters.types import TaskType
 from nip_astra.scenario_base.tasks.base import (
@@ -34,8 +35,8 @@ from nip_astra.scorers.python import find_function
 from nip_astra.utils.background_loop import BackgroundLoop
 
 _RESULTS = ("done", "reward", "metadata")
-_OF_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of actions of environments that are called through MCP."""
+_OF_TOOLS = ("CallToolAction", "ListToolsAction")
+"""Titles of actions of environments that are called through MCP; or Action, without a text."""
 
 
 class Fields(NamedTuple):
@@ -216,16 +217,16 @@ class OpenEnvTask(SeededTask):
         environment: CheckedName | None = None
         """`path/to/file.py:Class` or `package.module:Class` of an environment for this process, in
         place of an address. The module is imported, which executes it."""
-        arguments: dict[str, JsonValue] = {}
+        arguments: Annotated[dict[str, JsonValue], where("address", None)] = {}
         """Keyword arguments of the class."""
         action_field: PlainText | None = None
         """Field of the action that holds the policy's message; null for the only required one."""
         observation_field: PlainText | None = None
         """Field of the observation that the policy reads; null for the only text."""
-        concurrency: int = Field(default=1, ge=1)
+        concurrency: Annotated[int, where_given("address")] = Field(default=1, ge=1)
         """Sessions of a server that are open at once, per process; more episodes are played one
         after the other."""
-        timeout_seconds: float = Field(default=60.0, gt=0)
+        timeout_seconds: Annotated[float, where_given("address")] = Field(default=60.0, gt=0)
         """Time limit of each request to a server."""
 
         @model_validator(mode="after")
@@ -301,12 +302,12 @@ def _schemas_of(
 def _fields_of(
     action: Mapping[str, Any], observation: Mapping[str, Any], parameters: Any, place: str
 ) -> Fields:
-    if action.get("title") in _OF_TOOLS:
+    texts = _texts(action)
+    if action.get("title") in _OF_TOOLS or (action.get("title") == "Action" and not texts):
         raise ConfigurationError(
             f"the environment {place} is called through tools (MCP), which is not supported. "
             "Choose one whose action has a text field."
         )
-    texts = _texts(action)
     required = [name for name in action.get("required", ()) if name not in _RESULTS]
     chosen = parameters.action_field or (required or texts or [None])[0]
     if chosen not in texts or set(required) - {chosen}:

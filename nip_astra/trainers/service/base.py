@@ -389,7 +389,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
                 "training.eval_period needs held-out problems, and there are none. Set it to 0, or "
-                "give task.dev."
+                "give task.task.dev."
             )
         directory = self.run_directory
         self._dumps = StageDumps(
@@ -702,7 +702,7 @@ class ServiceTrainer(LanguageModelTrainer):
         if self.task.num_problems("test") == 0:
             self._warn(
                 f"no problem was held out: the task has {self.task.num_problems('train')}. Give "
-                "held-out problems as task.test, or more training problems."
+                "held-out problems as task.task.test, or more training problems."
             )
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(

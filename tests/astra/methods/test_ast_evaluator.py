@@ -69,6 +69,9 @@ def test_numbers_serve_as_seeds_and_too_many_episodes_are_refused() -> None:
         ASTEvaluator(env).evaluate()
     with pytest.raises(ConfigurationError, match="9 episodes"):
         ASTEvaluator(env, seeds=PROMPTS).evaluate(9)
+    for count in (0, -1):
+        with pytest.raises(ConfigurationError, match=f"n_rollouts={count}"):
+            ASTEvaluator(env, seeds=PROMPTS).evaluate(count)
 
 
 def test_a_custom_evaluator_implements_two_methods() -> None:

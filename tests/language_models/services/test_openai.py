@@ -88,13 +88,18 @@ def test_samples_are_requested_singly_with_own_seeds_or_together() -> None:
     assert texts(outcome) == ["a", "b", "<malformed>"]
 
 
+FLAGGED = {"code": 403, "message": "flagged", "metadata": {"reasons": [], "flagged_input": "hi"}}
+"""OpenRouter's refusal of a prompt: https://openrouter.ai/docs/errors."""
+
+
 @pytest.mark.parametrize(
     ("reply", "reason", "wait"),
     [
         (Reply(429, body="wait", headers={"Retry-After": "7"}), "rate_limited", 7.0),
         (Reply(400, body="unknown field response_format"), "unknown_form", 0.0),
+        (Reply(403, body=json.dumps({"error": FLAGGED})), "refused", 0.0),
     ],
-    ids=["busy", "unknown_form"],
+    ids=["busy", "unknown_form", "flagged"],
 )
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:
     """Beside the faults of `tests.kit.misbehaving`."""
@@ -125,6 +130,7 @@ def test_a_closed_port_and_a_late_answer_are_failures() -> None:
         Reply(401, body="no such key secret-1"),
         Reply(302, headers={"Location": "http://127.0.0.1:9/v1/chat/completions"}),
         Reply(400, body='{"error": {"message": "no seed", "code": "unsupported_parameter"}}'),
+        Reply(403, body='{"error": {"code": 403, "message": "no access", "metadata": null}}'),
         Reply(404, body="no model grammar-2"),
     ],
     ids=lambda reply: str(reply.status),

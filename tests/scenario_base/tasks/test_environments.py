@@ -85,12 +85,18 @@ OPENENV = (
     GAME
     + """
 class Action(BaseModel):
-    model_config = {"title": "Guess"}
     metadata: dict = {}
     text: Annotated[str, StringConstraints(max_length=5)]
 
 class TwoTexts(Action):
     more: str
+
+class Base(BaseModel):
+    model_config = {"title": "Action"}
+    metadata: dict = {}
+
+class Call(Action):
+    model_config = {"title": "CallToolAction"}
 
 class Observation(BaseModel):
     done: bool = False
@@ -125,6 +131,14 @@ class Two(Guess):
 class Broad(Guess):
     def step(self, action: Action) -> Wide:
         return Wide(hint="a", other="b", done=False)
+
+class Tools(Guess):
+    def step(self, action: Base) -> Observation:
+        return Observation()
+
+class Calls(Guess):
+    def step(self, action: Call) -> Observation:
+        return Observation()
 
 class Bare(Guess):
     def step(self, action):
@@ -192,6 +206,8 @@ def test_problems_are_seeds_that_no_split_shares(kind: str, write: Callable[[str
         ("openenv", "Broad", {"observation_field": "other"}, TaskError, "other"),
         ("openenv", "Guess", {"observation_field": "turns"}, ConfigurationError, "hint"),
         ("openenv", "Bare", {}, ConfigurationError, "step of"),
+        ("openenv", "Tools", {}, ConfigurationError, "MCP"),
+        ("openenv", "Calls", {}, ConfigurationError, "MCP"),
     ],
 )
 def test_environments_that_fail_or_have_no_single_text_are_refused(
@@ -312,6 +328,20 @@ def test_a_rejected_action_is_answered_and_counted(write: Callable[[str], Path])
     assert opening_of(task_of("openenv", environment=f"{file}:Unseeded").environment("test", 0))
     with pytest.raises((ParameterError, ValueError), match="address"):
         task_of("openenv")
+
+
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("environment=own.py:Guess", "concurrency=2"),
+        ("environment=own.py:Guess", "timeout_seconds=2"),
+        ("address=http://127.0.0.1:1", "arguments={most: 2}"),
+    ],
+)
+def test_options_of_a_server_or_a_class_are_refused_for_the_other(place: str, option: str) -> None:
+    overrides = [f"task.task.{one}" for one in ("address=null", place, option)]
+    with pytest.raises(ParameterError, match=f"{option.split('=')[0]}: is read only where"):
+        resolve_experiment(trainer="self_hosted_grpo", scenario="openenv", overrides=overrides)
 
 
 def test_an_address_needs_the_package_and_an_environment() -> None:

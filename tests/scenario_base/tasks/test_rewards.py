@@ -200,6 +200,8 @@ def test_a_part_of_the_prompts_is_held_out_by_the_seed() -> None:
     assert hold_out(rows, 0.1, 0)[1] == test
     assert hold_out(rows, 0.1, 1)[1] != test
     assert len({*hold_out([Prompt(str(n)) for n in range(10_000)], 0.1, 0)[1]}) == 512
+    sixteen = [Prompt(str(n)) for n in range(16)]
+    assert [len(part) for part in hold_out(sixteen, 0.99, 0)] == [1, 15]
     few = [Prompt(str(n)) for n in range(15)]
     assert hold_out(few, 0.5, 0) == (few, [])
 

@@ -153,10 +153,10 @@ LONG = {"prompt": "1+" * 5000, "answer": "4"}
 @pytest.mark.parametrize(
     ("train", "test", "options", "fact"),
     [
-        (WITHOUT, ROW, {}, r"'answer'.* solution"),
+        (WITHOUT, ROW, {}, r"'answer'.* solution.*task\.task\.answer_column"),
         (ROW, ROW, {}, "'c'"),
         (LONG, LONG, {}, r"'1\+1"),
-        (WITHOUT, ROW, {"reward": "scorer"}, r"task\.scorer"),
+        (WITHOUT, ROW, {"reward": "scorer"}, r"task\.task\.scorer"),
         (LONG, {"prompt": "c", "answer": " "}, {"reward": "contains"}, "'c'"),
     ],
     ids=["no answer", "a problem in both", "a long one in both", "no scorer", "an empty answer"],
