@@ -78,7 +78,7 @@ def _lock_of(directory: Path) -> FileLock:
 
 
 def _refusal(directory: Path) -> str:
-    name = f"the run {directory.resolve().name!r}"
+    name = str(directory)
     owner = _owner_of(directory)
     if owner is None:
         return f"{name} is in use by another process. Wait until it ends, or stop it."
