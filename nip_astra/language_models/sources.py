@@ -231,7 +231,8 @@ def load_pretrained(
 
 def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     """Return the maximum tokens of a text, and a replacement for a text without words."""
-    window = int(getattr(model.config, "max_position_embeddings", tokenizer.model_max_length))
+    limit = tokenizer.model_max_length
+    window = int(getattr(model.config, "max_position_embeddings", None) or limit)
     for name, layer in model.named_modules():
         # Positions of RoBERTa and its relatives start after the padding index.
         padding = getattr(layer, "padding_idx", None)
@@ -240,7 +241,7 @@ def read_limits(tokenizer: Any, model: Any) -> tuple[int, str]:
     # Without special tokens, such a text would have no tokens at all.
     has_frame = bool(tokenizer("")["input_ids"])
     blank = "" if has_frame else tokenizer.unk_token or tokenizer.eos_token
-    return min(window, tokenizer.model_max_length), blank
+    return min(window, limit), blank
 
 
 def require_weights(name: str, info: Mapping[str, Any], *, kind: str, advice: str) -> None:
