@@ -26,8 +26,8 @@ from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
-    importance_weights_of,
     check_weights,
+    importance_weights_of,
 )
 from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer

@@ -385,6 +385,11 @@ class ServiceTrainer(LanguageModelTrainer):
                 f"problems are sampled with {modifications}, but learned from without them: "
                 f"gradients are off-policy. Leave these out of {self.scenario_instance.kind}.policy"
             )
+        if self.training.eval_period and self.training.dev_metric != "mean_reward":
+            raise ConfigurationError(
+                f"training.dev_metric {self.training.dev_metric} is a figure of stress tests, not "
+                "of tasks. Set it to mean_reward."
+            )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
                 "training.eval_period needs held-out problems, and there are none. Set it to 0, or "
@@ -712,10 +717,7 @@ class ServiceTrainer(LanguageModelTrainer):
             {
                 "kind": "task",
                 "before": self.state.before,
-                "training": {
-                    "num_iterations": self.state.iteration,
-                    "num_optimizer_steps": self.state.num_optimizer_steps,
-                },
+                "training": self.training_results(),
                 **services_used(self.scenario_instance.services),
             }
         )

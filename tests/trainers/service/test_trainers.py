@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from tensordict import TensorDict
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
@@ -61,6 +60,17 @@ def test_dev_evaluations_report_pass_at_k_with_intervals() -> None:
     assert figures["pass_at_1"] <= figures["pass_at_2"] <= figures["pass_at_4"]
     assert figures["pass_at_4_low"] <= figures["pass_at_4"] <= figures["pass_at_4_high"]
     assert figures["pass_at_1"] == pytest.approx(figures["accuracy"])
+
+
+def test_results_have_the_best_dev_evaluation_and_whether_training_stopped_early() -> None:
+    # At this rate every dev evaluation after the first is a tie.
+    values = ("num_iterations=9", "eval_period=1", "early_stopping_patience=1", "lr=1e-12")
+    trainer = task_trainer("self_hosted_grpo", *(f"training.{value}" for value in values))
+    trainer.train()
+    found, best = trainer.results["training"], trainer.state.best_dev_value
+    assert (found["num_iterations"], found["stopped_early"]) == (2, True)
+    assert found["best_dev"] == {"metric": "mean_reward", "value": best}
+    assert any("run directory" in warning for warning in trainer.results["warnings"])
 
 
 def test_solutions_of_a_task_of_environments_are_learnt_whole() -> None:
@@ -237,7 +247,7 @@ def test_a_batch_of_several_turns_learns_only_the_output_of_the_policy() -> None
     assert torch.isfinite(trainer.loss(batch).loss)
 
 
-SEED = "seed=0"
+SEED, DEV = "seed=0", "training={eval_period: 1, dev_metric: failure_rate}"
 HTTP = "self_hosted_grpo.train_service={backend: http, base_url: 'http://127.0.0.1:1'}"
 GSPO, CORRECTION = "policy_loss.loss=gspo", "{rescore: true, correction: truncate}"
 CORRECTED = f"self_hosted_grpo.policy_loss={CORRECTION}"
@@ -253,6 +263,11 @@ OTHER_TEACHER = "distillation.teacher={_type: huggingface, model: MODEL}"
         ("self_hosted_grpo", "max_staleness=1", HTTP, ParameterError, "max_staleness 1 .*http"),
         ("remote_api_grpo", "train_service.backend=htp", SEED, ParameterError, "htp.*'http'"),
         (*("self_hosted_grpo", GSPO, "self_hosted_grpo.max_staleness=1"), *TOKEN_WEIGHTS),
+        (
+            *("self_hosted_grpo", "group_size=2", DEV),
+            ConfigurationError,
+            "failure_rate.* mean_reward",
+        ),
         (*("self_hosted_grpo", GSPO, CORRECTED), *TOKEN_WEIGHTS),
     ],
 )
