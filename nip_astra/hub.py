@@ -124,8 +124,8 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
             f"{run} has no trained language model in {MODEL_DIR}/. Give a finished run of a "
             "trainer of language models."
         )
-    if target.exists() and any(target.iterdir()):
-        raise ConfigurationError(f"the folder {target} is not empty. Give another --output.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigurationError(f"{target} is not an empty folder. Give another --output.")
     card = model_card(read_run(run, has_tables=False), folders, license)
     try:
         for folder in folders:

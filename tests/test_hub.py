@@ -90,8 +90,9 @@ def test_a_dry_run_writes_the_folder_alone(
     assert hub.calls == []
     assert (target / "model.safetensors").read_bytes() == b"weights"
     assert "license:" not in (target / "README.md").read_text()
-    with pytest.raises(ConfigurationError, match="out"):
-        push_to_hub(run, "me/a", folder=target, dry_run=True)
+    for taken in (target, target / "README.md"):
+        with pytest.raises(ConfigurationError, match="out"):
+            push_to_hub(run, "me/a", folder=taken, dry_run=True)
     other = tmp_path / "other"
     assert push_to_hub(run, "me/a", folder=other, dry_run=True) == str(other)
 

@@ -18,7 +18,7 @@ from nip_astra.cli.options import (
 )
 from nip_astra.errors import NipAstraError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.safe_text import safe_text
+from nip_astra.safe_text import safe_text, to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,7 +117,7 @@ def sweep(
     )
     if dry_run:
         check_sweep(sweep_plan, options, directory)
-        _list(sweep_plan, directory, shard)
+        _list(sweep_plan, directory, shard, as_json=as_json)
         return
     outcomes: list[RunStatus] = []
 
@@ -155,9 +155,15 @@ def _num_runs(plan: SweepPlan, shard: str | None) -> int:
     return len(shard_of(plan.runs, shard))
 
 
-def _list(plan: SweepPlan, directory: Path, shard: str | None) -> None:
+def _list(plan: SweepPlan, directory: Path, shard: str | None, *, as_json: bool) -> None:
     from nip_astra.sweep.plan import shard_of, status_of
 
+    if as_json:
+        runs = [] if plan.search else shard_of(plan.runs, shard)
+        folders = [run.folder_in(directory) for run in runs]
+        begun = [{"run_id": one.name, "status": status_of(one)} for one in folders]
+        write_line(to_json({"plan": plan.to_dict(), "runs": begun}))
+        return
     if plan.search is None:
         for run in shard_of(plan.runs, shard):
             folder = run.folder_in(directory)

@@ -212,11 +212,12 @@ def _evaluated(
         with subject.work:
             configuration = family.units(subject, request)
             folder = EvaluationFolder.of_run(subject.place, subject.name)
-            subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
-            total = family.num_units(subject) or None
-            with showing(subject.label, total, enabled=progress) as bar:
-                played = family.play(subject, folder, request, bar.step)
-            figures = family.figures(subject, folder, played)
+            with folder.opened(configuration, is_overwritten=request.overwrite) as is_new:
+                subject.is_new = is_new
+                total = family.num_units(subject) or None
+                with showing(subject.label, total, enabled=progress) as bar:
+                    played = family.play(subject, folder, request, bar.step)
+                figures = family.figures(subject, folder, played)
         yield family.store(folder, figures)
 
 

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite
+from nip_astra.tracking.run_lock import run_lock
 
 EVALUATIONS = "evaluations"
 FIGURES = "evaluation.json"
@@ -201,6 +203,24 @@ class EvaluationFolder:
                 "over."
             )
         return not stored
+
+    @contextmanager
+    def opened(
+        self, configuration: Mapping[str, Any], *, is_overwritten: bool = False
+    ) -> Iterator[bool]:
+        """Open the folder as `open` does, for this process alone within the block.
+
+        Raises
+        ------
+        RunDirectoryError
+            When another process is using it.
+        """
+        if self.path.is_dir():
+            with run_lock(self.path):
+                pass  # Nothing is overwritten that is in use.
+        is_new = self.open(configuration, is_overwritten=is_overwritten)
+        with run_lock(self.path):
+            yield is_new
 
     def rows(self, episode_length: int) -> RowFile:
         """Return the file of the attacker's rows."""

@@ -143,6 +143,7 @@ def summarise(
         **hit_rates(episodes),
         "diversity": diversity_figures(probes, embed, embedding),
         "num_clusters": groups["num_clusters"],
+        "num_unclustered_probes": groups["num_left_out"],
         "clusters": clusters,
         "kinds": kinds | {"by_queries": sorted(one["first_query"] for one in clusters)},
         "most_likely_failure": _most_likely(episodes),
@@ -196,6 +197,11 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
         )
     if figures["why_no_fluency"] is not None:
         found.append(f"fluency was not measured: {figures['why_no_fluency']}")
+    if figures["num_unclustered_probes"]:
+        found.append(
+            f"{counted(figures['num_unclustered_probes'], 'distinct failing probe')}, the least "
+            "frequent, are in no cluster: the numbers of clusters and kinds are too small"
+        )
     unknown = unknown_warning(figures["failure_rate"], figures["outcomes"])
     found += [] if unknown is None else [unknown]
     found += Replies.read(figures["replies"]).warnings()

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,7 @@ from nip_astra.serve.text_routes import text_routes
 from nip_astra.serve.tinker.host import TinkerHost
 from nip_astra.serve.tinker.messages import schema as require_messages
 from nip_astra.serve.tinker.routes import tinker_routes
+from nip_astra.serve.tinker.store import CheckpointFolder
 from nip_astra.serve.training import Bases, WorkQueue
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils.devices import resolve_device
@@ -98,15 +100,7 @@ class Service:
 def open_service(models: ServedModels, settings: ServiceSettings) -> Iterator[Service]:
     """Hold the state folder exclusively, and run its jobs within the block."""
     folder = settings.state_folder()
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stack.enter_context(run_lock(folder))
-        except (OSError, RunDirectoryError) as error:
-            raise ConfigurationError(
-                f"cannot use {folder} for files and jobs: {error} Give another one: --state-dir "
-                "DIR."
-            ) from error
+    with _held(folder, "files and jobs"):
         store = JobStore(folder)
         store.clear_unfinished()
         runner = JobRunner(store, models)
@@ -124,26 +118,44 @@ def open_service(models: ServedModels, settings: ServiceSettings) -> Iterator[Se
 
 
 @contextmanager
+def _held(folder: Path, use: str) -> Iterator[None]:
+    """Hold a folder exclusively within the block; raise `ConfigurationError` if it is in use."""
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(run_lock(folder))
+        except (OSError, RunDirectoryError) as error:
+            raise ConfigurationError(
+                f"cannot use {folder} for {use}: {error} Give another one: --state-dir DIR."
+            ) from error
+        yield
+
+
+@contextmanager
 def open_training(
     models: Mapping[str, str],
     settings: ServiceSettings,
     protocols: Collection[TrainingProtocol],
 ) -> Iterator[Starlette]:
     """Load models, and train them for clients within the block."""
-    if "tinker" in protocols:
-        require_messages()
-    bases = Bases(models, resolve_device(settings.device))
-    work = WorkQueue(settings.max_waiting)
-    routers: list[APIRouter] = []
-    if "http" in protocols:
-        routers.append(training_routes(bases, work, settings))
-    if "tinker" in protocols:
-        routers.append(tinker_routes(TinkerHost(bases, work, settings)))
-    about = " and ".join(TRAINING_ROUTES[name] for name in protocols)
-    try:
+    with ExitStack() as stack:
+        if "tinker" in protocols:
+            require_messages()
+            # A text service may use the folder above.
+            folder = settings.state_folder() / "tinker"
+            stack.enter_context(_held(folder, "Tinker's checkpoints"))
+            store = CheckpointFolder(folder)
+            store.clear_unfinished()
+        bases = Bases(models, resolve_device(settings.device))
+        work = WorkQueue(settings.max_waiting)
+        stack.callback(work.close)
+        routers: list[APIRouter] = []
+        if "http" in protocols:
+            routers.append(training_routes(bases, work, settings))
+        if "tinker" in protocols:
+            routers.append(tinker_routes(TinkerHost(bases, work, settings, store)))
+        about = " and ".join(TRAINING_ROUTES[name] for name in protocols)
         yield guarded_app(routers, settings, about=about)
-    finally:
-        work.close()
 
 
 def guarded_app(

@@ -34,6 +34,7 @@ from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.text_routes import Message
+from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils.children import AdoptedChild, Child, process_start, start_program
 
 PERIOD = 0.1
@@ -259,7 +260,12 @@ def main(state_dir: str, identity: str) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return JobTraining(store, store.job(identity), lambda: bool(stops)).run()
+        # A service killed before it noted its process may have left one that is still training.
+        with run_lock(store.job_folder(identity), waits=True):
+            job = store.job(identity)
+            if job.is_trained or job.status is not Status.RUNNING:
+                return STOPPED
+            return JobTraining(store, job, lambda: bool(stops)).run()
     except (NipAstraError, OSError, MemoryError, RuntimeError) as error:
         logger.exception("the job failed")
         text = str(error) or type(error).__name__

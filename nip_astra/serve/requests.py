@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import math
@@ -113,6 +114,12 @@ def overloaded(message: str, code: str) -> ApiError:
 def failed(message: str) -> ApiError:
     """Return the error for a valid request that failed (500)."""
     return ApiError(500, message, kind="server_error")
+
+
+def ending() -> ApiError:
+    """Return the refusal of a request by a service that is shutting down (503)."""
+    text = "the service is shutting down. Send the request again once it has been restarted."
+    return ApiError(503, text, kind="server_error", code="shutting_down")
 
 
 # ---- bodies
@@ -237,7 +244,19 @@ class Guard:
                 raise _too_large(limit)
             return message
 
-        await self.app(scope, counted, send)
+        has_started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted, noted)
+        except asyncio.CancelledError:
+            # By uvicorn, which ends the requests that are open at its shutdown.
+            if not has_started:
+                await ending().response()(scope, receive, send)
 
     def _check(self, path: str, headers: Headers, limit: int) -> None:
         if path not in OPEN_ROUTES:

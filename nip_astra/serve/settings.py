@@ -35,7 +35,8 @@ class ServiceSettings(SubParameters):
     """Environment variable with the bearer token that requests must send; null for no token, which
     only a loopback address allows."""
     state_dir: str | None = None
-    """Folder of files, jobs and trained models; null for one in the user's state folder."""
+    """Folder of files, jobs, checkpoints and trained models, for one service at a time; null for
+    one in the user's state folder."""
     device: str = "cpu"
     """Device of the models: cpu, cuda, cuda:1 or auto."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -24,7 +24,7 @@ from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import find_tokenizer, load_model
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
-from nip_astra.serve.requests import ApiError, failed, overloaded, wrong
+from nip_astra.serve.requests import ApiError, ending, failed, overloaded, wrong
 from nip_astra.serve.served_models import find_model
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ MAX_WEIGHT_DECAY = 100.0
 SECONDS_SILENT = 120.0
 """Seconds of silence after which a reporting client counts as ended."""
 NUM_KEPT = 64
-"""Number of a model's operations whose results are kept for repeated requests."""
+"""Number of a model's operations whose results are kept for repeated requests, of a client that
+sends several at once; of others, one."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,9 @@ class WorkQueue:
                 lane.known[lane.next_number] = following
                 self._ready.append(following)
                 lane.next_number += 1
-            while len(lane.known) > NUM_KEPT and next(iter(lane.known.values())).future.done():
+            # A client without early operations has the result of the last when it sends the next.
+            kept = NUM_KEPT if may_be_early else 1
+            while len(lane.known) > kept and next(iter(lane.known.values())).future.done():
                 lane.known.popitem(last=False)
             self._changed.notify()
         return operation
@@ -349,7 +352,7 @@ class WorkQueue:
             self._ready.clear()
             self._changed.notify()
         for operation in left:
-            operation.future.set_exception(failed("the service is shutting down"))
+            operation.future.set_exception(ending())
         self._thread.join()
 
     def _lane(self, name: str) -> Lane:
@@ -358,7 +361,7 @@ class WorkQueue:
 
     def _check_room(self) -> None:
         if self._is_closed:
-            raise failed("the service is shutting down")
+            raise ending()
         if self.num_waiting >= self.max_waiting:
             raise overloaded(
                 f"{self.max_waiting} operations wait already, the limit of this service. Retry "

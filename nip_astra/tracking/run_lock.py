@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """Hold the run's lock within the block.
+def run_lock(directory: Path, *, waits: bool = False) -> Iterator[None]:
+    """Hold the run's lock within the block; wait for another holder, or raise.
 
     The lock is advisory and released by the system when its process ends, also by a kill. On a file
     system without locks the block is entered with a warning.
@@ -34,7 +34,7 @@ def run_lock(directory: Path) -> Iterator[None]:
     lock = _lock_of(directory)
     try:
         (directory / LOCK).touch()  # locking would create the folder
-        lock.acquire()
+        lock.acquire(timeout=-1 if waits else 0)
     except Timeout:
         raise RunDirectoryError(_refusal(directory)) from None
     except OSError as error:
@@ -78,7 +78,7 @@ def _lock_of(directory: Path) -> FileLock:
 
 
 def _refusal(directory: Path) -> str:
-    name = f"the run {directory.resolve().name!r}"
+    name = str(directory)
     owner = _owner_of(directory)
     if owner is None:
         return f"{name} is in use by another process. Wait until it ends, or stop it."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,7 +121,10 @@ class CompositeTracker(Tracker):
         self.trackers[0].rewind(position)
 
     def finish(self, *, success: bool) -> None:
-        self._each("finish", success=success)
+        with ExitStack() as stack:
+            # Each, even if one raises.
+            for tracker in reversed(self.trackers):
+                stack.callback(tracker.finish, success=success)
 
 
 TRACKERS: Registry[type[Tracker]] = Registry(

@@ -23,6 +23,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.samplers import executor, trees
 from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
 from tests.cli.trained_run import SMALL, copy_evaluated, figures_of
@@ -253,6 +254,17 @@ def test_rated_conversations_keep_the_seed_with_which_they_were_sampled(
     assert [figures_of(run, name)["seed"] for name in ("test", "strict")] == [7, 7]
     cli.ok("export", "strict", "--format", "csv")
     assert (run / "exports" / "turns.csv").is_file()
+
+
+def test_an_evaluation_that_another_process_plays_is_refused(
+    cli: CommandLine, evaluated: Path
+) -> None:
+    folder, before = evaluated / "evaluations" / "test", rows_of(evaluated)
+    with run_lock(folder):
+        for options in ((), ("--overwrite",)):
+            assert says(refused(cli("evaluate", "runs/one", *options)), "evaluations/test", "use")
+    assert rows_of(evaluated) == before
+    cli.ok("evaluate", "runs/one")
 
 
 def test_a_run_is_given_by_its_id(cli: CommandLine, evaluated: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nip_astra.evaluation import clusters
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.storage import Episode
 from nip_astra.evaluation.summary import summarise, warnings_about
@@ -116,6 +117,16 @@ def test_missing_verdicts_and_few_prompts_are_warned_of() -> None:
     assert says(" ".join(figures(few)["warnings"]), "5 opening prompts")
     result = figures(attacker(), ordinary())
     assert warnings_about(copy.deepcopy(result)) == result["warnings"]
+
+
+def test_failing_probes_beyond_those_that_are_clustered_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clusters, "MAX_CLUSTERED", 2)
+    result = figures([episode(i, [0.9], probe=f"probe {min(i, 4)}") for i in range(40)])
+    assert result["num_unclustered_probes"] == 3
+    assert sum(one["num_distinct"] for one in result["clusters"]) == 2
+    assert "3 distinct failing probes" in " ".join(result["warnings"])
 
 
 def test_the_most_likely_failure_is_that_of_the_whole_conversation_if_there_is_one() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import PreferenceExample, SupervisedExample
 from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
-from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, read_texts
+from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, main, read_texts
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.requests import ApiError
 from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SUPERVISED, make_plan
@@ -99,6 +101,26 @@ def test_a_cancelled_job_ends_after_its_step(
     assert JobTraining(store, store.job("job"), lambda: False).run() == STOPPED
     assert steps == [0, 1]
     assert store.job("job").status is Status.CANCELLED
+
+
+def test_two_processes_of_a_job_train_it_once(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = services.jsonl_of(EXAMPLES["supervised"], "supervised")
+    store = stored_job(tmp_path, make_plan(tiny_model_dir), examples)
+    take_step, steps = FineTuning._take_step, []
+
+    def noted(tuning: FineTuning, chosen: Sequence[int]) -> dict[str, float]:
+        steps.append(tuning.step)
+        return take_step(tuning, chosen)
+
+    monkeypatch.setattr(FineTuning, "_take_step", noted)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(main, [str(tmp_path)] * 2, ["job"] * 2))
+    assert sorted(codes) == [0, STOPPED]
+    assert steps == list(range(len(steps)))
+    assert store.job("job").is_trained
 
 
 USER = '{"role": "user", "content": "x"}'

@@ -34,11 +34,12 @@ from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve import training
+from nip_astra.serve.app import open_training
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.requests import ApiError
-from nip_astra.serve.settings import TrainingProtocol
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.tinker import host
-from nip_astra.serve.training import WorkQueue
+from nip_astra.serve.training import Operation, WorkQueue
 from tests.kit.experiments import task_trainer
 from tests.kit.recording import record_calls
 from tests.kit.resuming import short_experiment
@@ -310,6 +311,69 @@ def test_a_closed_run_leaves_no_weights_at_tinker(monkeypatch: pytest.MonkeyPatc
         second.service.close()
         assert time.monotonic() - started < 1.0
         server.start()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_service_of_one_model_loads_its_state(protocol: TrainingProtocol, tmp_path: Path) -> None:
+    with training_server([protocol], max_training_models=1) as server:
+        trainer = trainer_at(server, protocol)
+        samples = samples_of(trainer)
+        trainer.service.save_state(tmp_path)
+        expected = learn(trainer, samples)
+        trainer.service.load_state(tmp_path)
+        trainer.state.iteration = 0
+        assert learn(trainer, samples) == expected
+
+
+def test_checkpoints_of_tinker_are_held_by_one_service_and_cleared_at_its_start(
+    tmp_path: Path,
+) -> None:
+    with training_server(["tinker"]) as server:
+        trainer = trainer_at(server, "tinker")
+        iterate(trainer, 1)
+        trainer.service.save_state(tmp_path)
+        with (
+            pytest.raises(errors.ConfigurationError, match="--state-dir"),
+            open_training(server.models, ServiceSettings(**server.settings), ["tinker"]),
+        ):
+            pass
+        (run,) = Path(server.settings["state_dir"]).glob("tinker/*/")
+        (run / "unfinished-of-a-killed-service").mkdir()
+        assert len(list(run.glob("sampler_weights/*"))) == 1
+        # It leaves what a killed service leaves.
+        server.stop()
+        server.start()
+        assert {path.name for path in run.iterdir()} == {"run.json", "weights", "sampler_weights"}
+        assert not any(run.glob("sampler_weights/*"))
+        trainer_at(server, "tinker").service.load_state(tmp_path)
+
+
+def test_only_the_last_result_of_a_client_is_kept() -> None:
+    work = WorkQueue(max_waiting=8)
+    work.open_lane("model")
+    for number in range(1, 4):
+        operation = Operation(lambda: "weights", str(number))
+        work.submit_ordered("model", number, operation).future.result()
+    assert [work.find("model", number) is None for number in range(1, 4)] == [True, True, False]
+    work.close()
+
+
+def test_requests_that_are_open_at_the_end_are_refused(
+    queue: StoppedQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training_server(["http"]) as server, ThreadPoolExecutor(2) as pool, queue.shut():
+        body = {"base_model": "policy", "seed": 0, "optimizer": "adamw", "weight_decay": 0.0}
+        headers = {http_training.KEY_HEADER: "key"}
+        given: Any = {"json": body, "headers": headers, "timeout": 20}
+        answer = pool.submit(httpx.post, f"{server.url}{ROUTE}", **given)
+        wait_until(lambda: queue.at_work)
+        stopped = pool.submit(server.stop)
+        refused = answer.result()
+        queue.is_open.set()
+        stopped.result()
+        server.start()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -49,7 +49,7 @@ from nip_astra.sweep.runner import (
 )
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from tests.kit.bars import Bars
-from tests.kit.command_line import plugins_forgotten_after
+from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
 from tests.kit.serving import wait_until
 
@@ -211,6 +211,14 @@ def test_runs_that_began_with_other_parameters_are_not_counted_again(tmp_path: P
         plan("training.lr=2e-4", seeds=(1, 0)).check(tmp_path)
     with pytest.raises(ConfigurationError, match=r"settings\.test_run: false there, true now"):
         check_sweep(first, SweepOptions(settings={"test_run": True}), tmp_path)
+
+
+def test_the_runs_of_a_sweep_are_listed_as_json(cli: CommandLine) -> None:
+    command = ("sweep", "--trainer", "ast_dpo", "--seeds", "3,4", "--dry-run", "--json")
+    listed = json.loads(cli.ok(*command).out)
+    assert (listed["plan"]["trainers"], listed["plan"]["seeds"]) == (["ast_dpo"], [3, 4])
+    runs = [(one["run_id"], one["status"]) for one in listed["runs"]]
+    assert runs == [("ast_dpo-s3", "new"), ("ast_dpo-s4", "new")]
 
 
 def rows_of(

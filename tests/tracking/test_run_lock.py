@@ -36,7 +36,7 @@ def refusal(directory: Path) -> str:
 
 def test_a_second_process_gets_the_owner_and_the_remedy(tmp_path: Path) -> None:
     with run_lock(tmp_path):
-        assert says(refusal(tmp_path), repr(tmp_path.name), os.getpid(), f"`kill {os.getpid()}`")
+        assert says(refusal(tmp_path), str(tmp_path), os.getpid(), f"`kill {os.getpid()}`")
     with run_lock(tmp_path):
         pass
 

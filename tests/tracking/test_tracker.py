@@ -17,7 +17,14 @@ from nip_astra.errors import MissingDependencyError, TrackingError, UnknownNameE
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import TRACKERS, flat_figures, grouped, open_tracker, plain_numbers
+from nip_astra.tracking.tracker import (
+    TRACKERS,
+    CompositeTracker,
+    flat_figures,
+    grouped,
+    open_tracker,
+    plain_numbers,
+)
 
 CSV_TRACKER = """
 import nip_astra as na
@@ -65,6 +72,23 @@ def test_a_tracker_of_a_plugin_mirrors_a_run(tmp_path: Path, directory: RunDirec
     assert (base.position(), vars(base)) == ({}, {"run_directory": None})
     assert (directory.path / "metrics.csv").read_text() == "2,loss,0.25\n3,loss,0.5\n"
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
+
+
+def test_every_tracker_is_finished_even_if_one_fails() -> None:
+    finished: list[str] = []
+
+    class Noting(na.Tracker):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def finish(self, *, success: bool) -> None:
+            finished.append(self.name)
+            if self.name != "c":
+                raise TrackingError(f"{self.name} is full")
+
+    with pytest.raises(TrackingError):
+        CompositeTracker([*map(Noting, "abc")]).finish(success=True)
+    assert finished == [*"abc"]
 
 
 def test_unknown_trackers_are_refused(

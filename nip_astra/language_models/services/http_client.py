@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -247,11 +249,14 @@ async def _drop_key(request: Any) -> None:
 
 
 def _seconds(retry_after: str) -> float:
-    """Parse the seconds of a Retry-After header; 0 for a date or an invalid one."""
+    """Parse a Retry-After header, a number of seconds or a date; 0 for an invalid one."""
     try:
         seconds = float(retry_after)
     except ValueError:
-        return 0.0
+        try:
+            seconds = parsedate_to_datetime(retry_after).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 

@@ -103,11 +103,8 @@ class TinkerTrainingService(TrainingService):
         if key is None and not read_variable("TINKER_API_KEY"):
             key = DEFAULT_KEY
         self._await_service()
-        self._client = self._call(
-            lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
-        )
-        # However a run ends, its model is deleted.
-        self._finish = weakref.finalize(self, _finish, self._client)
+        self._key = key
+        self._open_session()
         self._training = self._await(
             lambda: self._client.create_lora_training_client(
                 model, seed=request.seed % (1 << 62), **shape
@@ -117,6 +114,13 @@ class TinkerTrainingService(TrainingService):
     @classmethod
     def open(cls, request: TrainingServiceRequest) -> TinkerTrainingService:
         return cls(request)
+
+    def _open_session(self) -> None:
+        self._client = self._call(
+            lambda: self._tinker.ServiceClient(base_url=self.options.base_url, api_key=self._key)
+        )
+        # However a run ends, its model is deleted.
+        self._finish = weakref.finalize(self, _finish, self._client)
 
     # ---- training
 
@@ -245,6 +249,9 @@ class TinkerTrainingService(TrainingService):
 
     def load_state(self, directory: Path) -> None:
         path = _read_address(directory)
+        # The model of the ended session makes room for the new one.
+        self._finish()
+        self._open_session()
         self._sampling = None
         self._training = self._await(
             lambda: self._client.create_training_client_from_state_with_optimizer(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,7 +158,9 @@ def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
         return settings.run_directory.path.resolve() / JOBS
     # A dry run, or a trainer without a run directory, keeps nothing.
-    return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-")) / JOBS
+    folder = Path(tempfile.mkdtemp(prefix="nip_astra-jobs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder / JOBS
 
 
 def folder_of_group(name: str) -> str:

@@ -9,7 +9,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nip_astra.serve.requests import ApiError, wrong
@@ -69,9 +68,10 @@ def model_id_of(session_id: str, number: int) -> str:
 class TinkerHost:
     """The sessions, models and checkpoints of all clients."""
 
-    def __init__(self, bases: Bases, work: WorkQueue, settings: ServiceSettings) -> None:
-        self.bases, self.work, self.settings = bases, work, settings
-        self.store = CheckpointFolder(Path(settings.state_folder()) / "tinker")
+    def __init__(
+        self, bases: Bases, work: WorkQueue, settings: ServiceSettings, store: CheckpointFolder
+    ) -> None:
+        self.bases, self.work, self.settings, self.store = bases, work, settings, store
         self.samplers = Samplers(bases)
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, TinkerModel] = {}

@@ -20,6 +20,8 @@ CheckpointKind = Literal["training", "sampler"]
 FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """Valid names of checkpoints; paths are invalid."""
+UNNAMED = "unnamed-"
+"""Start of a generated name. Unnamed weights to sample from end with their session."""
 RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
 LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
 """Latest displayed time; an earlier version allowed longer lifetimes."""
@@ -86,7 +88,12 @@ class CheckpointFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def clear_unfinished(self) -> None:
+        """Remove what a killed service left: interrupted writes, and unnamed weights."""
+        for pattern in ("unfinished-*", f"{FOLDERS['sampler']}/{UNNAMED}{'[0-9a-f]' * 32}"):
+            for path in self.root.glob(f"*/{pattern}"):
+                shutil.rmtree(path, ignore_errors=True)
 
     # ---- runs
 
@@ -131,7 +138,7 @@ class CheckpointFolder:
         user_metadata: dict[str, str] | None = None,
     ) -> Checkpoint:
         """Write a checkpoint atomically; `name` None generates one."""
-        name = uuid.uuid4().hex if name is None else name
+        name = f"{UNNAMED}{uuid.uuid4().hex}" if name is None else name
         if not NAME.fullmatch(name):
             raise wrong(
                 f"invalid name {name[:200]!r} of a checkpoint. Use at most 200 letters, digits, "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -92,14 +94,22 @@ FLAGGED = {"code": 403, "message": "flagged", "metadata": {"reasons": [], "flagg
 """OpenRouter's refusal of a prompt: https://openrouter.ai/docs/errors."""
 
 
+IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
+
+
 @pytest.mark.parametrize(
     ("reply", "reason", "wait"),
     [
         (Reply(429, body="wait", headers={"Retry-After": "7"}), "rate_limited", 7.0),
+        (
+            Reply(429, headers={"Retry-After": IN_DAYS}),
+            "rate_limited",
+            pytest.approx(1e6, rel=0.01),
+        ),
         (Reply(400, body="unknown field response_format"), "unknown_form", 0.0),
         (Reply(403, body=json.dumps({"error": FLAGGED})), "refused", 0.0),
     ],
-    ids=["busy", "unknown_form", "flagged"],
+    ids=["busy", "busy_until", "unknown_form", "flagged"],
 )
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:
     """Beside the faults of `tests.kit.misbehaving`."""
