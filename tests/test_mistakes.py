@@ -98,7 +98,7 @@ MISTAKES = {
     "compare runs/mine runs/mine": "twice",
     "report folder": "results.json",
     "analyse folder": "folder",
-    "compare-dumps folder nowhere": "dump_period",
+    "compare-dumps folder nowhere": "no run or file 'nowhere'",
     "sweep": "--trainer",
     "sweep nowhere.yaml": "nowhere.yaml",
     "sweep sweep.yaml --dry-run": '"fast"',

@@ -180,6 +180,28 @@ def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(ki
     assert (parent.Parameters.type_name, mine.Parameters.type_name) == (name, "of_my_own")
 
 
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize("base", [object, na.SubParameters])
+@pytest.mark.parametrize("kind", OF_TYPES)
+def test_parameters_of_a_kind_that_do_not_extend_those_of_its_base_are_refused(
+    kind: str, base: type
+) -> None:
+    registry, _, parent, decorator = KINDS[kind]
+    mine = subclass_of(parent)
+    mine.Parameters = type("Parameters", (base,), {})  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=r"Parameters of 'of_my_own'.*\(Base\.Parameters"):
+        decorator("of_my_own")(mine)
+    assert "of_my_own" not in registry.names()
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+def test_plain_parameters_of_a_trainer_are_refused() -> None:
+    plain = type("Parameters", (), {})
+    na.register_trainer("of_my_own")(type("Mine", (na.Trainer,), {"Parameters": plain}))
+    with pytest.raises(ConfigurationError, match=r"Parameters of 'of_my_own'.*SubParameters"):
+        na.resolve_experiment(trainer="of_my_own", scenario="pig_latin")
+
+
 # ---- registries in general
 
 

@@ -59,10 +59,15 @@ class SamplingOptions:
 
     @property
     def modifications(self) -> str:
-        """Options that change the model's distribution, in words; empty if none does."""
+        """Options that change the model's distribution, in words; empty if none does.
+
+        A minimum of one token counts as none.
+        """
         usual = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
-        given = {name: getattr(self, name) for name in usual}
-        return ", ".join(f"{n} {given[n]:g}" for n in usual if given[n] != usual[n])
+        given = {n: getattr(self, n) for n in usual if getattr(self, n) != usual[n]}
+        if self.min_new_tokens > 1:
+            given["min_new_tokens"] = self.min_new_tokens
+        return ", ".join(f"{name} {value:g}" for name, value in given.items())
 
 
 class SupportMask(NamedTuple):

@@ -21,6 +21,7 @@ from nip_astra.parameters.parameters_base import (
     CheckedName,
     PlainText,
     SubParameters,
+    check_parameters_class,
     explicit_values,
 )
 from nip_astra.parameters.trainers import (
@@ -152,6 +153,8 @@ class HyperParameters(SubParameters):
                 "Register the trainer or scenario kind under another name: letters, digits and "
                 "underscores, starting with a letter."
             )
+        for name, section in sections.items():
+            check_parameters_class(section, SubParameters, name)
         every_section = dict(cls._sections) | dict(sections)
         return _sectioned(cls._plain_class or cls, tuple(sorted(every_section.items())))
 

@@ -39,6 +39,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from nip_astra.errors import (
+    ConfigurationError,
     ParameterError,
     ParameterFault,
     UnknownNameError,
@@ -543,6 +544,15 @@ def explicit_values(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
+def check_parameters_class(found: object, base: type[SubParameters], name: str) -> None:
+    """Raise unless the nested class `Parameters` of a registered component extends `base`."""
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ConfigurationError(
+            f"Parameters of {name!r} is not a subclass of {base.__name__}. Derive it from that of "
+            "the base class: class Parameters(Base.Parameters)."
+        )
+
+
 class ComponentRegistry(Registry[T]):
     """A registry of components that names their nested `Parameters` classes, for `_type`."""
 
@@ -556,6 +566,7 @@ class ComponentRegistry(Registry[T]):
 
         def decorate(component: Any) -> Any:
             found: type[PolymorphicParameters] = component.Parameters
+            check_parameters_class(found, PolymorphicParameters, str(name))
             is_own = "Parameters" in vars(component)
             if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
                 body = {

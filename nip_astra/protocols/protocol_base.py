@@ -145,9 +145,11 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
             yield _unknown("verifier_names", "agent", agent, agents)
 
     longest, shortest = handler.max_message_rounds, handler.min_message_rounds
-    if not 1 <= shortest <= longest:
+    are_counts = isinstance(shortest, int) and isinstance(longest, int)
+    if not (are_counts and 1 <= shortest <= longest):
         yield (
-            f"min_message_rounds={shortest} and max_message_rounds={longest}. Give 1 <= min <= max."
+            f"min_message_rounds={shortest!r} and max_message_rounds={longest!r}. Give integers, 1 "
+            "<= min <= max."
         )
 
 

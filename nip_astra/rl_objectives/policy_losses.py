@@ -527,6 +527,15 @@ def importance_weights(
     return masked_fill_zero(ratio_BT, mask_BT & (ratio_BT <= max_ratio))
 
 
+def refuse_token_weights(loss: str, fix: str) -> None:
+    """Raise for importance weights of tokens in a policy loss with one ratio per row."""
+    if loss in ROW_LOSSES:
+        raise ConfigurationError(
+            f"the policy loss {loss!r} has one ratio a row and cannot take importance weights of "
+            f"tokens. Set {fix}, or take another loss."
+        )
+
+
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """Return `(sum w)**2 / sum w**2` over the number of weights, 1 if all are equal; scalar."""
     weights = masked_fill_zero(weights.detach(), mask)

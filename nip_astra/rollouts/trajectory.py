@@ -236,12 +236,6 @@ class Trajectory:
         """Number of the policy's tokens."""
         return int(self.loss_mask.sum())
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens before the policy's first."""
-        spoken = self.loss_mask.nonzero()
-        return int(spoken[0]) if len(spoken) else len(self)
-
     def to_plain(self) -> dict[str, Any]:
         """Return fields and extras by name."""
         return {name: self[name] for name in self.keys()}

@@ -156,9 +156,13 @@ class Scorer:
         own = type(self)
         if own._score is Scorer._score and own._score_exchanges is Scorer._score_exchanges:
             raise ConfigurationError(
-                f"the class of the scorer {_name_of(self)!r} does not rate anything. Implement "
+                f"the class of the scorer {self._name!r} does not rate anything. Implement "
                 "_score(texts), or _score_exchanges(exchanges) to read conversations."
             )
+
+    @property
+    def _name(self) -> str:
+        return self.parameters.type_name or type(self).__name__
 
     @property
     def nested_scorers(self) -> Sequence[Scorer]:
@@ -233,7 +237,7 @@ class Scorer:
             logger.warning(
                 "the code of the scorer %r has changed since the checkpoint; all texts are rated "
                 "again",
-                _name_of(self),
+                self._name,
             )
             return
         keys: list[bytes] = [row.tobytes() for row in state["keys"].numpy()]
@@ -296,7 +300,7 @@ class Scorer:
         if errors:
             logger.warning(
                 "the scorer %r failed for %d of %d texts, which count as errors; the first: %s",
-                _name_of(self),
+                self._name,
                 len(errors),
                 len(exchanges),
                 errors[0],
@@ -314,7 +318,7 @@ class Scorer:
                 ]
         except TimeLimitExceeded as error:
             raise ScorerTimeoutError(
-                f"the scorer {_name_of(self)!r} exceeded timeout_seconds={limit:g} on "
+                f"the scorer {self._name!r} exceeded timeout_seconds={limit:g} on "
                 f"{counted(len(exchanges), 'text')}. Fix it or raise timeout_seconds, then "
                 "resume the run."
             ) from error
@@ -324,14 +328,14 @@ class Scorer:
             raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {_name_of(self)!r} returned {counted(len(verdicts), 'score')} for "
+                f"the scorer {self._name!r} returned {counted(len(verdicts), 'score')} for "
                 f"{counted(len(exchanges), 'text')}. Return one score per text, in order."
             )
         return verdicts
 
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
-            f"the scorer {_name_of(self)!r} failed on {counted(num_texts, 'text')}: "
+            f"the scorer {self._name!r} failed on {counted(num_texts, 'text')}: "
             f"{type(error).__name__}: {error}. Fix the scorer, then resume the run."
         )
 
@@ -342,14 +346,10 @@ class Scorer:
         if 0.0 <= verdict <= 1.0:  # false for NaN
             return None
         return ScorerError(
-            f"the scorer {_name_of(self)!r} returned {verdict} for the text "
+            f"the scorer {self._name!r} returned {verdict} for the text "
             f"{exchange.text[:60]!r}. Return a number from 0 to 1, or None for no verdict; then "
             "resume the run."
         )
-
-
-def _name_of(scorer: Scorer) -> str:
-    return scorer.parameters.type_name or type(scorer).__name__
 
 
 def open_services(
@@ -420,6 +420,10 @@ class WeightedScorer(Scorer):
             for name, part in parameters.parts.items()
         }
         self.reads_history = any(part.reads_history for part in self._parts.values())
+
+    @property
+    def _name(self) -> str:
+        return self.parameters.type_name or type(self).__name__
 
     @property
     def nested_scorers(self) -> Sequence[Scorer]:

@@ -367,6 +367,11 @@ class LanguageModelTrainer(TensorDictTrainer):
     def train(self) -> None:
         """Evaluate the untrained policy, train it, evaluate it again, save it."""
         self._set_seed()
+        if self.training.eval_period and self.team.is_leader and self._checkpoint_store() is None:
+            self._warn(
+                "no run directory keeps the weights of the best dev evaluation, so the last ones "
+                "are measured. Train by run_experiment"
+            )
         self._rewind_records()
         actors = actor_options(self.settings, self.scenario_instance.num_parameters)
         with self._open_progress_bar(), using_actors(actors):
@@ -628,6 +633,18 @@ class LanguageModelTrainer(TensorDictTrainer):
         if best:
             self.service.load_state(Path(best))
             logger.info("restored the best checkpoint %s", Path(best).name)
+
+    def training_results(self) -> dict[str, Any]:
+        """Return how far training came and the best dev evaluation, for `results`."""
+        state, best = self.state, self.state.best_dev_value
+        return {
+            "num_iterations": state.iteration,
+            "stopped_early": state.iteration < self.training.num_iterations,
+            "num_optimizer_steps": state.num_optimizer_steps,
+            "best_dev": None
+            if best is None
+            else {"metric": self.training.dev_metric, "value": best},
+        }
 
     @abstractmethod
     def _write_results(self) -> None:

@@ -28,11 +28,11 @@ from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
 from tests.cli.trained_run import SMALL, copy_evaluated, figures_of
 from tests.kit import actors_here
+from tests.kit.chat_stub import Reply, chat_stub, rating
 from tests.kit.command_line import CommandLine, CommandResult, refused
 from tests.kit.experiments import run_in
 from tests.kit.messages import says
 from tests.kit.tiny import write_scenario
-from tests.scorers.chat_stub import Reply, chat_stub, rating
 
 FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 SCORER = """

@@ -41,7 +41,7 @@ def reply(
     given = {"Content-Type": "application/json", "Content-Length": str(len(content))}
     given["Connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in (given | (headers or {})).items())
-    whole = f"HTTP/1.1 {status} Said\r\n{lines}\r\n".encode() + content
+    whole = f"HTTP/1.1 {status} Reason\r\n{lines}\r\n".encode() + content
     return lambda connection: connection.sendall(whole)
 
 
@@ -78,7 +78,7 @@ def choice(message: Any, **more: Any) -> Send:
     return reply(json.dumps({"choices": [{"index": 0, "message": message, **more}]}))
 
 
-def said(content: Any, **more: Any) -> Send:
+def with_content(content: Any, **more: Any) -> Send:
     """A completion with one message of some content."""
     return choice({"role": "assistant", "content": content, **more})
 
@@ -119,7 +119,7 @@ def _statuses() -> Iterator[tuple[str, Misbehaviour]]:
     for status in (204, 205, 206, 299):
         yield f"status {status}", Misbehaviour(reply("", status), (*WRONG, *LOST))
     yield "status 999", Misbehaviour(reply("no", 999), (*LOST, *WRONG))
-    yield "status that is not a number", Misbehaviour(raw(b"HTTP/1.1 abc Said\r\n\r\n"), LOST)
+    yield "status that is not a number", Misbehaviour(raw(b"HTTP/1.1 abc Reason\r\n\r\n"), LOST)
     for wait in ("100000", "1e9", "inf", "nan", "-5", "", "soon", "9" * 400, "1e309"):
         name = f"retry-after {wait[:9]}"
         yield name, Misbehaviour(reply("no", 429, headers={"Retry-After": wait}), BUSY)
@@ -164,12 +164,14 @@ def _contents() -> Iterator[tuple[str, Misbehaviour]]:
         "a list": [{"type": "text", "text": "hi"}],
         "an object": {},
     }.items():
-        yield f"content: {name}", Misbehaviour(said(content), WRONG)
-    yield "content: empty", Misbehaviour(said(""), EMPTY)
-    calls = said(None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}])
+        yield f"content: {name}", Misbehaviour(with_content(content), WRONG)
+    yield "content: empty", Misbehaviour(with_content(""), EMPTY)
+    calls = with_content(
+        None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    )
     yield "only calls of tools", Misbehaviour(calls, WRONG)
-    yield "a refusal", Misbehaviour(said(None, refusal="I cannot"), EMPTY)
-    yield "a refusal of another type", Misbehaviour(said("hi", refusal=[1]), SAYS_HI)
+    yield "a refusal", Misbehaviour(with_content(None, refusal="I cannot"), EMPTY)
+    yield "a refusal of another type", Misbehaviour(with_content("hi", refusal=[1]), SAYS_HI)
     for name, finish in {"null": None, "new": "tired", "a number": 3, "a list": ["stop"]}.items():
         message = {"role": "assistant", "content": "hi"}
         yield f"finish: {name}", Misbehaviour(choice(message, finish_reason=finish), SAYS_HI)

@@ -90,8 +90,8 @@ class FakeChatModel(ChatModel):
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         await asyncio.sleep(0)
         self._in_flight -= 1
-        said = [self.script(request, number) for number in range(request.num_samples)]
-        samples = tuple(ChatAnswer(one) if isinstance(one, str) else one for one in said)
+        answers = [self.script(request, number) for number in range(request.num_samples)]
+        samples = tuple(ChatAnswer(one) if isinstance(one, str) else one for one in answers)
         return ChatOutcome(samples, ChatUsage(10, self.tokens_per_answer * len(samples)))
 
 

@@ -20,7 +20,7 @@ from tests.kit.tiny import make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
 CAT = ({"role": "user", "content": "the cat"},)
-SAID = [TrainingText(QUESTION, ("fine thanks",)), TrainingText(CAT, ("sat on a mat",))]
+SUPERVISED = [TrainingText(QUESTION, ("fine thanks",)), TrainingText(CAT, ("sat on a mat",))]
 PREFERRED = [
     TrainingText(QUESTION, ("fine thanks", "silly cat")),
     TrainingText(CAT, ("sat on a mat", "stupid")),
@@ -52,14 +52,14 @@ def fine_tune(plan: FineTuningPlan, texts: list[TrainingText], folder: Path) -> 
 
 
 def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
-    tuning = FineTuning(plan, SAID)
-    before = tuning.evaluate(SAID)
+    tuning = FineTuning(plan, SUPERVISED)
+    before = tuning.evaluate(SUPERVISED)
     result = losses(tuning)
     # Two texts form a single batch, so the first loss is the untrained model's.
     assert result[0] == pytest.approx(before, rel=1e-5)
-    assert tuning.evaluate(SAID) < before - 1.0
+    assert tuning.evaluate(SUPERVISED) < before - 1.0
     assert tuning.num_tokens_trained == 8 * (3 + 5)
-    assert losses(FineTuning(replace(plan, seed=4), SAID)) != result
+    assert losses(FineTuning(replace(plan, seed=4), SUPERVISED)) != result
 
 
 def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
@@ -71,16 +71,18 @@ def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
 
 
 def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:
-    fine_tune(plan, SAID, tmp_path / "first")
-    again = FineTuning(replace(plan, lora_rank=None, start_from=str(tmp_path / "first")), SAID)
-    before = FineTuning(plan, SAID).evaluate(SAID)
-    assert again.evaluate(SAID) < before - 1.0
+    fine_tune(plan, SUPERVISED, tmp_path / "first")
+    again = FineTuning(
+        replace(plan, lora_rank=None, start_from=str(tmp_path / "first")), SUPERVISED
+    )
+    before = FineTuning(plan, SUPERVISED).evaluate(SUPERVISED)
+    assert again.evaluate(SUPERVISED) < before - 1.0
     named = again.model.module.named_parameters()
     assert all("lora" in name for name, weight in named if weight.requires_grad)
 
 
 def test_a_loss_that_is_no_number_ends_training(plan: FineTuningPlan) -> None:
-    tuning = FineTuning(replace(plan, lora_rank=None), SAID)
+    tuning = FineTuning(replace(plan, lora_rank=None), SUPERVISED)
     next(iter(tuning.model.parameters())).data.fill_(float("nan"))
     with pytest.raises(NonFiniteLossError, match="step 1 "):
         list(tuning.run())
@@ -102,17 +104,17 @@ def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
     first, trained = [], []
     for weight in (0.0, 1.0):
         tuning = FineTuning(replace(plan, nll_weight=weight), PREFERRED)
-        before = tuning.evaluate(SAID)
+        before = tuning.evaluate(SUPERVISED)
         first.append(next(tuning.run()).metrics["loss"])
         list(tuning.run())
-        trained.append(tuning.evaluate(SAID))
+        trained.append(tuning.evaluate(SUPERVISED))
     assert first[1] - first[0] == pytest.approx(before, rel=1e-5)
     assert trained[1] < min(trained[0], before) - 0.1
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_embeddings_are_frozen_or_trained(plan: FineTuningPlan, is_frozen: bool) -> None:
-    tuning = FineTuning(replace(plan, lora_rank=None, freeze_embeddings=is_frozen), SAID)
+    tuning = FineTuning(replace(plan, lora_rank=None, freeze_embeddings=is_frozen), SUPERVISED)
     before = {name: weight.clone() for name, weight in tuning.model.module.named_parameters()}
     list(tuning.run())
     after = dict(tuning.model.module.named_parameters())
@@ -125,7 +127,7 @@ def test_embeddings_are_frozen_or_trained(plan: FineTuningPlan, is_frozen: bool)
 def test_the_schedule_sets_the_learning_rate_of_each_step(plan: FineTuningPlan) -> None:
     result = {}
     for schedule in ("linear", "constant"):
-        tuning = FineTuning(replace(plan, num_epochs=4, lr_schedule=schedule), SAID)  # type: ignore[arg-type]
+        tuning = FineTuning(replace(plan, num_epochs=4, lr_schedule=schedule), SUPERVISED)  # type: ignore[arg-type]
         rates = [tuning.optimizer.param_groups[0]["lr"] for _ in tuning.run()]
         result[schedule] = [rate / tuning.lr for rate in rates]
     assert result == {"linear": [1.0, 0.75, 0.5, 0.25], "constant": [1.0] * 4}
@@ -133,14 +135,14 @@ def test_the_schedule_sets_the_learning_rate_of_each_step(plan: FineTuningPlan) 
 
 def test_a_prompt_that_is_too_long_is_refused_or_loses_its_first_tokens() -> None:
     tokenizer = make_tokenizer()
-    (whole,) = token_rows(tokenizer, SAID[:1], (3,), window=96)
+    (whole,) = token_rows(tokenizer, SUPERVISED[:1], (3,), window=96)
     window = len(whole[0].context) + len(whole[0].answer) - 2
-    (cut,) = token_rows(tokenizer, SAID[:1], (3,), window=window, truncate_prompts=True)
+    (cut,) = token_rows(tokenizer, SUPERVISED[:1], (3,), window=window, truncate_prompts=True)
     assert cut == [whole[0]._replace(context=whole[0].context[2:])]
     with pytest.raises(ContextLengthError, match="example 1 "):
-        token_rows(tokenizer, SAID[:1], (3,), window=window)
+        token_rows(tokenizer, SUPERVISED[:1], (3,), window=window)
     with pytest.raises(ContextLengthError):
-        token_rows(tokenizer, SAID[:1], (3,), window=3, truncate_prompts=True)
+        token_rows(tokenizer, SUPERVISED[:1], (3,), window=3, truncate_prompts=True)
 
 
 def test_a_stored_plan_of_an_older_version_trains_as_it_did(plan: FineTuningPlan) -> None:

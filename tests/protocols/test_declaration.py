@@ -72,6 +72,7 @@ PAIRS = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
             ["verifier_names", "('prover', 'verifier')", "1", "step"],
         ),
         ({"min_message_rounds": 3}, ["min_message_rounds=3", "max_message_rounds=2"]),
+        ({"max_message_rounds": 2.0}, ["max_message_rounds=2.0", "integers"]),
         (
             {"is_agent_active": lambda self, agent, r, channel: agent == "prover"},
             ["'verifier'", "1 to 2", "max_message_rounds", "min_message_rounds"],

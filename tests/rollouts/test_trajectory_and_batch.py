@@ -56,7 +56,7 @@ def test_texts_of_tools_and_environments_are_masked() -> None:
     assert trajectory.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert trajectory.loss_mask.tolist() == [False, False, True, False, False, True]
     assert trajectory.logprobs.tolist() == [0, 0, -0.5, 0, 0, -1.5]
-    assert (trajectory.num_prompt_tokens, trajectory.num_response_tokens) == (2, 2)
+    assert trajectory.num_response_tokens == 2
 
 
 def test_trajectories_made_together_are_pickled_alone() -> None:

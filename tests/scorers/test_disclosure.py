@@ -20,7 +20,7 @@ def score(*exchanges: Exchange, secrets: tuple[str, ...] = (SECRET,)) -> list[fl
     return scores
 
 
-SAID_BEFORE = (*ASKED[:1], Message("user", "Is it a silver boat?"), Message("assistant", "No."))
+EARLIER = (*ASKED[:1], Message("user", "Is it a silver boat?"), Message("assistant", "No."))
 CASES = {
     "nothing": (Exchange("I cannot tell.", ASKED), 0.0),
     "a word": (Exchange("A boat, I think.", ASKED), 0.25),
@@ -29,7 +29,7 @@ CASES = {
     "other case and punctuation": (Exchange("SILVER, (heron)"), 0.5),
     "parts of longer words": (Exchange("silverware and herons"), 0.0),
     "words first written by the other side": (
-        Exchange("A silver boat, Heron.", (*SAID_BEFORE, Message("user", "Sure?"))),
+        Exchange("A silver boat, Heron.", (*EARLIER, Message("user", "Sure?"))),
         0.25,
     ),
     "the same words without a history": (Exchange("A silver boat, Heron."), 0.75),

@@ -12,9 +12,9 @@ import pytest
 from nip_astra.errors import ScorerError
 from nip_astra.scorers.base import Exchange
 from nip_astra.scorers.judge import JudgeScorer, find_rating
+from tests.kit.chat_stub import ChatStub, Reply, chat_stub, rating
 from tests.kit.messages import says
 from tests.kit.scorers import HISTORY, scorer_on_cpu
-from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 pytest.importorskip("openai")
 

@@ -15,7 +15,7 @@ from nip_astra.scorers.base import Exchange, Message
 from nip_astra.scorers.llama_guard import LlamaGuardScorer
 from tests.kit.messages import says
 from tests.kit.scorers import scorer_on_cpu
-from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
+from tests.kit.tiny_guard import PARTS_TEMPLATE, make_guard
 
 HELLO = (Message("user", "hello how are you"),)
 OPENED = (Message("assistant", "good day"), Message("user", "you are silly"))

@@ -16,7 +16,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running
 
-SAID = fine_tuning.SupervisedExample(
+SUPERVISED = fine_tuning.SupervisedExample(
     ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"})
 )
 LIKED = fine_tuning.PreferenceExample(
@@ -55,7 +55,7 @@ def test_a_local_model_answers_alike(
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_job_has_a_key_and_ends_with_a_model(tiny_model_dir: Path, method: str) -> None:
-    examples: Any = [SAID if method == "supervised" else LIKED] * 4
+    examples: Any = [SUPERVISED if method == "supervised" else LIKED] * 4
     options = fine_tuning.FineTuningOptions(method, num_epochs=1, batch_size=2, seed=1)  # type: ignore[arg-type]
 
     async def whole(base_url: str) -> fine_tuning.FineTuningJob:

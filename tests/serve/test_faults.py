@@ -14,8 +14,8 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
+from tests.kit.chat_stub import ChatStub, Reply, chat_stub
 from tests.kit.tiny import write_scenario
-from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
 from tests.serve.running import Running
 
 KEY = "key-that-nobody-writes"

@@ -25,7 +25,7 @@ from nip_astra.serve.job_routes import JobBody
 from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, main, read_texts
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.requests import ApiError
-from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SAID, make_plan
+from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SUPERVISED, make_plan
 
 
 def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
@@ -42,7 +42,7 @@ def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
 EXAMPLES: dict[str, Any] = {
     "supervised": [
         SupervisedExample((*text.messages, {"role": "assistant", "content": text.answers[0]}))
-        for text in SAID
+        for text in SUPERVISED
     ],
     "dpo": [PreferenceExample(text.messages, *text.answers) for text in PREFERRED],
 }

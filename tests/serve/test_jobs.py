@@ -41,19 +41,19 @@ PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", 
 FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
 
 
-def said(role: str, text: str) -> dict[str, str]:
+def turn(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
 def supervised() -> bytes:
-    rows = [{"messages": [said("user", a), said("assistant", b)]} for a, b in PAIRS]
+    rows = [{"messages": [turn("user", a), turn("assistant", b)]} for a, b in PAIRS]
     return "\n".join(map(json.dumps, rows)).encode()
 
 
 def preferences() -> bytes:
-    worse = {"non_preferred_output": [said("assistant", "silly stupid cat")]}
+    worse = {"non_preferred_output": [turn("assistant", "silly stupid cat")]}
     rows = [
-        {"input": {"messages": [said("user", a)]}, "preferred_output": [said("assistant", b)]}
+        {"input": {"messages": [turn("user", a)]}, "preferred_output": [turn("assistant", b)]}
         for a, b in PAIRS
     ]
     return "\n".join(json.dumps(row | worse) for row in rows).encode()
@@ -76,7 +76,7 @@ def finish(client: openai.OpenAI, job: Any) -> Any:
 
 
 def reply_of(client: openai.OpenAI, model: str, text: str) -> str:
-    options: Any = {"messages": [said("user", text)], "temperature": 0, "max_tokens": 8}
+    options: Any = {"messages": [turn("user", text)], "temperature": 0, "max_tokens": 8}
     return client.chat.completions.create(model=model, **options).choices[0].message.content or ""
 
 
@@ -188,7 +188,7 @@ def test_a_killed_worker_goes_on(service: Running, client: openai.OpenAI, tmp_pa
 
 @pytest.mark.usefixtures("in_process")
 def test_an_impossible_job_fails_with_its_reason(service: Running, client: openai.OpenAI) -> None:
-    row = {"messages": [said("user", "cat " * 200), said("assistant", "mat")]}
+    row = {"messages": [turn("user", "cat " * 200), turn("assistant", "mat")]}
     done = finish(client, submit(client, json.dumps(row).encode()))
     assert (done.status, done.fine_tuned_model) == ("failed", None)
     assert "the model's window holds 96" in done.error.message
@@ -321,7 +321,7 @@ class Insistent:
         self.pool = ThreadPoolExecutor(1)
 
     def ask(self, **fields: Any) -> Future[chat.ChatOutcome]:
-        request = chat.ChatRequest((said("user", "hello you"),), **fields)
+        request = chat.ChatRequest((turn("user", "hello you"),), **fields)
         return self.pool.submit(lambda: chat.complete_all(self.model, [request])[0])
 
 
@@ -341,7 +341,7 @@ def test_a_killed_service_loses_nothing_finished(tiny_model_dir: Path, tmp_path:
         wait_until(lambda: len(store.events(running_job.id)) > 10)
         uploading = half_an_upload(port)
         options: Any = {"n": 100, "max_tokens": 85, "temperature": 0, "stream": True}
-        given: Any = {"model": "tiny", "messages": [said("user", "hello")], **options}
+        given: Any = {"model": "tiny", "messages": [turn("user", "hello")], **options}
         stream = client.chat.completions.create(**given)
         next(iter(stream))
         cut = insistent.ask(seed=2, num_samples=64, max_tokens=80)

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import StringIO
@@ -52,6 +51,7 @@ from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from tests.kit.bars import Bars
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
+from tests.kit.serving import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -358,14 +358,6 @@ SMALL = [
 ]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    until = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < until
-        assert process is None or process.poll() is None, "it ended before it was killed"
-        time.sleep(0.05)
-
-
 def count_of(folder: Path, pattern: str) -> int:
     return len(list(folder.glob(pattern)))
 
@@ -402,7 +394,12 @@ def test_a_killed_sweep_has_the_table_of_single_runs(tiny_scenario: Path, tmp_pa
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for num_ended in (1, 3):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-        wait_for(lambda n=num_ended: count_of(directory, "*/results.json") >= n, process)
+
+        def has_ended(count: int = num_ended, process: Any = process) -> bool:
+            assert process.poll() is None, "it ended before it was killed"
+            return count_of(directory, "*/results.json") >= count
+
+        wait_until(has_ended, 300)
         process.send_signal(signal.SIGKILL)
         process.wait()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -418,9 +415,9 @@ def test_a_run_survives_the_kill_of_its_ray_worker(tiny_scenario: Path, tmp_path
     killed: list[int] = []
 
     def kill_a_worker() -> None:
-        wait_for(lambda: count_of(directory, "*/metrics.jsonl") > 0)
+        wait_until(lambda: count_of(directory, "*/metrics.jsonl") > 0, 300)
         run = next(directory.glob("*/metrics.jsonl")).parent
-        wait_for(lambda: count_of(run, "checkpoints/*/*") > 0)
+        wait_until(lambda: count_of(run, "checkpoints/*/*") > 0, 300)
         process = json.loads((run / ".lock").read_text())["pid"]
         status = Path(f"/proc/{process}/status").read_text()
         worker = int(status.partition("PPid:")[2].split()[0])

@@ -57,6 +57,14 @@ class _OwnScorer(RegisteredKind):
         super().__init__(self.Parameters(), device=torch.device("cpu"))
         self.scorer = scorer
 
+    @property
+    def _name(self) -> str:
+        return type(self.scorer).__name__
+
+    @property
+    def modules(self) -> set[str]:
+        return super().modules.union(cls.__module__ for cls in type(self.scorer).__mro__)
+
     def _score(self, texts: Sequence[str]) -> list[Verdict]:
         return [None if score is None else float(score) for score in self.scorer.score(list(texts))]
 

@@ -50,17 +50,30 @@ def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
 
 
 @register_reward("exact")
-def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1 if the completion equals the column `answer` up to whitespace, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(is_right(text_of(one), str(expected))) for one, expected in pairs]
+def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """Return 1 if the completion equals the column `answer` up to whitespace, else 0.
+
+    None for a row without an answer.
+    """
+    return _compared(completions, answer, contains=False)
 
 
 @register_reward("contains")
-def contains(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1 if the completion contains the column `answer` up to whitespace, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(is_right(text_of(one), str(expected), contains=True)) for one, expected in pairs]
+def contains(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
+    """Return 1 if the completion contains the column `answer` up to whitespace, else 0.
+
+    None for a row without an answer.
+    """
+    return _compared(completions, answer, contains=True)
+
+
+def _compared(
+    completions: Sequence[Any], answers: Sequence[Any], *, contains: bool
+) -> list[float | None]:
+    return [
+        None if answer is None else float(is_right(text_of(one), str(answer), contains=contains))
+        for one, answer in zip(completions, answers, strict=True)
+    ]
 
 
 def text_of(completion: Any) -> str:

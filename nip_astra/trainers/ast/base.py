@@ -414,20 +414,15 @@ class AstTrainer(LanguageModelTrainer):
 
     def _write_results(self) -> None:
         found, state = self._discovery(), self.state
-        is_measured = state.best_dev_value is not None
-        dev = {"metric": self.training.dev_metric, "value": state.best_dev_value}
         results = {
             "kind": "conversation",
             "before": state.before,
             "training": {
-                "num_iterations": state.iteration,
-                "stopped_early": state.iteration < self.training.num_iterations,
-                "num_optimizer_steps": state.num_optimizer_steps,
+                **self.training_results(),
                 "target_queries": found.num_queries,
                 "plants_found": found.num_found if found.planted else None,
                 "num_plants": len(found.planted) if found.planted else None,
                 "plants": dict(found.first_query),
-                "best_dev": dev if is_measured else None,
             },
             "planted_failures": [
                 {"name": plant.name, "description": plant.description, "rarity": plant.rarity}

@@ -1,7 +1,8 @@
 """Which log-probabilities of probes are trained if sampling used another distribution.
 
-An attacker sampled at another temperature than 1, or cut by `top_k` and `top_p`, acts by another
-distribution than the model's own. Asynchronous rollouts are sampled by older weights.
+An attacker sampled at another temperature than 1, cut by `top_k` and `top_p`, or kept from ending
+by `min_new_tokens`, acts by another distribution than the model's own. Asynchronous rollouts are
+sampled by older weights.
 
 Shape suffixes: `N` node, `B` sample, `T` token.
 """
@@ -24,10 +25,10 @@ from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.policy_losses import (
-    ROW_LOSSES,
     ImportanceLevel,
     effective_sample_size,
     importance_weights,
+    refuse_token_weights,
 )
 from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
@@ -43,14 +44,14 @@ IS_STALE = where_above("max_staleness", 0)
 class BehaviourParameters(SubParameters):
     """The trained distribution if sampling options modify the attacker's.
 
-    At temperature 1 without `top_k` and `top_p` there is only one distribution, and none of this
-    has any effect.
+    At temperature 1 without `top_k`, `top_p` and `min_new_tokens` above 1 there is only one
+    distribution, and none of this has any effect.
     """
 
     logprobs: Literal["sampling", "raw"] = "sampling"
     """sampling: train the sampling distribution, with its temperature and over the tokens kept by
-    top_k and top_p; it also acts and is compared with the reference. raw: train the model at
-    temperature 1 without truncation, which is not the distribution that acts."""
+    top_k, top_p and min_new_tokens; it also acts and is compared with the reference. raw: train the
+    model at temperature 1 without truncation, which is not the distribution that acts."""
     importance_weights: Annotated[
         Literal["none", "token", "sequence"], where("logprobs", "raw")
     ] = "none"
@@ -95,8 +96,8 @@ class Behaviour:
         if not self.is_reshaped or self._needs_drawn:
             return None
         return (
-            f"probes are sampled with {self.sampling.modifications}, but learned from at "
-            "temperature 1 without cuts: gradients are off-policy. Set "
+            f"probes are sampled with {self.sampling.modifications}, but learned from without "
+            "them: gradients are off-policy. Set "
             f"{self.section}.logprobs=sampling, or {self.section}.importance_weights"
         )
 
@@ -185,21 +186,14 @@ class CorrectedStalenessParameters(AsyncRolloutParameters):
     """Maximum of these ratios. Larger has less bias and more variance."""
 
 
-def refuse_token_weights(
+def check_weights(
     loss: str, behaviour: Behaviour | None, parameters: CorrectedStalenessParameters, section: str
 ) -> None:
-    """Raise for importance weights of tokens in a policy loss with one ratio per probe."""
-    level = None if behaviour is None else behaviour.level
-    weighs_stale_tokens = parameters.max_staleness and parameters.staleness_weights == "token"
-    for is_by_token, fix in (
-        (level == "token", f"{section}.behaviour.importance_weights=sequence"),
-        (weighs_stale_tokens, f"{section}.staleness_weights=sequence, or max_staleness=0"),
-    ):
-        if loss in ROW_LOSSES and is_by_token:
-            raise ConfigurationError(
-                f"the policy loss {loss!r} has one ratio a probe and cannot take importance "
-                f"weights of tokens. Set {fix}, or take another loss."
-            )
+    """Raise for importance weights that a policy loss cannot take."""
+    if behaviour is not None and behaviour.level == "token":
+        refuse_token_weights(loss, f"{section}.behaviour.importance_weights=sequence")
+    if parameters.max_staleness and parameters.staleness_weights == "token":
+        refuse_token_weights(loss, f"{section}.staleness_weights=sequence, or max_staleness=0")
 
 
 def check_staleness(
@@ -222,8 +216,8 @@ def check_staleness(
         )
     if behaviour is not None and behaviour.is_reshaped:
         raise ConfigurationError(
-            f"{section}.max_staleness cannot correct tempered or truncated sampling. Set it to 0, "
-            "or the attacker's temperature to 1, top_k to null and top_p to 1."
+            f"{section}.max_staleness cannot correct {behaviour.sampling.modifications} of the "
+            "attacker. Set it to 0, or leave these out."
         )
     if not has_actors:
         logger.warning(

@@ -28,8 +28,8 @@ from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
+    check_weights,
     importance_weights_of,
-    refuse_token_weights,
 )
 from nip_astra.trainers.ast.rollouts import CreditParameters, learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer
@@ -121,7 +121,7 @@ class AstGrpoTrainer(AstTrainer):
             "std_epsilon": options.std_epsilon,
             "zero_variance": variant.zero_variance,
         }
-        refuse_token_weights(self.policy_loss.name, self.behaviour, options, "ast_grpo")
+        check_weights(self.policy_loss.name, self.behaviour, options, "ast_grpo")
         self.kl = options.kl.controller()
         self.results["objective"] = {
             "variant": options.variant,

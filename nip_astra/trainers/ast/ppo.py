@@ -26,8 +26,8 @@ from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.behaviour import (
     BehaviourParameters,
     CorrectedStalenessParameters,
+    check_weights,
     importance_weights_of,
-    refuse_token_weights,
 )
 from nip_astra.trainers.ast.rollouts import learning_logprobs, node_samples
 from nip_astra.trainers.registry import register_trainer
@@ -218,7 +218,7 @@ class AstPpoTrainer(AstTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kl = self.parameters.kl.controller()
-        refuse_token_weights(self.parameters.loss, self.behaviour, self.parameters, "ast_ppo")
+        check_weights(self.parameters.loss, self.behaviour, self.parameters, "ast_ppo")
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
         head = ValueHead(self.policy.hidden_size, trains_model=self.parameters.value_trains_model)

@@ -148,7 +148,7 @@ class PolicyLossParameters(LossParameters):
     (truncate), excluding tokens beyond it (mask), or none (null). Samples of older weights
     (max_staleness) are rescored and truncated if this is null."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
-    """Whether the ratio is per token or per trajectory."""
+    """Whether the ratio is per token or per trajectory, as gspo and rloo need."""
     max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
         default=2.0, ge=1
     )
@@ -382,9 +382,13 @@ class ServiceTrainer(LanguageModelTrainer):
         modifications = self.agent.sampling.modifications
         if self.samples_in_training and modifications:
             self._warn(
-                f"problems are sampled with {modifications}, but learned from at temperature 1 "
-                f"without cuts: gradients are off-policy. Set {self.scenario_instance.kind}.policy "
-                "to temperature 1, top_k null and top_p 1"
+                f"problems are sampled with {modifications}, but learned from without them: "
+                f"gradients are off-policy. Leave these out of {self.scenario_instance.kind}.policy"
+            )
+        if self.training.eval_period and self.training.dev_metric != "mean_reward":
+            raise ConfigurationError(
+                f"training.dev_metric {self.training.dev_metric} is a figure of stress tests, not "
+                "of tasks. Set it to mean_reward."
             )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
@@ -713,10 +717,7 @@ class ServiceTrainer(LanguageModelTrainer):
             {
                 "kind": "task",
                 "before": self.state.before,
-                "training": {
-                    "num_iterations": self.state.iteration,
-                    "num_optimizer_steps": self.state.num_optimizer_steps,
-                },
+                "training": self.training_results(),
                 **services_used(self.scenario_instance.services),
             }
         )

@@ -173,6 +173,8 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
         self, trajectories: list[Trajectory], metrics: dict[str, Any]
     ) -> list[Trajectory]:
         batch = Batch.from_trajectories(trajectories)
+        if self._staleness:
+            batch.values["old_logprobs"] = score_batch(batch, self.service.compute_logprobs)
         metrics |= self.imitate(self.teacher, batch)
         for trajectory, advantages_T in zip(trajectories, batch.values["advantages"], strict=True):
             trajectory.advantage = advantages_T[: len(trajectory)]

@@ -18,7 +18,7 @@ from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
 from nip_astra.rl_objectives.advantages import codes_of
 from nip_astra.rl_objectives.kl import AdaptiveKl
-from nip_astra.rl_objectives.policy_losses import importance_weights
+from nip_astra.rl_objectives.policy_losses import importance_weights, refuse_token_weights
 from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
@@ -85,6 +85,16 @@ class SelfHostedTrainer(ServiceTrainer):
 
         policy_loss: PolicyLossParameters = PolicyLossParameters()
         """The loss of a batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.parameters.policy_loss
+        is_corrected = options.correction is not None or self.parameters.max_staleness > 0
+        if is_corrected and options.correction_level == "token":
+            refuse_token_weights(
+                options.loss,
+                "policy_loss.correction_level=sequence (with rescore=true and correction=truncate)",
+            )
 
     @abstractmethod
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:

@@ -58,9 +58,9 @@ def read_pairs(
     return ids, is_read, is_scored
 
 
-def score(model: Any, tokenizer: Any, contexts: Sequence[str], said: Sequence[str]) -> Tensor:
+def score(model: Any, tokenizer: Any, contexts: Sequence[str], answers: Sequence[str]) -> Tensor:
     """Log-probabilities of the continuation's tokens, 0 elsewhere."""
-    ids, is_read, is_scored = read_pairs(tokenizer, contexts, said, model.device)
+    ids, is_read, is_scored = read_pairs(tokenizer, contexts, answers, model.device)
     logits = model(input_ids=ids, attention_mask=is_read).logits[:, :-1]
     logprobs = logits.log_softmax(dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     return logprobs.masked_fill(~is_scored[:, 1:], 0.0)

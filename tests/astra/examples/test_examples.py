@@ -24,7 +24,7 @@ from tests.astra.examples import (
 )
 from tests.astra.toys import Finds
 from tests.kit.tiny import make_gpt2
-from tests.scorers.tiny_guard import make_guard
+from tests.kit.tiny_guard import make_guard
 
 
 class Cats(Finds):

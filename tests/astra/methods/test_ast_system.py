@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nip_astra.astra import DPO, ASTProblem, ASTSampler, Graph, Moderator, Node, Sampler
-from nip_astra.errors import ConfigurationError, NipAstraError
+from nip_astra.astra.core.scorer import rater_of
+from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of, train
 from tests.kit.scorers import ScorerOf
@@ -206,3 +207,14 @@ def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     assert says(problem, "silly") > 0.5
     with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")
+
+
+def test_errors_of_an_own_scorer_name_its_class_and_its_cache_depends_on_its_code() -> None:
+    class Loud(Finds):
+        def score(self, x: Sequence[str]) -> list[float]:
+            return [2.0] * len(x)
+
+    rater: Any = rater_of(Loud())
+    with pytest.raises(ScorerError, match="scorer 'Loud'"):
+        rater.score(["hello"])
+    assert {__name__, Finds.__module__} <= rater.modules

@@ -14,7 +14,7 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
 )
-from tests.scorers.chat_stub import Reply
+from tests.kit.chat_stub import Reply
 
 
 def saying(text: str, **fields: Any) -> ChatRequest:

@@ -14,9 +14,9 @@ import pytest
 from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from tests.kit.chat_stub import ChatStub, Reply, chat_stub
 from tests.kit.messages import says
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
-from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
 
 pytest.importorskip("openai")
 

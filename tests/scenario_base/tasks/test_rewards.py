@@ -135,6 +135,13 @@ def test_columns_keep_the_values_of_the_dataset(tmp_path: Path) -> None:
     assert seen == [[[1, {"x": 2}], None], [None, 1]]
 
 
+def test_answers_are_compared_only_where_a_row_has_one(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": None}]
+    first, second = rated(dataset(tmp_path, rows, "exact", "contains"), "so 4", "None")
+    assert first.rewards == {"exact": 0.0, "contains": 1.0}
+    assert (second.reward, second.rewards) == (None, {"exact": None, "contains": None})
+
+
 WRONG = [[math.inf, 0.0], [math.nan, 0.0], ["high", 0.0], [1.0], [[1.0], [2.0, 3.0]], None]
 
 

@@ -479,8 +479,8 @@ def frames() -> Frames:
 
 def ask(frames: Frames, frame: int, channel: int, position: int, symbol: int | list[int]) -> None:
     """Have a symbol sent in the round to be answered."""
-    said_in = int(frames["question_round"][frame, channel])
-    frames["message_history"][frame, said_in, channel, position, symbol] = 1
+    sent_in = int(frames["question_round"][frame, channel])
+    frames["message_history"][frame, sent_in, channel, position, symbol] = 1
 
 
 def test_a_verifier_may_send_each_real_node(frames: Frames) -> None:
@@ -503,7 +503,7 @@ def test_a_prover_answers_from_the_other_graph(frames: Frames) -> None:
         [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]],
         [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]],
     ]
-    assert sent[1, 0, 0].tolist() == [1, 1, 0, 0, 0, 0], "nothing was said"
+    assert sent[1, 0, 0].tolist() == [1, 1, 0, 0, 0, 0], "nothing was sent"
     assert sent[2, 1, 0].tolist() == [0, 0, 0, 1, 0, 0], "padding stays out"
 
 

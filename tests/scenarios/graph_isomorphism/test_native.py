@@ -105,7 +105,7 @@ CASES = {
     "graphs of one block": lambda: network(num_frames=3, num_nodes=4),
     "a graph larger than a block": lambda: network(num_frames=22, num_nodes=41, num_layers=1),
     "many layers": lambda: network(num_frames=4, num_nodes=7, num_layers=5),
-    "nothing said": lambda: network(num_frames=4, num_nodes=7, num_sent=0),
+    "nothing sent": lambda: network(num_frames=4, num_nodes=7, num_sent=0),
     "tokens of graphs": lambda: tokens_of("graphs", num_frames=11, num_nodes=9),
     "tokens of graphs with one head": lambda: tokens_of("graphs", 1, 3, heads=1),
     "tokens of nodes": lambda: tokens_of("nodes", num_frames=7, num_nodes=9),
@@ -154,7 +154,7 @@ def gradients_of(result: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "case", ["graphs of one block", "nothing said", *(case for case in CASES if "tokens" in case)]
+    "case", ["graphs of one block", "nothing sent", *(case for case in CASES if "tokens" in case)]
 )
 def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
     layer, formula, inputs = CASES[case]()

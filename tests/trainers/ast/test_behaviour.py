@@ -34,6 +34,8 @@ from tests.kit.tiny import experience_of
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)
 CUT = (*TEMPERED, "ast_chat.attacker.top_p=0.9")
+LONG = ("ast_chat.attacker.min_new_tokens=2",)
+
 # ---- the mean gradient, by enumeration of all possible probes
 
 CONTEXT = [2, 7, 9]
@@ -41,7 +43,6 @@ CONTEXT = [2, 7, 9]
 
 def _all_probes(trainer: AstTrainer) -> list[list[int]]:
     """Every nonempty probe of at most two tokens."""
-    assert trainer.attacker.sampling.min_new_tokens == 1
     banned = set(trainer.policy.token_sampler.banned_ids.tolist())
     tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
     (end,) = trainer.policy.end_ids
@@ -58,7 +59,7 @@ def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) 
             0, policy.token_sampler.banned_ids, float("-inf")
         )
         logits = logits / sampling.temperature + never
-        logits[:, 0, list(policy.end_ids)] = float("-inf")
+        logits[:, : sampling.min_new_tokens, list(policy.end_ids)] = float("-inf")
         probabilities, order = logits.softmax(dim=-1).detach().sort(dim=-1, descending=True)
         is_cut = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(-1, order, is_cut), -torch.inf)
@@ -132,7 +133,7 @@ def _relative_error(
 
 
 @pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
-@pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
+@pytest.mark.parametrize("sampling", [TEMPERED, CUT, LONG], ids=["tempered", "cut", "long"])
 def test_by_default_the_mean_gradient_is_that_of_the_expected_reward_of_the_sampler(
     name: str, sampling: tuple[str, ...], tiny_scenario: Path
 ) -> None:

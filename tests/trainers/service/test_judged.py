@@ -16,9 +16,9 @@ from nip_astra.evaluation.storage import read_rows
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.trainers import trainer_base
+from tests.kit.chat_stub import ChatStub, Reply, chat_stub, rating
 from tests.kit.command_line import CommandLine
 from tests.kit.experiments import run_in
-from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
 SMALL = (
     "training.num_iterations=2",

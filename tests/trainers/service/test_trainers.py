@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
@@ -61,6 +62,17 @@ def test_dev_evaluations_report_pass_at_k_with_intervals() -> None:
     assert figures["pass_at_1"] == pytest.approx(figures["accuracy"])
 
 
+def test_results_have_the_best_dev_evaluation_and_whether_training_stopped_early() -> None:
+    # At this rate every dev evaluation after the first is a tie.
+    values = ("num_iterations=9", "eval_period=1", "early_stopping_patience=1", "lr=1e-12")
+    trainer = task_trainer("self_hosted_grpo", *(f"training.{value}" for value in values))
+    trainer.train()
+    found, best = trainer.results["training"], trainer.state.best_dev_value
+    assert (found["num_iterations"], found["stopped_early"]) == (2, True)
+    assert found["best_dev"] == {"metric": "mean_reward", "value": best}
+    assert any("run directory" in warning for warning in trainer.results["warnings"])
+
+
 def test_solutions_of_a_task_of_environments_are_learnt_whole() -> None:
     trainer = task_trainer("remote_api_cross_entropy", scenario="pig_latin")
     with torch.no_grad():
@@ -107,21 +119,36 @@ def test_weights_that_sample_are_behind_by_the_set_number_of_iterations(
     )
 
 
-def test_distillation_of_older_samples_moves_the_learning_student_to_the_teacher() -> None:
-    name = "self_hosted_opd"
-    more = (f"{name}.max_staleness=1", f"{name}.policy_loss.kl={{weight: 0.1, target: 0.01}}")
-    trainer = task_trainer(name, *AHEAD, *more)
+def second_batch_of_older_samples(name: str, *more: str) -> tuple[Any, TensorDict, dict[str, Any]]:
+    trainer = task_trainer(name, *AHEAD, f"{name}.max_staleness=1", *more)
     for iteration in range(2):
         trainer._collect(iteration)
         batch, metrics = trainer.collate_fn(trainer.state.samples), trainer.state.iteration_metrics
-        trainer._update(iteration)
-        trainer.state.end()
+        if iteration == 0:
+            trainer._update(iteration)
+            trainer.state.end()
+    return trainer, batch, metrics
+
+
+def test_distillation_of_older_samples_moves_the_learning_student_to_the_teacher() -> None:
+    kl = "self_hosted_opd.policy_loss.kl={weight: 0.1, target: 0.01}"
+    _, batch, metrics = second_batch_of_older_samples("self_hosted_opd", kl)
     mask_BT = batch["trained_mask"]
     assert not torch.equal(batch["old_logprobs"], batch["logprobs"])
     gap_BT = batch["old_logprobs"] - batch["teacher_logprobs"]
     torch.testing.assert_close(batch["advantages"][mask_BT], -gap_BT[mask_BT])
     kl_BT = kl_estimate(batch["old_logprobs"], batch["reference_logprobs"], "k3", mask_BT=mask_BT)
     assert metrics["kl/reference"] == pytest.approx(float(kl_BT[mask_BT].mean()), rel=1e-4)
+
+
+def test_remote_distillation_of_older_samples_moves_the_learning_student_too() -> None:
+    trainer, batch, _ = second_batch_of_older_samples("remote_api_opd")
+    # Ratios are to the weights that sampled.
+    assert torch.equal(batch["old_logprobs"], batch["logprobs"])
+    given = [batch[n] for n in ("context", "context_mask", "response", "response_mask")]
+    mask_BT = batch["trained_mask"]
+    gap_BT = trainer.policy.logprobs(*given) - trainer.teacher.logprobs(*given)
+    torch.testing.assert_close(batch["advantages"][mask_BT], -gap_BT[mask_BT], atol=1e-4, rtol=0)
 
 
 def prepared(name: str, *overrides: str) -> tuple[Any, Any]:
@@ -220,8 +247,11 @@ def test_a_batch_of_several_turns_learns_only_the_output_of_the_policy() -> None
     assert torch.isfinite(trainer.loss(batch).loss)
 
 
-SEED = "seed=0"
+SEED, DEV = "seed=0", "training={eval_period: 1, dev_metric: failure_rate}"
 HTTP = "self_hosted_grpo.train_service={backend: http, base_url: 'http://127.0.0.1:1'}"
+GSPO, CORRECTION = "policy_loss.loss=gspo", "{rescore: true, correction: truncate}"
+CORRECTED = f"self_hosted_grpo.policy_loss={CORRECTION}"
+TOKEN_WEIGHTS = (ConfigurationError, "gspo.*correction_level=sequence")
 OTHER_TEACHER = "distillation.teacher={_type: huggingface, model: MODEL}"
 
 
@@ -232,6 +262,13 @@ OTHER_TEACHER = "distillation.teacher={_type: huggingface, model: MODEL}"
         ("self_hosted_opd", "distillation.teacher=null", SEED, ConfigurationError, "teacher"),
         ("self_hosted_grpo", "max_staleness=1", HTTP, ParameterError, "max_staleness 1 .*http"),
         ("remote_api_grpo", "train_service.backend=htp", SEED, ParameterError, "htp.*'http'"),
+        (*("self_hosted_grpo", GSPO, "self_hosted_grpo.max_staleness=1"), *TOKEN_WEIGHTS),
+        (
+            *("self_hosted_grpo", "group_size=2", DEV),
+            ConfigurationError,
+            "failure_rate.* mean_reward",
+        ),
+        (*("self_hosted_grpo", GSPO, CORRECTED), *TOKEN_WEIGHTS),
     ],
 )
 def test_what_a_trainer_cannot_use_is_refused(
@@ -244,12 +281,13 @@ def test_what_a_trainer_cannot_use_is_refused(
 
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_opd", "remote_api_cross_entropy"])
 def test_samples_of_another_distribution_than_the_learned_one_are_reported(name: str) -> None:
-    trainer = task_trainer(name, "task.policy.temperature=0.5", "task.policy.top_p=0.9")
+    options = ("temperature=0.5", "top_p=0.9", "min_new_tokens=2")
+    trainer = task_trainer(name, *(f"task.policy.{option}" for option in options))
     if name == "remote_api_cross_entropy":
         assert "warnings" not in trainer.results, "nothing is sampled"
         return
     (warning,) = trainer.results["warnings"]
-    assert "temperature 0.5, top_p 0.9" in warning
+    assert "temperature 0.5, top_p 0.9, min_new_tokens 2" in warning
     assert "task.policy" in warning
 
 
