@@ -286,8 +286,9 @@ METRIC_NAMES = {
 ADDED = (
     *("logprob", "grpo/used_share", "grpo/num_groups", "grpo/group_std_mean"),
     *(f"grpo/advantage_{name}" for name in ("mean", "std", "min", "max")),
+    *("num_unclustered_probes", "stopped_early", "best_dev"),
 )
-"""Metrics that some trainers of older checkouts do not log."""
+"""Metrics and results that older checkouts do not have."""
 NUMBERS = {"clip_range": 0.2, "beta": 0.3, "n": 3, "margin": 2, "max_length": 9, "alpha": 0.4}
 
 
