@@ -152,7 +152,8 @@ def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.
     pid = service.store.job(job.id).pid
     wait_until(lambda: not is_running(pid, service.store.job(job.id).pid_started))
     number = len(service.store.events(job.id))
-    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    # The queue may have started it before the answer is written.
+    assert client.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
     wait_until(lambda: len(service.store.events(job.id)) > number + 5)
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     steps = [row["step"] for row in service.store.events(job.id) if row["step"] is not None]
