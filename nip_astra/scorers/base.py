@@ -422,10 +422,6 @@ class WeightedScorer(Scorer):
         self.reads_history = any(part.reads_history for part in self._parts.values())
 
     @property
-    def _name(self) -> str:
-        return self.parameters.type_name or type(self).__name__
-
-    @property
     def nested_scorers(self) -> Sequence[Scorer]:
         return tuple(self._parts.values())
 
