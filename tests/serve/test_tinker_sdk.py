@@ -223,7 +223,7 @@ def test_unnamed_weights_are_kept_while_they_are_used(
         step(training)
         last = training.save_weights_and_get_sampling_client().result()
     last.sample(prompt_of(PROMPT), 1, params).result()
-    with pytest.raises(tinker.NotFoundError, match="had no name"):
+    with pytest.raises(tinker.NotFoundError, match="sampler_lost"):
         unused.sample(prompt_of(PROMPT), 1, params).result()
     run = training.get_info().model_id.replace(":", "_")
     folder = Path(server.settings["state_dir"]) / "tinker" / run / "sampler_weights"
