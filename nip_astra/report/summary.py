@@ -224,9 +224,10 @@ def _fluency(before: Report, after: Report) -> Iterator[str]:
         change = new - old
         likely = f"{decimal(abs(change), 2)} nats per token {'less' if change > 0 else 'more'} "
         same = abs(change) < _SAME_NLL
-        yield f"Its probes are {'about as likely as' if same else likely + 'likely than'} before."
+        than = "about as likely as" if same else f"{likely}likely than"
+        yield f"The attacker's probes are {than} before."
     if number(after.get("distinct_share")) is not None:
-        yield f"Distinct among its successful probes: {distinct_text(after)}."
+        yield f"Distinct among successful probes: {distinct_text(after)}."
 
 
 def _discovery(run: RunRecord, before: Report, after: Report) -> Iterator[str]:
