@@ -282,6 +282,7 @@ def describe_model(name: str) -> ModelDescription:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
+        config = config.get_text_config()
         vocab_size = int(config.vocab_size)
     except Exception as error:
         raise _load_error("model", name, error) from error
