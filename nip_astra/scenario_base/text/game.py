@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from nip_astra.errors import ConfigurationError, DataError
@@ -129,17 +129,23 @@ class PromptTemplate:
         self.path = path
         self._template = template
 
-    def render(self, block: str, values: Mapping[str, Any]) -> str:
-        """Render a block with its variables; empty if the template lacks it."""
-        if block not in self._template.blocks:
-            return ""
+    def render(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Render all `BLOCKS` with their variables; empty if the template lacks it."""
         try:
             context = self._template.new_context(dict(values))
-            return "".join(self._template.blocks[block](context)).strip()
-        except TemplateError as error:
+            # Finds inherited blocks, and what is set or imported outside of blocks.
+            list(self._template.root_render_func(context))
+            return {
+                name: "".join(context.blocks[name][0](context)).strip()
+                if name in context.blocks
+                else ""
+                for name in BLOCKS
+            }
+        except Exception as error:  # expressions of the template raise errors of any type
+            reason = str(error).rstrip(".")
             raise DataError(
-                f"cannot render the block {block!r} of the prompt {self.path}: {error}. It may "
-                f"use: {', '.join(sorted(values))}."
+                f"cannot render the prompt {self.path}: {reason}. It may use: "
+                f"{', '.join(sorted(values))}."
             ) from error
 
 
@@ -164,20 +170,30 @@ def load_prompts(
             faults.append(f"{agent} has no prompt; write one of {', '.join(names)}")
             continue
         try:
-            template = environment.get_template(name)
-        except TemplateError as error:
+            template, blocks = environment.get_template(name), _blocks_of(environment, name)
+        except (TemplateError, UnicodeDecodeError) as error:
             faults.append(f"{name} is not a valid template: {error}")
             continue
-        unknown = sorted(set(template.blocks) - set(BLOCKS))
+        unknown = sorted(blocks - set(BLOCKS))
         if unknown:
             faults.append(f"{name} has the block {unknown[0]!r}; known: {', '.join(BLOCKS)}")
-        if not {"opening", "turn"} & set(template.blocks):
+        if not {"opening", "turn"} & blocks:
             faults.append(f"{name} has neither the block 'opening' nor 'turn'; add one")
         prompts[agent] = PromptTemplate(folder / name, template)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise ConfigurationError(f"invalid prompts in {folder}:\n{lines}")
     return prompts
+
+
+def _blocks_of(environment: Environment, name: str) -> set[str]:
+    """Return the names of a template's blocks, inherited ones included."""
+    assert environment.loader is not None
+    tree = environment.parse(environment.loader.get_source(environment, name)[0])
+    parents = [one.template for one in tree.find_all(nodes.Extends)]
+    return {block.name for block in tree.find_all(nodes.Block)}.union(
+        *(_blocks_of(environment, one.value) for one in parents if isinstance(one, nodes.Const))
+    )
 
 
 GO_ON = "It is your turn."
@@ -386,17 +402,15 @@ class TextGame:
         Its unparsed answers are the assistant's; messages in channels that it sees are the user's.
         """
         agent = turn.agent
-        values = self.template_values(episode, turn)
-        prompt = self.prompts[agent]
-        system = prompt.render("system", values)
-        parts: list[tuple[str, str]] = [("user", prompt.render("opening", values))]
+        prompt = self.prompts[agent].render(self.template_values(episode, turn))
+        parts: list[tuple[str, str]] = [("user", prompt["opening"])]
         for number, sent in enumerate(episode.messages):
             if agent in episode.answers[number]:
                 parts.append(("assistant", episode.answers[number][agent]))
             parts += [("user", line) for line in self._observed(agent, episode.seed, number, sent)]
-        parts.append(("user", prompt.render("turn", values)))
-        messages = [ChatMessage(role="system", content=system)] if system else []
-        return (*messages, *_alternating(parts))
+        parts.append(("user", prompt["turn"]))
+        system = [ChatMessage(role="system", content=prompt["system"])] if prompt["system"] else []
+        return (*system, *_alternating(parts))
 
     def _observed(
         self, agent: str, seed: int, number: int, messages: Sequence[ChannelMessage]
