@@ -65,7 +65,10 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
     """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
+    from transformers.pytorch_utils import Conv1D
+
+    linear = torch.nn.Linear, Conv1D
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, linear)]
     if isinstance(targets, str):
         unknown = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
     else:
@@ -89,9 +92,15 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
     return state
 
 
-def merged_copy(module: Any) -> Any:
-    """Return a plain model with the adapter merged into its weights; the original is unchanged."""
-    return copy.deepcopy(module).merge_and_unload()
+def merged(module: Any) -> Any:
+    """Return the plain model with the adapter merged into its weights."""
+    base = module.get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if hasattr(head, "lora_A") and head.weight is embedding.weight:
+        # Tied weights: the update of the head would change the embeddings too.
+        head.base_layer.weight = torch.nn.Parameter(head.weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    return module.merge_and_unload()
 
 
 def save_weights(module: Any, directory: Path) -> None:

@@ -28,7 +28,7 @@ from nip_astra.language_models.adapters import (
     adapter_state,
     add_adapter,
     has_adapter,
-    merged_copy,
+    merged,
     restore_weights,
     save_adapter_config,
     save_weights,
@@ -50,6 +50,7 @@ from nip_astra.language_models.plain_forward import (
     autocast_to,
     generate_turns,
     layers_of,
+    logits_of,
     score_rows,
 )
 from nip_astra.language_models.sampling import (
@@ -463,9 +464,8 @@ class HuggingFaceLanguageModel(LanguageModel):
     def _module_head(self, hidden_NX: Tensor) -> Tensor:
         autocast = autocast_to(self._causal_lm, self.dtype)
         with adapter_state(self.module, is_on=self.use_adapter), autocast():
-            head = self._causal_lm.get_output_embeddings()
-            logits: Tensor = head(hidden_NX.to(head.weight.dtype))
-        return logits
+            some_token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            return logits_of(self._causal_lm, hidden_NX.to, input_ids=some_token)[1]
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference by the same path, or they would differ by rounding.
@@ -535,6 +535,6 @@ class HuggingFaceLanguageModel(LanguageModel):
                 "cannot write a frozen model that is kept in the processor's layout only. Copy the "
                 "files that it was loaded from."
             )
-        module = merged_copy(self.module) if self.has_adapter else self.module
+        module = merged(copy.deepcopy(self.module)) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)

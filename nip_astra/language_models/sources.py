@@ -17,7 +17,7 @@ from urllib.request import getproxies
 import torch
 
 from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
-from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
+from nip_astra.language_models.adapters import ADAPTER_CONFIG, merged, restore_weights
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
@@ -168,7 +168,7 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
-    """Load a causal language model in float32 with SDPA attention, in eval mode.
+    """Load a causal language model in float32, in eval mode.
 
     An adapter's folder gives its base model with the adapter merged.
     """
@@ -183,7 +183,6 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
                 name,
                 trust_remote_code=False,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
                 output_loading_info=True,
                 **_gguf(gguf_file),
             )
@@ -375,7 +374,7 @@ def _with_adapter(module: Any, folder: Path) -> Any:
         adapted = peft.get_peft_model(module, config)
         restore_weights(adapted, folder)
         # peft freezes the model that it wraps.
-        return adapted.merge_and_unload().requires_grad_(True).eval()
+        return merged(adapted).requires_grad_(True).eval()
     except (CheckpointError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(
             f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, UnreadParameterError, show_value
+from nip_astra.parameters import update_schedule
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.parameters.parameters_base import SubParameters as OurSubParameters
-from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
 from nip_astra.scenarios.images.pretrained import PRETRAINED_MODELS
@@ -713,20 +713,14 @@ def _ours_of(value: Any) -> Any:
     """Convert learning-rate factors and update schedules, also nip's dictionaries."""
     if isinstance(value, SubParameters):
         return dict(vars(value))
-    if isinstance(value, UpdateSchedule):
+    if isinstance(value, update_schedule.UpdateSchedule):
         return value
     if isinstance(value, Mapping) and "_type" in value:
         name = value["_type"]
-        make: Callable[..., Any] = getattr(_schedules(), name)
+        make: Callable[..., Any] = getattr(update_schedule, name)
         return make(**value.get(name, {}))
     # A copy: scripts share mappings among agents and grids.
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _schedules() -> Any:
-    from nip_astra.parameters import update_schedule
-
-    return update_schedule
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:

@@ -244,6 +244,22 @@ def test_views_are_kept_on_disk_where_a_folder_is_given(
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
+def test_views_of_a_model_that_was_trained_again_are_computed_again(
+    resnet: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(resnet, tmp_path / "model")
+    cache = str(tmp_path / "cache")
+    parameters = HuggingFaceImageModel.Parameters(model="scenario://model", cache_dir=cache)
+    train = images(4, 3, 8, 8)
+    first, _ = embed_all(parameters, train, train, scenario_dir=tmp_path)
+    trained = ResNetModel.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        next(trained.parameters()).mul_(2)
+    trained.save_pretrained(tmp_path / "model")
+    second, _ = embed_all(parameters, train, train, scenario_dir=tmp_path)
+    assert not torch.allclose(first, second)
+
+
 def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
