@@ -352,13 +352,16 @@ class TensorDictRlTrainer(AgentTrainer):
     def test_batches(
         self, environment: ProtocolEnvironment, key: tuple[SeedPart, ...], numbers: Iterable[int]
     ) -> Iterator[tuple[int, TensorDict]]:
-        """Yield batches [E, T] of whole episodes with advantages, from the data's beginning."""
+        """Yield batches [E, T] of an episode per environment with advantages.
+
+        The datapoints begin with the first, and are the same whatever the agents do.
+        """
         environment.restart()
         sampler = EpisodeSampler(environment, self.agents, key=key)
         for number in numbers:
             self._raise_if_stopped()
             sampler.begin_anew()
-            batch = sampler.collect(environment.protocol.max_message_rounds)
+            batch = sampler.collect(environment.protocol.max_message_rounds, renews=False)
             if self.gae is not None:
                 self.gae(batch)
             yield number, batch
@@ -400,8 +403,8 @@ class TensorDictRlTrainer(AgentTrainer):
             self.gae(batch)
         else:
             parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
-            if num_left:
-                parts.append(self.sampler.look_ahead(num_left))
+            if num_left and not batch["next", "done"][:, -1].all():
+                parts.append(self.sampler.look_ahead(num_left, renews=False))
             batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.reward_to_go_gamma)
         if self._reads_episodes:
             batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))

@@ -78,8 +78,8 @@ class DPO(
         Inverse temperature, > 0. Larger stays closer to the reference.
     **options
         Other parameters of `ast_dpo` (of `ast_ipo` for IPO): `loss` (`sigmoid`, `robust`, `hinge`),
-        `label_smoothing`, `length_normalised`, `min_reward_difference`, `min_score_difference`, `min_chosen_score`,
-        `credit`.
+        `label_smoothing`, `length_normalised`, `min_reward_difference`, `min_score_difference`,
+        `min_chosen_score`, `credit`.
     """
 
     Parameters: ClassVar[type[PairParameters]] = AstDpoTrainer.Parameters

@@ -18,7 +18,7 @@ from nip_astra.astra.core.graphs import GraphTree, TextGraph, TextNode, tree_of
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.astra.core.scorer import rater_of
 from nip_astra.astra.core.system import System
-from nip_astra.astra.core.texts import turns_of
+from nip_astra.astra.core.texts import history_of
 from nip_astra.scorers.base import Exchange, Message, Ratings
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
@@ -64,13 +64,7 @@ def rate_turns(
     histories: list[tuple[Message, ...]] = [() for _ in probes]
     if rater.reads_history:
         histories = [
-            (
-                *(
-                    Message("user" if index % 2 else "assistant", str(turn))
-                    for index, turn in enumerate(turns_of(context))
-                ),
-                Message("user", str(probe)),
-            )
+            (*history_of(context), Message("user", str(probe)))
             for context, probe in zip(contexts, probes, strict=True)
         ]
     exchanges = [Exchange(str(r), h) for r, h in zip(responses, histories, strict=True)]

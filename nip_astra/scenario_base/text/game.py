@@ -327,15 +327,19 @@ class TextGame:
         """Return the next round's turns, in the protocol's order; none for forced decisions."""
         if episode.is_done:
             return []
-        active_AC, may_decide_A = self._allowed(episode, episode.round)
-        later = range(episode.round + 1, self.protocol.max_message_rounds)
-        later_active = [self._allowed(episode, number)[0] for number in later]
+        round_R = torch.arange(episode.round, self.protocol.max_message_rounds)
+        seed_R = torch.full_like(round_R, episode.seed)
+        decided_RA = torch.tensor([episode.has_decided]).expand(len(round_R), -1)
+        active_RAC = self.protocol.active_mask(round_R, seed_R, decided_RA)
+        may_decide_RA = self.protocol.can_decide(round_R, seed_R, decided_RA)
+        may_decide_A, active_AC = may_decide_RA[0].tolist(), active_RAC[0].tolist()
+        has_later_A = active_RAC[1:].any(dim=2).any(dim=0).tolist()
         turns = []
         for place, agent in enumerate(self.protocol.agent_names):
             channels = tuple(compress(self.protocol.message_channel_names, active_AC[place]))
             is_forced = may_decide_A[place] and agent in self.protocol.forced_names
             if channels and not is_forced:
-                is_last = not any(any(active[place]) for active in later_active)
+                is_last = not has_later_A[place]
                 turns.append(TurnOptions(agent, channels, may_decide_A[place], is_last))
         return turns
 
@@ -386,13 +390,6 @@ class TextGame:
             prover = protocol.agent_names.index(protocol.prover_names[0])
             rewards[prover] = protocol.common.prover_reward if is_won else 0.0
         return RoundOutcome(after, tuple(rewards), decision, bool(step.is_out_of_rounds_E[0]))
-
-    def _allowed(self, episode: TextEpisode, number: int) -> tuple[list[list[bool]], list[bool]]:
-        """Return active channels by agent, and whose decision counts, in a round."""
-        at = torch.tensor([number]), torch.tensor([episode.seed])
-        decided_EA = torch.tensor([episode.has_decided])
-        active_EAC = self.protocol.active_mask(*at, decided_EA)
-        return active_EAC[0].tolist(), self.protocol.can_decide(*at, decided_EA)[0].tolist()
 
     # ---- prompts
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class PretrainedModel(ABC):
     ) -> None:
         self.parameters = parameters
 
+    @classmethod
+    def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:
+        """Return the local files that embeddings depend on; none here."""
+        return []
+
     @abstractmethod
     def embed(self, images_NKHW: Tensor) -> Tensor:
         """Return embeddings of images, float32 [N, F, height, width], without gradients."""
@@ -94,7 +99,10 @@ def embed_all(
 ) -> tuple[Tensor, Tensor]:
     """Return embeddings of training and test images, from the cache if possible."""
     model_class = PRETRAINED_MODELS.get(parameters.type_name)
-    path = _cache_path(parameters, model_class, train_images_NKHW, test_images_NKHW)
+    path = None
+    if parameters.cache_dir is not None:
+        files = model_class.files(parameters, scenario_dir)
+        path = _cache_path(parameters, model_class, files, train_images_NKHW, test_images_NKHW)
     cached = None if path is None else take_tensors(path)
     if cached is not None:
         return cached["train"], cached["test"]
@@ -111,23 +119,21 @@ def embed_all(
             )
         embeddings[split] = result
     if path is not None:
-        try:
-            keep_tensors(path, embeddings)
-        except OSError as error:
-            raise DataError(
-                f"cannot write pretrained embeddings to {path.parent}: {error}. Give another "
-                "cache_dir, or none."
-            ) from error
+        keep_tensors(path, embeddings)
     return embeddings["train"], embeddings["test"]
 
 
 def _cache_path(
-    parameters: PretrainedModel.Parameters, model: type[PretrainedModel], *images: Tensor
-) -> Path | None:
-    if parameters.cache_dir is None:
-        return None
+    parameters: PretrainedModel.Parameters,
+    model: type[PretrainedModel],
+    files: Sequence[Path],
+    *images: Tensor,
+) -> Path:
     digest = hashlib.sha256(embedding_key(parameters).encode())
     digest.update(digest_of_code({__name__, model.__module__}).encode())
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
     for one in images:
         digest.update(str(list(one.shape)).encode())
         digest.update(one.contiguous().numpy().tobytes())
@@ -176,6 +182,11 @@ class HuggingFaceImageModel(PretrainedModel):
         described = self.model.config.to_dict()
         self.num_channels = int(described.get("num_channels", 3))
         self.mean_K11, self.std_K11 = _normalisation(self.name, described)
+
+    @classmethod
+    def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:
+        source = resolve_reference(parameters.model, scenario_dir)
+        return sorted(filter(Path.is_file, source.rglob("*"))) if isinstance(source, Path) else []
 
     def embed(self, images_NKHW: Tensor) -> Tensor:
         batches = torch.split(images_NKHW, self.parameters.batch_size)

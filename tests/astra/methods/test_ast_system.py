@@ -204,6 +204,7 @@ def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     sizes = {"num_episodes_per_experience": 8, "batch_size": 16}
     train(DPO(problem), env, training_steps=30, lr=0.1, **sizes)
     assert len(set(env.seeds)) == len(env.seeds) == 240
+    assert max(env.seeds) < 2**32, "NumPy takes no larger seed"
     assert says(problem, "silly") > 0.5
     with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")
