@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -255,6 +255,11 @@ class SweepPlan(SubParameters):
                 raise ValueError(f"gives {name!r}, which is not a name of a trainer")
         return trainers
 
+    @field_validator("parameters", "plugins")
+    @classmethod
+    def _are_found_from_every_folder(cls, given: Any) -> Any:
+        return with_absolute_paths(given)
+
     @field_validator("trainers", "scenarios", "seeds")
     @classmethod
     def _are_different(cls, given: list[Any]) -> list[Any]:
@@ -280,19 +285,16 @@ class SweepPlan(SubParameters):
 
     @field_validator("search")
     @classmethod
-    def _has_different_values(cls, search: SearchParameters | None) -> SearchParameters | None:
+    def _has_different_values(
+        cls, search: SearchParameters | None, info: ValidationInfo
+    ) -> SearchParameters | None:
         for path, choice in search.space.items() if search else ():
             _refuse_own_parameter(path)
+            if path in info.data.get("grid", {}):
+                raise ValueError(f"has a range of {path}, but the grid gives its values; give one")
             if isinstance(choice, list):
                 _refuse_repeated(choice, f" of {path}")
         return search
-
-    @model_validator(mode="after")
-    def _searches_no_value_of_the_grid(self) -> Self:
-        twice = self.grid.keys() & (self.search.space if self.search else {}).keys()
-        if twice:
-            raise ValueError(f"gives values and a range of {', '.join(sorted(twice))}; give one")
-        return self
 
     @property
     def arms(self) -> list[Arm]:

@@ -144,6 +144,19 @@ def test_copies_of_a_run_do_not_count_as_seeds_or_arms(wrong: dict[str, Any], na
         SweepPlan.from_dict({"trainers": ["ast_dpo"]} | wrong)
 
 
+def test_a_sweep_continues_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "mine.yaml"):
+        (tmp_path / name).touch()
+    plan = read_plan(
+        None, {"trainers": "mine", "plugin": ["mine.py", "json"], "parameters": "mine.yaml"}
+    )
+    assert plan.plugins == [str(tmp_path / "mine.py"), "json"]
+    assert plan.parameters == str(tmp_path / "mine.yaml")
+
+
 def test_arms_that_resolve_to_one_experiment_are_refused() -> None:
     scenarios = ["pocket_chat", str(ROOT / "scenarios" / "pocket_chat")]
     with pytest.raises(ConfigurationError, match="ast_dpo pocket_chat"):
