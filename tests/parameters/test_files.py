@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
@@ -102,6 +103,10 @@ def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
     expected |= {"h": "1e-5", "i": "\x7f"}
     assert parse_overrides(values | {"i": "\x7f"}).values == expected
     assert parse_overrides("training.lr=1e-4").values == {"training": {"lr": 1e-4}}
+    of_numpy = {"a": np.int64(3), "b": [np.float32(0.5), np.bool_(True)], "c": np.arange(2)}
+    plain_values = {"a": 3, "b": [0.5, True], "c": [0, 1]}
+    assert parse_overrides(of_numpy).values == plain_values
+    assert Layer.literal("here", of_numpy).values == plain_values
 
 
 @pytest.mark.parametrize(

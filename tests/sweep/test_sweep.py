@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from scipy import stats
@@ -200,6 +201,13 @@ def test_figures_of_a_plugin_are_checked_late(
         options = SweepOptions(metrics=["wonders", "nothing", "failur_rate"])
         with pytest.raises(UnknownNameError, match=r"'failur_rate'.*'failure_rate'"):
             run_sweep(tmp_path / "sweep", options=options, **plan.to_dict())
+
+
+def test_a_sweep_takes_values_of_numpy(tmp_path: Path) -> None:
+    grid = {"training.num_iterations": np.arange(1, 3), "training.lr": [np.float32(0.5)]}
+    options = SweepOptions(place="nowhere")
+    with pytest.raises(UnknownNameError, match="nowhere"):
+        run_sweep(tmp_path, options=options, trainers=("ast_dpo",), seeds=np.arange(2), grid=grid)
 
 
 def test_a_wrong_combination_is_reported_before_anything_runs(tmp_path: Path) -> None:
