@@ -51,6 +51,11 @@ def test_numbers_in_files_are_numbers(write: Write) -> None:
     assert read_yaml_layers(write("b.yaml", ""), source="a") == [Layer("a", {})]
 
 
+def test_names_that_yaml_reads_as_other_types_are_text(write: Write) -> None:
+    (layer,) = read_yaml_layers(write("top.yaml", "on: 1\n2: 3\n"), source="top")
+    assert layer.values == {"True": 1, "2": 3}
+
+
 def test_a_file_overrides_the_files_it_extends_each_with_its_own_source(write: Write) -> None:
     write("base.yaml", "seed: 1\npaint: {gloss: 0.1, layers: 2}\n")
     write("middle.yaml", "extends: base.yaml\npaint: {gloss: 0.2}\n")
