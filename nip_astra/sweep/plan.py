@@ -287,6 +287,13 @@ class SweepPlan(SubParameters):
                 _refuse_repeated(choice, f" of {path}")
         return search
 
+    @model_validator(mode="after")
+    def _searches_no_value_of_the_grid(self) -> Self:
+        twice = self.grid.keys() & (self.search.space if self.search else {}).keys()
+        if twice:
+            raise ValueError(f"gives values and a range of {', '.join(sorted(twice))}; give one")
+        return self
+
     @property
     def arms(self) -> list[Arm]:
         """Return every combination, without seeds; a search's are known after it has ended."""

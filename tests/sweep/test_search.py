@@ -16,10 +16,11 @@ pytest.importorskip("optuna")
 from nip_astra import errors
 from nip_astra.cli import sweep as sweeping
 from nip_astra.sweep import runner
-from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, space_of
+from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, read_stored_plan, space_of
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
 from nip_astra.sweep.runner import Job, Launcher, RunSpec, SweepOptions, SweepRunner
 from nip_astra.sweep.search import StudyQueue, TrialRecord, read_trials
+from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils.formatting import decimal
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
@@ -195,6 +196,9 @@ def test_a_study_of_another_space_is_not_gone_on_with(tmp_path: Path) -> None:
     other = plan_of(space={"training.lr": {"low": 1e-6, "high": 1e-1, "is_log": True}})
     with pytest.raises(errors.RunDirectoryError, match="of another space"):
         search(other, tmp_path, Stage(peak))
+    with run_lock(tmp_path), pytest.raises(errors.RunDirectoryError, match="in use"):
+        search(other, tmp_path, Stage(peak))
+    assert read_stored_plan(tmp_path) == plan_of(num_trials=1), "the refused plan is not stored"
     more = Stage(peak)
     search(plan_of(num_trials=2), tmp_path, more)
     assert len(more.begun) == 1

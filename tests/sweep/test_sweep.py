@@ -41,13 +41,18 @@ from nip_astra.sweep.plan import (
 from nip_astra.sweep.results import SweepResults, read_sweep
 from nip_astra.sweep.runner import (
     FIRST_GUESS,
+    Job,
+    LocalProcesses,
+    RunSpec,
     SweepBar,
     SweepOptions,
     SweepRunner,
+    _Process,
     check_sweep,
     run_sweep,
 )
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.utils.children import start_program
 from tests.kit.bars import Bars
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
@@ -127,6 +132,7 @@ def test_malformed_text_is_refused(parse: Callable[[Any], object], option: str, 
         ({"scenarios": ["pocket_chat", "pocket_chat"]}, "pocket_chat"),
         ({"grid": {"training.lr": ["1e-4", "0.0001"]}}, r"training\.lr"),
         ({"search": {"space": {"training.lr": [0.001, "1e-3"]}}}, r"training\.lr"),
+        ({"grid": {"a.b": [1, 2]}, "search": {"space": {"a.b": [3, 4]}}}, r"a\.b"),
         ({"grid": {"seed": [1, 2]}}, "--seeds"),
         ({"grid": {" trainer": ["ast_ipo"]}}, "--trainer"),
         ({"overrides": ["scenario=pocket_chat"]}, "--scenario"),
@@ -381,6 +387,21 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
         rewards = {row["value"] for row in rows if row["name"] == "mean_reward"}
         assert rewards == {single[when]["mean_reward"] for when in whens}
         assert (folder / "metrics.jsonl").read_text() == (own / "metrics.jsonl").read_text()
+
+
+def test_a_killed_run_is_reported_with_its_signal(tmp_path: Path) -> None:
+    class Killed(LocalProcesses):
+        def start(self, spec: RunSpec) -> Job:
+            code = "import os; os.kill(os.getpid(), 9)"
+            return _Process(start_program("a run", ["-c", code], log=Path(spec.log)))
+
+    runner = SweepRunner(
+        SweepPlan(trainers=["ast_dpo"], seeds=[0]), tmp_path, launcher=Killed(SweepOptions())
+    )
+    (finished,) = runner.run()
+    assert (finished.status, "SIGKILL" in finished.message) == (RunStatus.FAILED, True)
+    read_sweep(tmp_path).write()
+    assert "SIGKILL" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
