@@ -119,13 +119,7 @@ def embed_all(
             )
         embeddings[split] = result
     if path is not None:
-        try:
-            keep_tensors(path, embeddings)
-        except OSError as error:
-            raise DataError(
-                f"cannot write pretrained embeddings to {path.parent}: {error}. Give another "
-                "cache_dir, or none."
-            ) from error
+        keep_tensors(path, embeddings)
     return embeddings["train"], embeddings["test"]
 
 
