@@ -61,6 +61,18 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
     return peft.get_peft_model(module, config)
 
 
+def with_adapter(module: Any, folder: Path) -> Any:
+    """Wrap the model with an adapter that peft wrote, which learns."""
+    peft = import_extra("peft", f"the adapter in {folder}", "lora")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    # Or peft warns that another base is given.
+    config.base_model_name_or_path = module.name_or_path
+    config.inference_mode = False
+    adapted = peft.get_peft_model(module, config)
+    restore_weights(adapted, folder)
+    return adapted
+
+
 def _check_targets(module: Any, targets: str | list[str]) -> None:
     """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":

@@ -143,9 +143,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.max_batch_tokens = max_batch_tokens
         self.dtype = dtype or next(module.parameters()).dtype
         self.token_count = TokenCount()
-        self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
+        # Of the language model, if the module also reads images.
+        self.config = module.config.get_text_config()
+        self.context_window = int(getattr(self.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        banned_ids = find_banned_ids(tokenizer, self.end_ids, self.config.vocab_size)
         if allows_any_token:
             banned_ids, self.end_ids = [], ()
         self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
@@ -321,7 +323,7 @@ class HuggingFaceLanguageModel(LanguageModel):
     def grammars(self) -> Grammars:
         if self._decoder is None:
             return super().grammars
-        return Grammars(self.tokenizer, self.end_ids, self.module.config.vocab_size)
+        return Grammars(self.tokenizer, self.end_ids, self.config.vocab_size)
 
     def complete(
         self, requests: Sequence[GenerationRequest], *, max_rows: int
@@ -388,7 +390,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @property
     def hidden_size(self) -> int:
-        return int(self.module.config.hidden_size)
+        return int(self.config.hidden_size)
 
     def token_scores(
         self,
@@ -508,7 +510,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             ids_BT.to(self.device)[mask_BT],
             self.token_sampler.transform(SamplingDistribution(options), mask_BT),
             options,
-            int(self.module.config.vocab_size),
+            int(self.config.vocab_size),
         )
 
     # ---- saving

@@ -17,7 +17,7 @@ from urllib.request import getproxies
 import torch
 
 from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
-from nip_astra.language_models.adapters import ADAPTER_CONFIG, merged, restore_weights
+from nip_astra.language_models.adapters import ADAPTER_CONFIG, merged, with_adapter
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
@@ -164,7 +164,7 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
     if not _is_adapter(name):
         return load_causal_lm(name, gguf_file)
     module = load_causal_lm(*resolve_model(base or _base_of(name), scenario_dir))
-    return _with_adapter(module, Path(name))
+    return _merged(module, Path(name))
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
@@ -282,6 +282,7 @@ def describe_model(name: str) -> ModelDescription:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
+        config = config.get_text_config()
         vocab_size = int(config.vocab_size)
     except Exception as error:
         raise _load_error("model", name, error) from error
@@ -365,16 +366,11 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     return load_tokenizer(*resolve_model(base, scenario_dir))
 
 
-def _with_adapter(module: Any, folder: Path) -> Any:
+def _merged(module: Any, folder: Path) -> Any:
     """Merge a peft adapter into the model's weights."""
-    peft = import_extra("peft", f"the adapter in {folder}", "lora")
     try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = module.name_or_path  # the active adapter
-        adapted = peft.get_peft_model(module, config)
-        restore_weights(adapted, folder)
         # peft freezes the model that it wraps.
-        return merged(adapted).requires_grad_(True).eval()
+        return merged(with_adapter(module, folder)).requires_grad_(True).eval()
     except (CheckpointError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(
             f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "

@@ -164,29 +164,33 @@ def test_a_model_in_bfloat16_turns_positions_as_one_in_float32(tmp_path: Path) -
     assert torch.equal(*tables)
 
 
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+LANGUAGE = SHAPE | IDS | {"vocab_size": len(make_tokenizer()), "initializer_range": 0.4}
+IMAGES = SHAPE | {"image_size": 28, "patch_size": 14}
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
+        ("gemma3", {"text_config": LANGUAGE | {"head_dim": 8}, "vision_config": IMAGES}),
         ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8, "sliding_window": 4}),
         ("granite", {"logits_scaling": 4.0}),
         ("cohere", {"logit_scale": 0.25}),
         ("bloom", {"n_layer": 2}),
-        ("mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
+        ("mixtral", {"num_local_experts": 4}),
     ],
 )
 def test_other_architectures_score_as_their_own_forward_pass(
     tmp_path: Path, kind: str, sizes: dict[str, Any]
 ) -> None:
-    tokenizer = make_tokenizer()
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "vocab_size": len(tokenizer), "initializer_range": 0.4}
-    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **shape, **ids, **sizes)
+    config = AutoConfig.for_model(kind, **(sizes if "text_config" in sizes else LANGUAGE | sizes))
     module = AutoModelForCausalLM.from_config(config)
     module.generation_config.suppress_tokens = [8, 9, 10]  # of a checkpoint
     module.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
     model = load_backend(tmp_path)
     drawn = model.generate(CONTEXTS, 1, uniforms_of(3, 8), OPTIONS)
     rows = (*pad_left(CONTEXTS, CPU), drawn.ids_BT, drawn.mask_BT)
