@@ -10,7 +10,7 @@ import typer
 
 from nip_astra.cli.options import (
     complain,
-    complete_runs,
+    run_argument,
     settings_of,
     shared_options,
     show,
@@ -39,11 +39,7 @@ def evaluate(
     given: Mapping[str, Any],
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Runs, checkpoints, models, lists of probes, or chat models.",
-            autocompletion=complete_runs,
-        ),
+        run_argument("Runs, checkpoints, models, lists of probes, or chat models.", "RUN..."),
     ],
     targets: Annotated[
         list[str] | None,
@@ -145,12 +141,7 @@ def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
 )
 def score(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run directory, or an evaluation.", autocompletion=complete_runs
-        ),
-    ],
+    run: Annotated[str, run_argument("Run directory, or an evaluation.")],
 ) -> None:
     """Rate the stored conversations of a run with other scorers; generate nothing."""
     options = _options(given)
@@ -164,14 +155,7 @@ def score(
 @shared_options("fail_if", "as_json", "plugin", "trust")
 def compare(
     given: Mapping[str, Any],
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN RUN...",
-            help="Run directories or evaluations.",
-            autocompletion=complete_runs,
-        ),
-    ],
+    runs: Annotated[list[str], run_argument("Run directories or evaluations.", "RUN RUN...")],
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
     ] = None,
@@ -196,11 +180,7 @@ def report(
     given: Mapping[str, Any],
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Run directories; several are compared. Or a folder of runs.",
-            autocompletion=complete_runs,
-        ),
+        run_argument("Run directories; several are compared. Or a folder of runs.", "RUN..."),
     ],
     output: Annotated[
         str | None,
@@ -227,12 +207,7 @@ def report(
 @shared_options("plugin", "trust")
 def export(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run, evaluation, or checkpoint.", autocompletion=complete_runs
-        ),
-    ],
+    run: Annotated[str, run_argument("Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
         typer.Option(
@@ -256,9 +231,7 @@ def export(
 @shared_options()
 def push(
     given: Mapping[str, Any],
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_runs)
-    ],
+    run: Annotated[str, run_argument("Run directory.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
     private: Annotated[
         bool, typer.Option("--private/--public", help="Whether a new repository is private.")
@@ -300,14 +273,7 @@ def doctor(
 @shared_options("as_json", "plugin", "trust", "device", "wandb", "settings")
 def analyse(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run directory of a trainer of chat models.",
-            autocompletion=complete_runs,
-        ),
-    ],
+    run: Annotated[str, run_argument("Run directory of a trainer of chat models.")],
     analysers: Annotated[
         list[str] | None,
         typer.Option("--analyser", metavar="NAME", help="Registered name; all. Repeatable."),
@@ -373,12 +339,7 @@ def analyse(
 @shared_options()
 def compare_dumps(
     given: Mapping[str, Any],
-    one: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run directory, or folder of dumps.", autocompletion=complete_runs
-        ),
-    ],
+    one: Annotated[str, run_argument("Run directory, or folder of dumps.")],
     other: Annotated[str, typer.Argument(metavar="RUN", help="The one to compare it with.")],
     tolerance: Annotated[
         float, typer.Option(metavar="NUMBER", min=0, help="Difference of numbers that is none.")

@@ -64,7 +64,9 @@ def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-complete_runs = _completed(_runs)
+def run_argument(meaning: str, metavar: str = "RUN") -> Any:
+    """Return the argument for a run, which the shell completes."""
+    return typer.Argument(metavar=metavar, help=meaning, autocompletion=_completed(_runs))
 
 
 def _option(kind: Any, metavar: str, meaning: str, *flags: str, **more: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested, counted
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.files import plain
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import open_progress, read_progress
 from nip_astra.registry import Registry
@@ -296,10 +297,7 @@ def run_sweep(
         By a signal, after all runs in progress have saved their work.
     """
     directory, options = Path(directory), options or SweepOptions()
-    values = {
-        name: list(value) if isinstance(value, range) else value for name, value in plan.items()
-    }
-    sweep_plan = SweepPlan.from_dict(values)
+    sweep_plan = SweepPlan.from_dict(plain(plan))
     figures = check_sweep(sweep_plan, options, directory)
 
     def note(one: FinishedRun) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,26 +113,15 @@ class CompositeTracker(Tracker):
                     "resume the run with --track file, which leaves out other trackers."
                 ) from error
 
-    def log_metrics(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_metrics", *arguments, **named)
-
-    def log_table(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_table", *arguments, **named)
-
-    def log_artifact(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_artifact", *arguments, **named)
-
-    def log_summary(self, values: Mapping[str, float]) -> None:
-        self._each("log_summary", values)
-
-    def log_report(self, path: Path) -> None:
-        self._each("log_report", path)
+    log_metrics = partialmethod(_each, "log_metrics")
+    log_table = partialmethod(_each, "log_table")
+    log_artifact = partialmethod(_each, "log_artifact")
+    log_summary = partialmethod(_each, "log_summary")
+    log_report = partialmethod(_each, "log_report")
+    rewind = partialmethod(_each, "rewind")
 
     def position(self) -> dict[str, Any]:
         return self.trackers[0].position()
-
-    def rewind(self, position: Mapping[str, Any]) -> None:
-        self._each("rewind", position)
 
     def finish(self, *, success: bool) -> None:
         """Close the records of each; a failure is logged, and hides no error that ends the run."""

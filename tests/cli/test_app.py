@@ -49,6 +49,17 @@ def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() ->
     assert (result.returncode, result.stderr) == (141, "")
 
 
+def test_a_terminal_of_another_encoding_shows_escapes(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    code = 'import nip_astra as na\n@na.register_tracker("mine")\nclass Mine(na.Tracker):\n'
+    code += '    "Schön."\n'
+    plugin.write_text(code, encoding="utf-8")
+    command = [sys.executable, "run.py", "list", "trackers", "--plugin", str(plugin)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.returncode, r"Sch\xf6n" in result.stdout) == (0, True), result.stderr
+
+
 def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path) -> None:
     overrides = ("--set", "training.num_iterations=2", "--set", "toy_trainer.offset=2")
     result = run_toy(cli, toy, "--run-id", "one", "--seed", "7", *overrides)
