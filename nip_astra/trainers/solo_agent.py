@@ -350,7 +350,7 @@ class SoloAgentTrainer(AgentTrainer):
         self.agents = self.saved_agents
         if not self.agents:
             raise ConfigurationError(
-                "solo_agent has nothing to train: all agents are random. Set is_random=false for one."
+                "all agents are random, so solo_agent trains none. Set is_random=false for one."
             )
         key = (self.hyper_params.seed, "solo_agent")
         self.trainings = {
