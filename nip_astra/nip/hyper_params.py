@@ -16,11 +16,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, UnreadParameterError, show_value
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.parameters.parameters_base import SubParameters as OurSubParameters
-from nip_astra.parameters.update_schedule import (
-    AlternatingPeriodicUpdateSchedule,
-    ConstantUpdateSchedule,
-    ContiguousPeriodicUpdateSchedule,
-)
+from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
 from nip_astra.scenarios.images.pretrained import PRETRAINED_MODELS
@@ -295,14 +291,7 @@ NUM_PAIRS = {"test": 100, "er1000": 1000}
 SELECTED_CLASSES = {"cifar10": [3, 5]}
 """Default classes of `select_two`; 0 and 1 for other datasets."""
 BLOCKS = {"conv2d": "conv", "residual_basic": "residual"}
-SCHEDULES = {
-    cls.__name__: cls
-    for cls in (
-        ConstantUpdateSchedule,
-        ContiguousPeriodicUpdateSchedule,
-        AlternatingPeriodicUpdateSchedule,
-    )
-}
+SCHEDULES = {cls.__name__: cls for cls in UpdateSchedule.__subclasses__()}
 DUMMY_ANSWERS = ["Decision: reject", "Decision: accept", *("Please explain that further.",) * 3]
 """Answers of `use_dummy_api`: a decision in two of five, as in nip."""
 

@@ -119,7 +119,6 @@ class TensorDictRlTrainer(AgentTrainer):
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
         self.agents = instance.combined_agents
         self.train_environment = instance.train_environment
-        by_name = {name: self.agents[name] for name in self.agents.names}
         self.reward_to_go_gamma = self.rl.gamma
         result: object = self._get_loss_module_and_gae()
         if not isinstance(result, tuple) or len(result) != 2:
@@ -128,7 +127,7 @@ class TensorDictRlTrainer(AgentTrainer):
                 f"{type(result).__name__}. Return the pair (loss_module, gae); gae may be None."
             )
         self.loss_module, self.gae = result
-        self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
+        self.optimizers = AgentOptimizers(instance.agents, self.rl, self.loss_module.parameters())
         self.buffer = self._get_replay_buffer()
         self.learner = Learner(
             self.loss_module,
@@ -510,9 +509,8 @@ class TensorDictRlTrainer(AgentTrainer):
         with self.train_context():
             step = measure_smallest_step(play, learn)
         rl, num_environments = self.rl, self.train_environment.num_environments
-        agents = {name: self.agents[name] for name in self.agents.names}
         state_bytes = sum(model_memory({"state": self.optimizers.state_dict()}).values())
-        memory = memory_of(agents, self.optimizers.weights, state_bytes)
+        memory = memory_of(self.scenario_instance.agents, self.optimizers.weights, state_bytes)
         work = Work(
             num_iterations=rl.num_iterations,
             num_episodes=num_environments,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,12 @@ from nip_astra.parameters.parameters_base import (
     polymorphic,
 )
 from nip_astra.parameters.types import PretrainedModelType
-from nip_astra.utils.tensor_cache import digest_of_code, keep_tensors, take_tensors
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
 
 
 class PretrainedModel(ABC):
@@ -99,46 +104,37 @@ def embed_all(
 ) -> tuple[Tensor, Tensor]:
     """Return embeddings of training and test images, from the cache if possible."""
     model_class = PRETRAINED_MODELS.get(parameters.type_name)
+    images = {"train": train_images_NKHW, "test": test_images_NKHW}
     path = None
     if parameters.cache_dir is not None:
-        files = model_class.files(parameters, scenario_dir)
-        path = _cache_path(parameters, model_class, files, train_images_NKHW, test_images_NKHW)
-    cached = None if path is None else take_tensors(path)
-    if cached is not None:
-        return cached["train"], cached["test"]
-    model = model_class(parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir)
-    embeddings = {}
-    for split, images in (("train", train_images_NKHW), ("test", test_images_NKHW)):
-        with torch.no_grad():
-            result = model.embed(images).float().contiguous()
-        if result.ndim != 4 or len(result) != len(images) or not bool(result.isfinite().all()):
-            raise DataError(
-                f"embed of the pretrained model {parameters.type_name!r} returned the shape "
-                f"{list(result.shape)} for {len(images)} images. Return finite numbers "
-                f"[{len(images)}, channels, height, width]."
-            )
-        embeddings[split] = result
-    if path is not None:
-        keep_tensors(path, embeddings)
+        key = embedding_key(parameters)
+        code = digest_of_code({__name__, model_class.__module__})
+        files = [path.read_bytes() for path in model_class.files(parameters, scenario_dir)]
+        parts = [code, digest_of_tensors(images), *(hashlib.sha256(f).hexdigest() for f in files)]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        folder = Path(parameters.cache_dir).expanduser()
+        path = folder / f"{key}_{digest[:24]}.safetensors"
+    embeddings = None if path is None else take_tensors(path)
+    if embeddings is None:
+        model = model_class(
+            parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
+        )
+        embeddings = {split: _embedded(model, one) for split, one in images.items()}
+        if path is not None:
+            keep_tensors(path, embeddings)
     return embeddings["train"], embeddings["test"]
 
 
-def _cache_path(
-    parameters: PretrainedModel.Parameters,
-    model: type[PretrainedModel],
-    files: Sequence[Path],
-    *images: Tensor,
-) -> Path:
-    digest = hashlib.sha256(embedding_key(parameters).encode())
-    digest.update(digest_of_code({__name__, model.__module__}).encode())
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    for one in images:
-        digest.update(str(list(one.shape)).encode())
-        digest.update(one.contiguous().numpy().tobytes())
-    folder = Path(parameters.cache_dir).expanduser()
-    return folder / f"{embedding_key(parameters)}_{digest.hexdigest()[:24]}.safetensors"
+@torch.no_grad()
+def _embedded(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
+    result, count = model.embed(images_NKHW).float().contiguous(), len(images_NKHW)
+    if result.ndim != 4 or len(result) != count or not bool(result.isfinite().all()):
+        raise DataError(
+            f"embed of the pretrained model {model.parameters.type_name!r} returned the shape "
+            f"{list(result.shape)} for {count} images. Return finite numbers [{count}, channels, "
+            "height, width]."
+        )
+    return result
 
 
 # ---- models of transformers, including those of timm
