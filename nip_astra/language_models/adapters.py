@@ -117,9 +117,10 @@ def merged(module: Any) -> Any:
 
 def save_weights(module: Any, directory: Path) -> None:
     """Write a module's weights, or only its adapter's, in Hugging Face layout."""
-    # peft would otherwise look for the base model's config to see whether embeddings changed.
-    options = {"save_embedding_layers": False} if has_adapter(module) else {}
-    module.save_pretrained(directory, **options)
+    # peft would otherwise look for the base model's config to see whether embeddings changed, and
+    # transformers would rename and split weights (of GPT-NeoX, of experts) as in older versions.
+    option = "save_embedding_layers" if has_adapter(module) else "save_original_format"
+    module.save_pretrained(directory, **{option: False})
 
 
 def learned_weights(module: Any) -> dict[str, Tensor]:

@@ -179,10 +179,12 @@ IMAGES = SHAPE | {"image_size": 28, "patch_size": 14}
         ("granite", {"logits_scaling": 4.0}),
         ("cohere", {"logit_scale": 0.25}),
         ("bloom", {"n_layer": 2}),
+        # Stored under other names than those of their weights.
+        ("gpt_neox", {}),
         ("mixtral", {"num_local_experts": 4}),
     ],
 )
-def test_other_architectures_score_as_their_own_forward_pass(
+def test_other_architectures_score_as_their_own_forward_pass_and_are_restored(
     tmp_path: Path, kind: str, sizes: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -207,6 +209,10 @@ def test_other_architectures_score_as_their_own_forward_pass(
     logits_NV = model.logits_of(scores.hidden_BTX[drawn.mask_BT])
     chosen = logits_NV.log_softmax(dim=1).gather(1, drawn.ids_BT[drawn.mask_BT][:, None])
     assert torch.allclose(chosen.squeeze(1), expected[drawn.mask_BT], atol=1e-4)
+    model.save(tmp_path / "weights")
+    change(model, torch.zeros_like)
+    model.restore(tmp_path / "weights")
+    assert torch.equal(model.logprobs(*rows), scores.logprobs_BT)
 
 
 # ---- memory and precision
