@@ -304,12 +304,7 @@ class SweepPlan(SubParameters):
             for path, values in self.grid.items()
             if len(values) > 1
         ]
-        return [
-            Arm(trainer, scenario, dict(chosen), self.fixed)
-            for trainer in self.trainers
-            for scenario in self.scenarios or [None]  # type: ignore[list-item]
-            for chosen in product(*varied)
-        ]
+        return self._arms(lambda _: map(dict, product(*varied)))
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -319,15 +314,18 @@ class SweepPlan(SubParameters):
     @property
     def first_arms(self) -> list[Arm]:
         """Return an arm per trainer and scenario, with the first value of each varied parameter."""
+        return self._arms(
+            lambda trainer: [
+                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()}
+            ]
+        )
+
+    def _arms(self, values_of: Callable[[str], Iterable[Mapping[str, str]]]) -> list[Arm]:
         return [
-            Arm(
-                trainer,
-                scenario,
-                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()},
-                self.fixed,
-            )
+            Arm(trainer, scenario, values, self.fixed)
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
+            for values in values_of(trainer)
         ]
 
     @property

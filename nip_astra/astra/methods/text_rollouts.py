@@ -144,7 +144,7 @@ class TextRollouts:
         probes = list(system._rollout_prompt_with_attacker_and_validate(contexts))
         messages = [system._target_input(c, p) for c, p in zip(contexts, probes, strict=True)]
         responses = list(system._rollout_prompt_with_target_and_validate(messages))
-        rewards = [float(reward) for reward in system.reward(contexts, probes, responses)]
+        rewards = system._reward_and_validate(contexts, probes, responses)
         response, combined = rate_turns(system, contexts, probes, responses)
         reference_BT, mask_BT = system.reference_values(contexts, probes)
         is_error_B = response.is_error_N | combined.is_error_N
