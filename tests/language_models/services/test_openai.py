@@ -107,9 +107,20 @@ IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
             pytest.approx(1e6, rel=0.01),
         ),
         (Reply(400, body="unknown field response_format"), "unknown_form", 0.0),
+        (Reply(200, body='{"error": {"code": 502, "message": "gone"}}'), "unavailable", 0.0),
+        (Reply(200, body='{"error": {"code": 429, "message": "busy"}}'), "rate_limited", 0.0),
+        (completion("half an ans", finish_reason="error"), "unavailable", 0.0),
         (Reply(403, body=json.dumps({"error": FLAGGED})), "refused", 0.0),
     ],
-    ids=["busy", "busy_until", "unknown_form", "flagged"],
+    ids=[
+        "busy",
+        "busy_until",
+        "unknown_form",
+        "gone_behind",
+        "busy_behind",
+        "broken_off",
+        "flagged",
+    ],
 )
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:
     """Beside the faults of `tests.kit.misbehaving`."""
