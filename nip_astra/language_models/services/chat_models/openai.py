@@ -26,7 +26,6 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     estimate_usage,
-    join_outcomes,
     register_chat_model,
 )
 from nip_astra.language_models.services.http_client import (
@@ -141,18 +140,13 @@ class OpenAIChatModel(ChatModel):
     ) -> OpenAIChatModel:
         return cls(parameters, scenario_dir=scenario_dir, device=device)
 
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
-        parts = request.parts(self.samples_at_once)
-        outcomes = await asyncio.gather(*map(self._send, parts))
-        return join_outcomes(outcomes)
-
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
         if self._own is not None:
             await asyncio.to_thread(self._own.stop)
 
-    async def _send(self, request: ChatRequest) -> ChatOutcome:
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
         connection = await self._open()
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
@@ -174,9 +168,9 @@ class OpenAIChatModel(ChatModel):
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
             shown = connection.shown(json.dumps(found))
-            error = found.get("error") if isinstance(found, dict) else None
+            fault = found.get("error") if isinstance(found, dict) else None
             # OpenRouter's status is 200 although the service behind it failed.
-            reason = passing_reason(error.get("code")) if isinstance(error, dict) else None
+            reason = passing_reason(fault.get("code")) if isinstance(fault, dict) else None
             reason = reason or FailureReason.MALFORMED
             return _failed(request, reason, f"{shown!r} is not a chat completion")
         missing = ChatFailure(
