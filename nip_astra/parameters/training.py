@@ -65,10 +65,9 @@ class TrainingConfiguration(SubParameters):
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)
     """Iterations between dev evaluations, which select the best checkpoint; 0 for none."""
-    dev_metric: Annotated[
-        Literal["mean_reward", "failure_rate", "mean_score"], where_above("eval_period", 0)
-    ] = "mean_reward"
-    """Figure of dev evaluations whose maximum selects the best checkpoint."""
+    dev_metric: Annotated[str, where_above("eval_period", 0)] = "mean_reward"
+    """Figure of dev evaluations whose maximum selects the best checkpoint, such as failure_rate of
+    stress tests or accuracy of tasks."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Number of consecutive dev evaluations without improvement after which training stops; null
     trains to the end."""
