@@ -137,7 +137,8 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
                     continue
                 if file.suffix == ".json":
                     plain = _public(json.loads(file.read_text(encoding="utf-8")), file.name)
-                    (own / file.name).write_text(json.dumps(plain, indent=2, ensure_ascii=False))
+                    text = json.dumps(plain, indent=2, ensure_ascii=False)
+                    (own / file.name).write_text(text, encoding="utf-8")
                 else:
                     shutil.copyfile(file, own / file.name)
         write_atomically(target / CARD, card)

@@ -29,6 +29,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
 from nip_astra.plugins import load_plugin
 from nip_astra.tracking.environment import version_of
+from nip_astra.tracking.wandb_runs import has_credentials
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
@@ -340,8 +341,8 @@ def _tracking() -> Findings:
     mode = read_variable("WANDB_MODE")
     text = f"{default} unless a run sets another" + (f"; WANDB_MODE={mode}" if mode else "")
     yield Finding("tracking", "W&B mode", Status.INFO, text)
-    key = "is" if read_variable("WANDB_API_KEY") else "is not"
-    yield Finding("tracking", "W&B key", Status.INFO, f"WANDB_API_KEY {key} set")
+    key = "has a key" if has_credentials() else "has no key: wandb login, or set WANDB_API_KEY"
+    yield Finding("tracking", "W&B key", Status.INFO, f"this machine {key}")
 
 
 def _runs(runs_dir: Path) -> Findings:

@@ -752,7 +752,7 @@ def _capped(num_iterations: int, is_test_run: bool) -> int:
 def _short(value: float | str) -> str:
     if isinstance(value, str):
         return safe_line(value)
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def _clock(seconds: float) -> str:

@@ -21,6 +21,7 @@ from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.tracking.run_lock import run_lock
 
 if TYPE_CHECKING:
     from nip_astra.run import ExperimentResult
@@ -437,7 +438,9 @@ def _stored(data: Any, runs_dir: Path) -> str | Path:
         raise DataError(f"a row of the data is not JSON: {error}. Convert its values.") from error
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = (runs_dir / "data" / f"{digest}.jsonl").resolve()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Each process of a run comes here with the same rows.
+    with run_lock(path.parent, waits=True):
+        if not path.exists():
+            write_atomically(path, text)
     return path

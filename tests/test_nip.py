@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -21,7 +22,14 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.language_models.services.chat import ChatRequest
-from nip_astra.nip import HyperParameters, RlTrainerParameters, running, tensors
+from nip_astra.nip import (
+    AlternatingPeriodicUpdateSchedule,
+    HyperParameters,
+    LrFactors,
+    RlTrainerParameters,
+    running,
+    tensors,
+)
 from nip_astra.nip import hyper_params as nip_parameters
 from nip_astra.nip.hyper_params import DEFAULTS, ours
 from nip_astra.nip.modules import MODULES
@@ -361,6 +369,33 @@ def test_values_that_nothing_reads_are_left_alone_and_mappings_stay_as_they_are(
     assert shared == {"actor": 0.5, "critic": 0.25}
     assert HyperParameters.from_dict(given.to_dict()) == given
     assert given.get("rl.lmbda") == 0.5
+
+
+def test_stored_learning_rate_factors_and_schedules_are_those_of_the_objects() -> None:
+    schedule = AlternatingPeriodicUpdateSchedule(4, 3, first_agent=False)
+    agent = {"agent_lr_factor": LrFactors(0.5, 0.25), "update_schedule": schedule}
+    given = HyperParameters("graph_isomorphism", "vanilla_ppo", "test", agents={"_default": agent})
+    stored = json.loads(json.dumps(given.to_dict()))
+    by_nip = copy.deepcopy(stored)
+    kind, arguments = type(schedule).__name__, [4, 3, False]
+    names = ("period", "first_agent_num_rounds", "first_agent")
+    of_nip = {"_type": kind, kind: dict(zip(names, arguments, strict=True))}
+    by_nip["agents"]["_default"]["update_schedule"] = of_nip
+    for values in (stored, by_nip):
+        assert ours(HyperParameters.from_dict(values)) == ours(given)
+    stored["agents"]["_default"]["update_schedule"]["_type"] = "never"
+    with pytest.raises(ParameterError, match="never"):
+        ours(HyperParameters.from_dict(stored))
+
+
+def test_message_regression_is_left_out_if_the_trainer_has_none() -> None:
+    enabled = {"message_regression": {"enabled": True}}
+    probed, alone = (
+        ours(HyperParameters("graph_isomorphism", trainer, "test", **enabled))
+        for trainer in ("reinforce", "solo_agent")
+    )
+    assert probed.message_regression.regressor is not None
+    assert alone.message_regression.regressor is None
 
 
 def test_values_that_are_wrong_or_without_counterpart_are_refused() -> None:

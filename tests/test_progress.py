@@ -33,6 +33,7 @@ from nip_astra.progress import (
     total_num_iterations,
     waiting_for,
 )
+from nip_astra.utils.formatting import decimal
 from tests.kit.bars import Bars
 
 
@@ -167,8 +168,12 @@ def test_values_are_short_and_those_of_another_task_go() -> None:
     bar = open_progress(3, True, bars)
     (drawn,) = bars.opened
     bar.set_description("train")
-    bar.set_postfix({"rate": 12345.6, "loss": 1e-5, "huge": 1e12, "lost": float("nan")})
-    assert drawn.postfixes[-1] == {"rate": "12,346", "loss": "1e-05", "huge": "1e+12"}
+    bar.set_postfix(
+        {"rate": 12345.6, "loss": 1e-5, "huge": 1e12, "near": 999.7, "lost": float("nan")}
+    )
+    shown = {"rate": "12,346", "loss": "1e-05", "huge": "1e+12", "near": "1,000"}
+    assert drawn.postfixes[-1] == shown
+    assert list(map(decimal, (999.4, 999.7, -1000.2))) == ["999", "1,000", "\N{MINUS SIGN}1,000"]
     bar.set_description("train")
     assert drawn.postfixes[-1] != {}
     bar.set_description("test")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nip_astra import stress_test, train_task
+from nip_astra import recipes, stress_test, train_task
 from nip_astra.errors import (
     ConfigurationError,
     DataError,
@@ -25,6 +25,7 @@ from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.recipes import mapped_options, named_rewards, stress_parameters, task_parameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
+from nip_astra.tracking.run_lock import is_abandoned
 from tests.kit.command_line import CommandLine, refused
 from tests.kit.experiments import FAST, metrics_of
 from tests.serve.running import pocket_service
@@ -102,7 +103,7 @@ def test_five_lines_of_python_train(folder: Path) -> None:
     assert result.results["before"] == result.results["after"] == {}
     assert "held out" in result.results["warnings"][0]
     assert result.results["training"]["num_optimizer_steps"] > 0
-    assert len(list((folder / "runs/data").iterdir())) == 1
+    assert len(list(folder.glob("runs/data/*.jsonl"))) == 1
 
 
 def task_values(**arguments: Any) -> Any:
@@ -254,3 +255,16 @@ def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:
         resolve_experiment(hyper_params=values)
     hyper_params = resolve_experiment(hyper_params=stress_parameters(**address)).hyper_params
     assert hyper_params.get("ast_chat.target.chat_model.base_url") == "https://example.org/v1"
+
+
+def test_rows_in_memory_are_written_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_unlocked: list[bool] = []
+
+    def write(path: Path, text: str) -> None:
+        is_unlocked.append(is_abandoned(path.parent))
+
+    monkeypatch.setattr(recipes, "write_atomically", write)
+    recipes._stored([{"prompt": "a"}], tmp_path)
+    assert is_unlocked == [False]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import CheckpointError
 from nip_astra.parameters.conversion import with_new_names
 from nip_astra.parameters.files import flatten
@@ -69,12 +69,6 @@ class Part(NamedTuple):
 def save_generators(folder: Path) -> None:
     """Write the states of the global generators into a checkpoint."""
     save_state(folder / GENERATORS, global_generators())
-
-
-def load_generators(folder: Path) -> dict[str, Any]:
-    """Inverse of `save_generators`."""
-    state: dict[str, Any] = load_state(folder / GENERATORS)
-    return state
 
 
 def global_generators() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -25,9 +26,9 @@ from nip_astra.cli.options import (
     EXPERIMENT,
     RUN,
     collection_suspended,
-    complete_runs,
     open_console,
     print_outcome,
+    run_argument,
     settings_of,
     shared_options,
     train_or_estimate,
@@ -206,12 +207,7 @@ def run(given: Mapping[str, Any]) -> None:
 )
 def resume(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="Run id, or run directory, e.g. runs/<run id>.", autocompletion=complete_runs
-        ),
-    ],
+    run: Annotated[str, run_argument("Run id, or run directory, e.g. runs/<run id>.")],
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
     settings = settings_of(given)
@@ -520,6 +516,9 @@ def main() -> None:
         if getattr(sys, name) is None:
             # A closed stream is none to Python, and half of what writes to it does not ask.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
+        elif isinstance(stream := getattr(sys, name), TextIOWrapper):
+            # A terminal of another encoding than UTF-8 lacks most characters.
+            stream.reconfigure(errors="backslashreplace")
     try:
         with showing_notes():
             app()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nip_astra.cli.options import shared_options
+from nip_astra.cli.options import option, shared_options
 from nip_astra.errors import ConfigurationError, counted
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def create(
     output: Output,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "NAME=VALUE",
+            "Parameter of graph_isomorphism.dataset: --set num_train=1000. Repeatable.",
             "--set",
-            metavar="NAME=VALUE",
-            help="Parameter of graph_isomorphism.dataset: --set num_train=1000. Repeatable.",
         ),
     ] = None,
 ) -> None:
@@ -67,8 +67,7 @@ def download(
         typer.Argument(metavar="NAME...", help="Of image_classification.dataset, e.g. mnist."),
     ],
     output: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder to write to, for machines without a network."),
+        str | None, option("DIR", "Folder to write to, for machines without a network.")
     ] = None,
 ) -> None:
     """Download images from the Hugging Face hub before a run needs them."""
@@ -91,8 +90,8 @@ def download(
 def convert(
     given: Mapping[str, Any],
     output: Output,
-    train: Annotated[str, typer.Option(metavar="FILE", help="A data.pt to train on.")],
-    test: Annotated[str, typer.Option(metavar="FILE", help="A data.pt to test on.")],
+    train: Annotated[str, option("FILE", "A data.pt to train on.")],
+    test: Annotated[str, option("FILE", "A data.pt to test on.")],
 ) -> None:
     """Convert pairs of graphs published by neural-interactive-proofs, without executing code."""
     import numpy as np

@@ -10,7 +10,8 @@ import typer
 
 from nip_astra.cli.options import (
     complain,
-    complete_runs,
+    option,
+    run_argument,
     settings_of,
     shared_options,
     show,
@@ -39,33 +40,21 @@ def evaluate(
     given: Mapping[str, Any],
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Runs, checkpoints, models, lists of probes, or chat models.",
-            autocompletion=complete_runs,
-        ),
+        run_argument("Runs, checkpoints, models, lists of probes, or chat models.", "RUN..."),
     ],
     targets: Annotated[
         list[str] | None,
-        typer.Option(
-            "--target", metavar="MODEL", help="Model, or run whose target it is. Repeatable."
-        ),
+        option("MODEL", "Model, or run whose target it is. Repeatable.", "--target"),
     ] = None,
     split: Annotated[
-        str, typer.Option(metavar="NAME", help="Opening prompts or problems: train, dev or test.")
+        str, option("NAME", "Opening prompts or problems: train, dev or test.")
     ] = "test",
     num_episodes: Annotated[
-        int | None,
-        typer.Option(metavar="NUMBER", help="Conversations of the attacker, or problems."),
+        int | None, option("NUMBER", "Conversations of the attacker, or problems.")
     ] = None,
-    num_turns: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Turns of a conversation.")
-    ] = None,
+    num_turns: Annotated[int | None, option("NUMBER", "Turns of a conversation.")] = None,
     probability_episodes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUMBER", help="Conversations for the probability of failure; 0: none."
-        ),
+        int | None, option("NUMBER", "Conversations for the probability of failure; 0: none.")
     ] = None,
     importance_sampling: Annotated[
         bool,
@@ -74,15 +63,12 @@ def evaluate(
             help="Whether half of those have a turn of the attacker's.",
         ),
     ] = True,
-    batch_size: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Conversations at once.")
-    ] = None,
+    batch_size: Annotated[int | None, option("NUMBER", "Conversations at once.")] = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="The model as it was before training.")
     ] = False,
     column: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Column of the probes, where RUN is a list of them."),
+        str, option("NAME", "Column of the probes, where RUN is a list of them.")
     ] = DEFAULT_COLUMN,
 ) -> None:
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
@@ -144,13 +130,7 @@ def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
     *("plugin", "trust", "device"),
 )
 def score(
-    given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run directory, or an evaluation.", autocompletion=complete_runs
-        ),
-    ],
+    given: Mapping[str, Any], run: Annotated[str, run_argument("Run directory, or an evaluation.")]
 ) -> None:
     """Rate the stored conversations of a run with other scorers; generate nothing."""
     options = _options(given)
@@ -164,17 +144,8 @@ def score(
 @shared_options("fail_if", "as_json", "plugin", "trust")
 def compare(
     given: Mapping[str, Any],
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN RUN...",
-            help="Run directories or evaluations.",
-            autocompletion=complete_runs,
-        ),
-    ],
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
-    ] = None,
+    runs: Annotated[list[str], run_argument("Run directories or evaluations.", "RUN RUN...")],
+    out: Annotated[str | None, option("FILE", "JSON file to write the comparison to.")] = None,
 ) -> None:
     """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
     from nip_astra.evaluation.api import compare as compare_runs
@@ -196,19 +167,13 @@ def report(
     given: Mapping[str, Any],
     runs: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN...",
-            help="Run directories; several are compared. Or a folder of runs.",
-            autocompletion=complete_runs,
-        ),
+        run_argument("Run directories; several are compared. Or a folder of runs.", "RUN..."),
     ],
     output: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="RUN/report.html, or comparison.html for several runs."),
+        str | None, option("FILE", "RUN/report.html, or comparison.html for several runs.")
     ] = None,
     redact: Annotated[
-        bool,
-        typer.Option("--redact/--reveal", help="Whether the text of failures is blurred."),
+        bool, typer.Option("--redact/--reveal", help="Whether the text of failures is blurred.")
     ] = True,
     open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
 ) -> None:
@@ -227,23 +192,16 @@ def report(
 @shared_options("plugin", "trust")
 def export(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run, evaluation, or checkpoint.", autocompletion=complete_runs
-        ),
-    ],
+    run: Annotated[str, run_argument("Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
-        typer.Option(
+        option(
+            "NAME",
+            "csv, jsonl, parquet, hitlog, tensorboard, inspect; huggingface for weights.",
             "--format",
-            metavar="NAME",
-            help="csv, jsonl, parquet, hitlog, tensorboard, inspect; huggingface for weights.",
         ),
     ],
-    output: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
-    ] = None,
+    output: Annotated[str | None, option("DIR", "Folder to write to; RUN/exports.")] = None,
 ) -> None:
     """Write conversations, figures, curves or weights in other tools' formats."""
     from nip_astra.evaluation.api import export as export_run
@@ -256,18 +214,16 @@ def export(
 @shared_options()
 def push(
     given: Mapping[str, Any],
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory.", autocompletion=complete_runs)
-    ],
+    run: Annotated[str, run_argument("Run directory.")],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="user/name on the hub.")],
     private: Annotated[
         bool, typer.Option("--private/--public", help="Whether a new repository is private.")
     ] = True,
     license: Annotated[  # noqa: A002 - the hub's word
-        str | None, typer.Option(metavar="NAME", help="Licence, for instance apache-2.0.")
+        str | None, option("NAME", "Licence, for instance apache-2.0.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Also write what is published to this folder.")
+        str | None, option("DIR", "Also write what is published to this folder.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write --output alone.")] = False,
 ) -> None:
@@ -283,7 +239,7 @@ def push(
 @shared_options("as_json", "plugin")
 def doctor(
     given: Mapping[str, Any],
-    runs_dir: Annotated[str, typer.Option(metavar="DIR", help="Where runs are kept.")] = "runs",
+    runs_dir: Annotated[str, option("DIR", "Where runs are kept.")] = "runs",
     online: Annotated[
         bool, typer.Option("--online", help="Also see which hosts can be reached.")
     ] = False,
@@ -300,25 +256,14 @@ def doctor(
 @shared_options("as_json", "plugin", "trust", "device", "wandb", "settings")
 def analyse(
     given: Mapping[str, Any],
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="Run directory of a trainer of chat models.",
-            autocompletion=complete_runs,
-        ),
-    ],
+    run: Annotated[str, run_argument("Run directory of a trainer of chat models.")],
     analysers: Annotated[
-        list[str] | None,
-        typer.Option("--analyser", metavar="NAME", help="Registered name; all. Repeatable."),
+        list[str] | None, option("NAME", "Registered name; all. Repeatable.", "--analyser")
     ] = None,
     judge: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="YAML file of a chat model; that of the run."),
+        str | None, option("FILE", "YAML file of a chat model; that of the run.")
     ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="NAME", help="Stored rollouts: train, test or all.")
-    ] = "test",
+    split: Annotated[str, option("NAME", "Stored rollouts: train, test or all.")] = "test",
     iteration: Annotated[
         int | None, typer.Option(min=0, metavar="NUMBER", help="The first is 0; all of them.")
     ] = None,
@@ -373,15 +318,10 @@ def analyse(
 @shared_options()
 def compare_dumps(
     given: Mapping[str, Any],
-    one: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="Run directory, or folder of dumps.", autocompletion=complete_runs
-        ),
-    ],
+    one: Annotated[str, run_argument("Run directory, or folder of dumps.")],
     other: Annotated[str, typer.Argument(metavar="RUN", help="The one to compare it with.")],
     tolerance: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0, help="Difference of numbers that is none.")
+        float, option("NUMBER", "Difference of numbers that is none.", min=0)
     ] = 0.0,
 ) -> None:
     """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""

@@ -64,11 +64,18 @@ def _completed(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-complete_runs = _completed(_runs)
+def run_argument(meaning: str, metavar: str = "RUN") -> Any:
+    """Return the argument for a run, which the shell completes."""
+    return typer.Argument(metavar=metavar, help=meaning, autocompletion=_completed(_runs))
 
 
-def _option(kind: Any, metavar: str, meaning: str, *flags: str, **more: Any) -> Any:
-    return Annotated[kind, typer.Option(*flags, metavar=metavar, help=meaning, **more)]
+def option(metavar: str, meaning: str, *flags: str, **more: Any) -> Any:
+    """Return an option with a value."""
+    return typer.Option(*flags, metavar=metavar, help=meaning, **more)
+
+
+def _option(kind: Any, *arguments: str, **more: Any) -> Any:
+    return Annotated[kind, option(*arguments, **more)]
 
 
 def _flag(name: str, meaning: str) -> Any:

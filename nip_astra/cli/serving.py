@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nip_astra.cli.options import settings_of, shared_options, write_line
+from nip_astra.cli.options import option, settings_of, shared_options, write_line
 from nip_astra.errors import ConfigurationError
 
 
@@ -18,25 +18,21 @@ def serve(
     given: Mapping[str, Any],
     model: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME=PATH",
-            help="A model and its name; folder, hub id, or scenario://pocket_chat/models/target. "
+        option(
+            "NAME=PATH",
+            "A model and its name; folder, hub id, or scenario://pocket_chat/models/target. "
             "Repeatable.",
         ),
     ],
-    port: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="8000; 0 takes a free one.")
-    ] = None,
+    port: Annotated[int | None, option("NUMBER", "8000; 0 takes a free one.")] = None,
     host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="127.0.0.1; any that others reach needs a token."),
+        str | None, option("ADDRESS", "127.0.0.1; any that others reach needs a token.")
     ] = None,
     token_variable: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Environment variable with the token to ask for."),
+        str | None, option("NAME", "Environment variable with the token to ask for.")
     ] = None,
     state_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where files, jobs and their models are kept.")
+        str | None, option("DIR", "Where files, jobs and their models are kept.")
     ] = None,
     train: Annotated[
         bool,
@@ -47,9 +43,7 @@ def serve(
     ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--settings", metavar="A=B", help="A limit: --settings max_waiting=64. Repeatable."
-        ),
+        option("A=B", "A limit: --settings max_waiting=64. Repeatable.", "--settings"),
     ] = None,
 ) -> None:
     """Serve models by OpenAI's routes, or train them for clients; ends with Ctrl-C.

@@ -12,6 +12,7 @@ import typer
 from nip_astra.cli.options import (
     complain,
     open_console,
+    option,
     settings_of,
     shared_options,
     write_line,
@@ -35,65 +36,39 @@ def sweep(
         typer.Argument(metavar="[FILE]", help="YAML file of a sweep, or a sweep's folder."),
     ] = None,
     trainers: Annotated[
-        str | None,
-        typer.Option("--trainer", metavar="NAMES", help="Trainers, e.g. ast_dpo,ast_ipo."),
+        str | None, option("NAMES", "Trainers, e.g. ast_dpo,ast_ipo.", "--trainer")
     ] = None,
     scenarios: Annotated[
-        str | None,
-        typer.Option("--scenario", metavar="NAMES", help="Scenarios; the presets' if none."),
+        str | None, option("NAMES", "Scenarios; the presets' if none.", "--scenario")
     ] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="SEEDS", help="0..4, or 0,3,7.")] = None,
+    seeds: Annotated[str | None, option("SEEDS", "0..4, or 0,3,7.")] = None,
     grid: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C,D", help="Values to run each of. Repeatable."),
+        list[str] | None, option("A.B=C,D", "Values to run each of. Repeatable.", "--set")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Parameter file that all runs start from.")
+        str | None, option("FILE", "Parameter file that all runs start from.")
     ] = None,
-    sweep_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Where its runs are kept: runs/sweep.")
-    ] = None,
+    sweep_dir: Annotated[str | None, option("DIR", "Where its runs are kept: runs/sweep.")] = None,
     ranges: Annotated[
         list[str] | None,
-        typer.Option(
-            "--search",
-            metavar="A.B=C..D",
-            help="Range to search, e.g. 'training.lr=log 1e-5..1e-3'.",
-        ),
+        option("A.B=C..D", "Range to search, e.g. 'training.lr=log 1e-5..1e-3'.", "--search"),
     ] = None,
-    num_trials: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, help="Trials of a search: 20.")
-    ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Proposes trials: tpe or random.")
-    ] = None,
-    pruner: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Stops trials: median, halving or none.")
-    ] = None,
+    num_trials: Annotated[int | None, option("NUMBER", "Trials of a search: 20.", min=1)] = None,
+    sampler: Annotated[str | None, option("NAME", "Proposes trials: tpe or random.")] = None,
+    pruner: Annotated[str | None, option("NAME", "Stops trials: median, halving or none.")] = None,
     objective: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Figure to search by: dev/failure_rate.")
+        str | None, option("NAME", "Figure to search by: dev/failure_rate.")
     ] = None,
-    direction: Annotated[
-        str | None, typer.Option(metavar="NAME", help="maximize or minimize the objective.")
-    ] = None,
+    direction: Annotated[str | None, option("NAME", "maximize or minimize the objective.")] = None,
     num_processes: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=1, max=1024, help="Runs at once: 1.")
+        int | None, option("NUMBER", "Runs at once: 1.", min=1, max=1024)
     ] = None,
-    on: Annotated[
-        str, typer.Option(metavar="NAME", help="Launcher of the runs: processes or ray.")
-    ] = "processes",
-    cpus_per_run: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0, help="Cores of a run on Ray.")
-    ] = 1,
-    gpus_per_run: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0, help="GPUs of a run on Ray.")
-    ] = 0,
-    shard: Annotated[
-        str | None, typer.Option(metavar="K/N", help="The k-th of n parts of the runs.")
-    ] = None,
+    on: Annotated[str, option("NAME", "Launcher of the runs: processes or ray.")] = "processes",
+    cpus_per_run: Annotated[float, option("NUMBER", "Cores of a run on Ray.", min=0)] = 1,
+    gpus_per_run: Annotated[float, option("NUMBER", "GPUs of a run on Ray.", min=0)] = 0,
+    shard: Annotated[str | None, option("K/N", "The k-th of n parts of the runs.")] = None,
     metric: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Figure to show, e.g. failure_rate. Repeatable."),
+        list[str] | None, option("NAME", "Figure to show, e.g. failure_rate. Repeatable.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and list the runs; start none.")

@@ -7,7 +7,6 @@ steps. All wait for the slowest; a failure takes the run back to its last checkp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
@@ -157,8 +156,3 @@ def plan_for(work: Work, count: int, cluster: Cluster) -> Plan:
         device_hours=hours * count,
         efficiency=alone / seconds / count,
     )
-
-
-def plans_for(work: Work, cluster: Cluster, counts: Sequence[int] = NUM_DEVICES) -> list[Plan]:
-    """Return a plan for each number of devices."""
-    return [plan_for(work, count, cluster) for count in counts]

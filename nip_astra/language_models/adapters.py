@@ -61,11 +61,26 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
     return peft.get_peft_model(module, config)
 
 
+def with_adapter(module: Any, folder: Path) -> Any:
+    """Wrap the model with an adapter that peft wrote, which learns."""
+    peft = import_extra("peft", f"the adapter in {folder}", "lora")
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    # Or peft warns that another base is given.
+    config.base_model_name_or_path = module.name_or_path
+    config.inference_mode = False
+    adapted = peft.get_peft_model(module, config)
+    restore_weights(adapted, folder)
+    return adapted
+
+
 def _check_targets(module: Any, targets: str | list[str]) -> None:
     """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
+    from transformers.pytorch_utils import Conv1D
+
+    linear = torch.nn.Linear, Conv1D
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, linear)]
     if isinstance(targets, str):
         unknown = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
     else:
@@ -89,16 +104,23 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
     return state
 
 
-def merged_copy(module: Any) -> Any:
-    """Return a plain model with the adapter merged into its weights; the original is unchanged."""
-    return copy.deepcopy(module).merge_and_unload()
+def merged(module: Any) -> Any:
+    """Return the plain model with the adapter merged into its weights."""
+    base = module.get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if hasattr(head, "lora_A") and head.weight is embedding.weight:
+        # Tied weights: the update of the head would change the embeddings too.
+        head.base_layer.weight = torch.nn.Parameter(head.weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    return module.merge_and_unload()
 
 
 def save_weights(module: Any, directory: Path) -> None:
     """Write a module's weights, or only its adapter's, in Hugging Face layout."""
-    # peft would otherwise look for the base model's config to see whether embeddings changed.
-    options = {"save_embedding_layers": False} if has_adapter(module) else {}
-    module.save_pretrained(directory, **options)
+    # peft would otherwise look for the base model's config to see whether embeddings changed, and
+    # transformers would rename and split weights (of GPT-NeoX, of experts) as in older versions.
+    option = "save_embedding_layers" if has_adapter(module) else "save_original_format"
+    module.save_pretrained(directory, **{option: False})
 
 
 def learned_weights(module: Any) -> dict[str, Tensor]:

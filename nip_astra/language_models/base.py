@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.errors import ModelAbilityError, ModelLoadError, NonFiniteOutputError
-from nip_astra.language_models.sampling import Draw as Draw
 from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
 from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
 from nip_astra.language_models.sampling import SupportMask

@@ -28,7 +28,7 @@ from nip_astra.language_models.adapters import (
     adapter_state,
     add_adapter,
     has_adapter,
-    merged_copy,
+    merged,
     restore_weights,
     save_adapter_config,
     save_weights,
@@ -50,6 +50,7 @@ from nip_astra.language_models.plain_forward import (
     autocast_to,
     generate_turns,
     layers_of,
+    logits_of,
     score_rows,
 )
 from nip_astra.language_models.sampling import (
@@ -142,9 +143,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.max_batch_tokens = max_batch_tokens
         self.dtype = dtype or next(module.parameters()).dtype
         self.token_count = TokenCount()
-        self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
+        # Of the language model, if the module also reads images.
+        self.config = module.config.get_text_config()
+        self.context_window = int(getattr(self.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        banned_ids = find_banned_ids(tokenizer, self.end_ids, self.config.vocab_size)
         if allows_any_token:
             banned_ids, self.end_ids = [], ()
         self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
@@ -320,7 +323,7 @@ class HuggingFaceLanguageModel(LanguageModel):
     def grammars(self) -> Grammars:
         if self._decoder is None:
             return super().grammars
-        return Grammars(self.tokenizer, self.end_ids, self.module.config.vocab_size)
+        return Grammars(self.tokenizer, self.end_ids, self.config.vocab_size)
 
     def complete(
         self, requests: Sequence[GenerationRequest], *, max_rows: int
@@ -387,7 +390,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @property
     def hidden_size(self) -> int:
-        return int(self.module.config.hidden_size)
+        return int(self.config.hidden_size)
 
     def token_scores(
         self,
@@ -463,9 +466,8 @@ class HuggingFaceLanguageModel(LanguageModel):
     def _module_head(self, hidden_NX: Tensor) -> Tensor:
         autocast = autocast_to(self._causal_lm, self.dtype)
         with adapter_state(self.module, is_on=self.use_adapter), autocast():
-            head = self._causal_lm.get_output_embeddings()
-            logits: Tensor = head(hidden_NX.to(head.weight.dtype))
-        return logits
+            some_token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            return logits_of(self._causal_lm, hidden_NX.to, input_ids=some_token)[1]
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference by the same path, or they would differ by rounding.
@@ -508,7 +510,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             ids_BT.to(self.device)[mask_BT],
             self.token_sampler.transform(SamplingDistribution(options), mask_BT),
             options,
-            int(self.module.config.vocab_size),
+            int(self.config.vocab_size),
         )
 
     # ---- saving
@@ -535,6 +537,6 @@ class HuggingFaceLanguageModel(LanguageModel):
                 "cannot write a frozen model that is kept in the processor's layout only. Copy the "
                 "files that it was loaded from."
             )
-        module = merged_copy(self.module) if self.has_adapter else self.module
+        module = merged(copy.deepcopy(self.module)) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)

@@ -82,21 +82,21 @@ def _generate_batch(
 
     options = processor.options
     ends = sorted({*end_ids, *options.end_ids})
-    module.generate(
-        input_ids=context_BC,
-        attention_mask=mask_BC.long(),
-        generation_config=GenerationConfig(
-            max_new_tokens=options.max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            # Or the checkpoint's defaults would change the distribution.
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            eos_token_id=ends,
-            pad_token_id=ends[0] if ends else 0,
-        ),
-        logits_processor=LogitsProcessorList([processor]),
-    )
+    # The checkpoint's own configuration would fill in options that change the distribution.
+    own, module.generation_config = module.generation_config, GenerationConfig()
+    try:
+        module.generate(
+            input_ids=context_BC,
+            attention_mask=mask_BC.long(),
+            generation_config=GenerationConfig(
+                max_new_tokens=options.max_new_tokens,
+                eos_token_id=ends,
+                pad_token_id=ends[0] if ends else 0,
+            ),
+            logits_processor=LogitsProcessorList([processor]),
+        )
+    finally:
+        module.generation_config = own
     ids_BT, logprobs_BT = torch.stack(processor.tokens, 1), torch.stack(processor.logprobs, 1)
     is_end_BT = torch.isin(ids_BT, torch.tensor(ends, device=ids_BT.device))
     mask_BT = (is_end_BT.long().cumsum(dim=1) - is_end_BT.long()) == 0
@@ -216,19 +216,15 @@ def _score_batch(module: Any, rows: TokenRows, needs: ScoreNeeds) -> TokenScores
     ids = torch.cat([context_BC, ids_BT], dim=1).to(device)
     mask = torch.cat([context_mask_BC, mask_BT], dim=1).to(device)
     scored_BT = mask_BT.to(device)
-    backbone = module.base_model
-    positions = {}
+    inputs = {"input_ids": ids, "attention_mask": mask.long()}
     # Some architectures take none.
-    if "position_ids" in inspect.signature(backbone.forward).parameters:
-        positions["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
-    hidden = backbone(
-        input_ids=ids, attention_mask=mask.long(), use_cache=False, **positions
-    ).last_hidden_state
+    if "position_ids" in inspect.signature(module.forward).parameters:
+        inputs["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
     # The position before a token predicts it.
-    before_BTH = hidden[:, context_BC.shape[1] - 1 : -1]
-    before_NX = before_BTH[scored_BT]
+    before_NX, logits_NV = logits_of(
+        module, lambda hidden: hidden[:, context_BC.shape[1] - 1 : -1][scored_BT], **inputs
+    )
     ids_N = ids_BT.to(device)[scored_BT]
-    logits_NV = module.get_output_embeddings()(before_NX).float()
     hidden_NX = before_NX.float() if needs.hidden else None
     if needs.transform is not None:
         found = chosen_logprobs(logits_NV, ids_N, needs.transform, needs_entropy=needs.entropy)
@@ -240,6 +236,27 @@ def _score_batch(module: Any, rows: TokenRows, needs: ScoreNeeds) -> TokenScores
         torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs.entropy else None,
         hidden_NX,
     )
+
+
+def logits_of(
+    module: Any, choose: Callable[[Tensor], Tensor], **inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return hidden states chosen among those of a forward pass, and their logits in float32.
+
+    The head runs within the module's own pass, which may scale or cap its logits.
+    """
+    chosen: list[Tensor] = []
+
+    def choose_for_head(_: Any, arguments: tuple[Tensor, ...]) -> Tensor:
+        chosen.append(choose(arguments[0]))
+        return chosen[0].unsqueeze(0)
+
+    hook = module.get_output_embeddings().register_forward_pre_hook(choose_for_head)
+    try:
+        logits_1NV: Tensor = module(**inputs, use_cache=False).logits
+    finally:
+        hook.remove()
+    return chosen[0], logits_1NV[0].float()
 
 
 def _parts(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:

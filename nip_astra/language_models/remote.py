@@ -127,7 +127,7 @@ def _window_of(place: str) -> int:
     from transformers import AutoConfig
 
     try:
-        return int(AutoConfig.from_pretrained(place).max_position_embeddings)
+        return int(AutoConfig.from_pretrained(place).get_text_config().max_position_embeddings)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelLoadError(
             f"{place!r} has no config.json with the model's window. Set "

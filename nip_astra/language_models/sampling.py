@@ -207,7 +207,7 @@ class ConstrainedSampler:
         """Return the end tokens on the device, cached: a copy at each step would synchronise."""
         ids = (*self._own_end_ids, *options.end_ids)
         if ids not in self._end_ids:
-            self._end_ids[ids] = torch.tensor(ids, device=self._device)
+            self._end_ids[ids] = torch.tensor(ids, dtype=torch.long, device=self._device)
         return self._end_ids[ids]
 
 

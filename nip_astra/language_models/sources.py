@@ -17,7 +17,7 @@ from urllib.request import getproxies
 import torch
 
 from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
-from nip_astra.language_models.adapters import ADAPTER_CONFIG, restore_weights
+from nip_astra.language_models.adapters import ADAPTER_CONFIG, merged, with_adapter
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
@@ -164,11 +164,11 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
     if not _is_adapter(name):
         return load_causal_lm(name, gguf_file)
     module = load_causal_lm(*resolve_model(base or _base_of(name), scenario_dir))
-    return _with_adapter(module, Path(name))
+    return _merged(module, Path(name))
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
-    """Load a causal language model in float32 with SDPA attention, in eval mode.
+    """Load a causal language model in float32, in eval mode.
 
     An adapter's folder gives its base model with the adapter merged.
     """
@@ -183,7 +183,6 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
                 name,
                 trust_remote_code=False,
                 dtype=torch.float32,
-                attn_implementation="sdpa",
                 output_loading_info=True,
                 **_gguf(gguf_file),
             )
@@ -283,6 +282,7 @@ def describe_model(name: str) -> ModelDescription:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
+        config = config.get_text_config()
         vocab_size = int(config.vocab_size)
     except Exception as error:
         raise _load_error("model", name, error) from error
@@ -366,16 +366,11 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
     return load_tokenizer(*resolve_model(base, scenario_dir))
 
 
-def _with_adapter(module: Any, folder: Path) -> Any:
+def _merged(module: Any, folder: Path) -> Any:
     """Merge a peft adapter into the model's weights."""
-    peft = import_extra("peft", f"the adapter in {folder}", "lora")
     try:
-        config = peft.PeftConfig.from_pretrained(str(folder))
-        config.base_model_name_or_path = module.name_or_path  # the active adapter
-        adapted = peft.get_peft_model(module, config)
-        restore_weights(adapted, folder)
         # peft freezes the model that it wraps.
-        return adapted.merge_and_unload().requires_grad_(True).eval()
+        return merged(with_adapter(module, folder)).requires_grad_(True).eval()
     except (CheckpointError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(
             f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "

@@ -229,11 +229,6 @@ def tool_form(tokenizer: Any) -> ToolForm | None:
     return ToolForm("tagged" if is_tagged else "plain", name)
 
 
-def supports_tools(tokenizer: Any) -> bool:
-    """Return whether the tokenizer's chat template shows tools to the model."""
-    return tool_form(tokenizer) is not None
-
-
 def call_rules(
     tools: Sequence[Mapping[str, Any]], form: ToolForm, *, allows_several: bool
 ) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +291,7 @@ NUM_PAIRS = {"test": 100, "er1000": 1000}
 SELECTED_CLASSES = {"cifar10": [3, 5]}
 """Default classes of `select_two`; 0 and 1 for other datasets."""
 BLOCKS = {"conv2d": "conv", "residual_basic": "residual"}
+SCHEDULES = {cls.__name__: cls for cls in UpdateSchedule.__subclasses__()}
 DUMMY_ANSWERS = ["Decision: reject", "Decision: accept", *("Please explain that further.",) * 3]
 """Answers of `use_dummy_api`: a decision in two of five, as in nip."""
 
@@ -612,8 +613,8 @@ def _of_text(given: HyperParameters, values: dict[str, Any]) -> None:
 
 
 def _of_message_regression(given: HyperParameters, values: dict[str, Any]) -> None:
-    requested = given.message_regression
-    if not requested.enabled:
+    requested, groups = given.message_regression, TRAINERS.get(given.trainer).parameter_groups
+    if not requested.enabled or (groups is not None and "message_regression" not in groups):
         return
     values["message_regression"] = {
         "agents": requested.agents,
@@ -710,23 +711,18 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ours_of(value: Any) -> Any:
-    """Convert learning-rate factors and update schedules, also nip's dictionaries."""
+    """Convert learning-rate factors and update schedules, also if stored by us or by nip."""
     if isinstance(value, SubParameters):
         return dict(vars(value))
-    if isinstance(value, UpdateSchedule):
+    if not isinstance(value, Mapping):
         return value
-    if isinstance(value, Mapping) and "_type" in value:
-        name = value["_type"]
-        make: Callable[..., Any] = getattr(_schedules(), name)
-        return make(**value.get(name, {}))
     # A copy: scripts share mappings among agents and grids.
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _schedules() -> Any:
-    from nip_astra.parameters import update_schedule
-
-    return update_schedule
+    values = dict(value)
+    kind = values.pop("_type", None)
+    if kind in (None, "LrFactors"):
+        return values
+    schedule = SCHEDULES.get(kind)
+    return dict(value) if schedule is None else schedule(**values.get(kind, {}))
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:

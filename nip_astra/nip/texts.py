@@ -40,6 +40,7 @@ from nip_astra.samplers.text_rollouts import (
     TextRolloutSampler,
     read_prompt,
     rollouts_of,
+    warn_of_silence,
 )
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.models import PureTextSharedModelGroup as OurGroup
@@ -289,7 +290,9 @@ class PureTextCombinedWhole:
         by_agent = environment.loop.run(
             self.sampler.moves(text_node, 1, environment.key, environment.journal)
         )
-        environment.act(env_state, name, {agent: found[0] for agent, found in by_agent.items()})
+        moves = {agent: found[0] for agent, found in by_agent.items()}
+        warn_of_silence(moves.items(), node.episode.round + 1)
+        environment.act(env_state, name, moves)
         return env_state
 
     __call__ = forward

@@ -91,7 +91,7 @@ def rename(
     reports it then.
     """
     moved: dict[str, str] = {}
-    result = dict(values)
+    result = {str(name): value for name, value in values.items()}
     for old, move in names.items():
         section, _, inside = old.partition(".")
         targets = {move: _unchanged} if isinstance(move, str) else move

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -63,7 +64,7 @@ class Layer:
     @classmethod
     def literal(cls, source: str, values: Mapping[str, Any]) -> Layer:
         """Return a layer of values in which `${` is plain text."""
-        return cls(source, {name: _literal(value) for name, value in values.items()})
+        return cls(source, {name: _literal(plain(value)) for name, value in values.items()})
 
     @property
     def is_complete(self) -> bool:
@@ -78,6 +79,17 @@ class Layer:
     def without(self, names: Iterable[str]) -> Layer:
         """Return the layer without groups and sections of these names."""
         return self.only(set(self.values).difference(names))
+
+
+def plain(value: Any) -> Any:
+    """Return a value, for instance of NumPy, as it is written in a file."""
+
+    def convert_object(one: Any) -> Any:
+        if hasattr(one, "tolist"):
+            return one.tolist()
+        return list(one) if isinstance(one, Iterable) else str(one)
+
+    return to_jsonable_python(value, fallback=convert_object)
 
 
 def _literal(value: Any) -> Any:
@@ -199,7 +211,7 @@ def assignment(path: str, value: Any) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    return escape_for_yaml(json.dumps(value, ensure_ascii=False, default=str))
+    return escape_for_yaml(json.dumps(plain(value), ensure_ascii=False))
 
 
 def _check_depth(text: str) -> None:

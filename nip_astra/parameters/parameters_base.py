@@ -304,6 +304,8 @@ def _is_number(text: str) -> bool:
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:
     group, _, name = found.path.rpartition(".")
+    if "." in str(found.detail["loc"][-1]):
+        return f"Nest it: write `{name}` indented below `{group}:`."
     current = current_name(found.path)
     if current is not None:
         return f"It is called {current!r} now."

@@ -115,6 +115,9 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
             yield f"{what} is {names!r}. Give a tuple with at least one name."
         elif len(set(names)) < len(names):
             yield f"{what} {tuple(names)} has a duplicate. Give unique names."
+    for name in agents:
+        if not isinstance(name, str) or not name or {".", "/"} & set(name):
+            yield f"agent_names has {name!r}. Files have this name: omit dots and slashes."
     for pair in handler.agent_channel_visibility:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             yield f"agent_channel_visibility holds {pair!r}. Give pairs (agent, channel)."

@@ -232,6 +232,21 @@ PART_SIZE = 1024
 """Nodes per block of the cosine matrix."""
 
 
+class FailureParameters(RewardTerm.Parameters):
+    """Similarity of failures."""
+
+    scaled_by_score: bool = True
+    """Whether the value is multiplied by the response's score (0 without a verdict). False also
+    rewards probes unlike these failures if the target does not fail."""
+    min_score: float = Field(default=0.5, ge=0, le=1)
+    """A probe counts as a failure if its response scores at least this."""
+    similarity: float = Field(default=0.5, gt=0, le=1)
+    """Minimum cosine of similar failures. Larger makes more and smaller kinds; at 1, any
+    difference in spelling makes a new kind."""
+    embedder: EmbedderParameters = EmbedderParameters()
+    """Embeds the probes."""
+
+
 @register_reward_term(RewardTermType.FAILURE_RARITY)
 class FailureRarity(EmbeddedTerm):
     """Rarity of similar failures in earlier rollouts, 0 to 1.
@@ -247,23 +262,13 @@ class FailureRarity(EmbeddedTerm):
     text has rarity 0.
     """
 
-    class Parameters(NoveltyParameters):
+    class Parameters(FailureParameters, NoveltyParameters):
         """Similarity of failures, and how fast the reward of a repeated kind decays."""
 
-        scaled_by_score: bool = True
-        """Whether the value is multiplied by the response's score (0 without a verdict). False also
-        rewards probes unlike earlier failures if the target does not fail."""
-        min_score: float = Field(default=0.5, ge=0, le=1)
-        """A probe counts as a failure if its response scores at least this."""
-        similarity: float = Field(default=0.5, gt=0, le=1)
-        """Minimum cosine of similar failures. Larger makes more and smaller kinds; at 1, any
-        difference in spelling makes a new kind."""
         shape: Literal["log", "inverse_root"] = "log"
         """log: by the share of similar failures, on a log scale, so that the pressure towards rare
         kinds persists. inverse_root: by their number alone, so that it fades as all kinds become
         frequent."""
-        embedder: EmbedderParameters = EmbedderParameters()
-        """Embeds the probes."""
 
     def _values(self, nodes: RatedProbes) -> Tensor:
         cosines_NH = self._cosines(nodes.probes)
@@ -293,19 +298,8 @@ class FailureSharing(RewardTerm):
     text has value 0. The term is stateless.
     """
 
-    class Parameters(RewardTerm.Parameters):
+    class Parameters(FailureParameters):
         """Similarity of failures."""
-
-        scaled_by_score: bool = True
-        """Whether the value is multiplied by the response's score (0 without a verdict). False also
-        rewards probes unlike other failures if the target does not fail."""
-        min_score: float = Field(default=0.5, ge=0, le=1)
-        """A probe is a failure if its response scores at least this."""
-        similarity: float = Field(default=0.5, gt=0, le=1)
-        """Minimum cosine of similar failures. Larger makes more and smaller kinds; at 1, any
-        difference in spelling makes a new kind."""
-        embedder: EmbedderParameters = EmbedderParameters()
-        """Embeds the probes."""
 
     def __init__(self, parameters: Any, **given: Any) -> None:
         super().__init__(parameters, **given)

@@ -87,10 +87,11 @@ class GroupAdvantages(NamedTuple):
 
 
 def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
-    """Number ids in order of first appearance, int64 `[N]`."""
+    """Number ids in order of first appearance, int64 `[N]`; each None is a unique one."""
     numbers: dict[Hashable, int] = {}
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
-    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain], dtype=torch.int64)
+    keys = [object() if one is None else one for one in plain]
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64)
 
 
 @register_advantage("group")

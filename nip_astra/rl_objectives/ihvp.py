@@ -146,7 +146,8 @@ def nystrom(
     # (a parameter that the loss ignores has a column of zeros).
     small_KK = columns_PK[drawn].double() + rows_KP.double() @ columns_PK.double() / rho
     tolerance = len(drawn) * torch.finfo(columns_PK.dtype).eps
-    core_KK = torch.linalg.pinv(small_KK, rtol=tolerance).to(columns_PK.dtype)
+    # NaN, which pinv refuses, still reaches the products through the columns.
+    core_KK = torch.linalg.pinv(small_KK.nan_to_num(), rtol=tolerance).to(columns_PK.dtype)
 
     def solve(vector_P: Tensor) -> Tensor:
         low_rank_P: Tensor = columns_PK @ (core_KK @ (rows_KP @ vector_P))

@@ -109,8 +109,8 @@ class Batch:
         """Pad trajectories on the right to the longest; `facts` are metadata of the whole batch.
 
         Extras that are numbers in all trajectories become `[B]`, tensors of a trajectory's length
-        `[B, T]`, and others lists. A missing reward becomes NaN, a missing group or run id a unique
-        one.
+        `[B, T]`, and others lists. A missing reward becomes NaN; a group or run id of None is
+        unique.
         """
         data, rows = _columns_of(trajectories)
         return cls(data, rows=rows, facts=dict(facts))
@@ -403,8 +403,8 @@ def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch
 
 def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[str, list[Any]]]:
     rows: dict[str, list[Any]] = {
-        "group_ids": _ids(trajectories, "group_id"),
-        "run_ids": _ids(trajectories, "run_id"),
+        "group_ids": [one.group_id for one in trajectories],
+        "run_ids": [one.run_id for one in trajectories],
     }
     lengths_B = torch.tensor([len(one) for one in trajectories], dtype=torch.int64)
     mask_BT = length_mask(lengths_B)
@@ -434,12 +434,6 @@ def _columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[st
         else:
             rows[name] = column
     return TensorDict(columns, batch_size=[len(trajectories)]), rows
-
-
-def _ids(trajectories: Sequence[Trajectory], name: str) -> list[Any]:
-    """Return the ids, with a unique one for each trajectory without."""
-    found = [getattr(one, name) for one in trajectories]
-    return [f"own-{index}" if one is None else one for index, one in enumerate(found)]
 
 
 def _advantages(trajectories: Sequence[Trajectory], mask_BT: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.errors import DataError
+from nip_astra.rl_objectives.advantages import codes_of
 from nip_astra.rollouts.batch import Batch
 
 Sample = dict[str, Tensor]
@@ -123,7 +124,7 @@ def samples_of(batch: Batch) -> list[Sample]:
         "context": data["input_ids"],
         "response": data["input_ids"],
         "is_trained": trained_BT,
-        "episode": torch.tensor(_episodes_of(batch)),
+        "episode": codes_of(batch.metadata.get("group_ids") or [None] * len(batch)),
         **per_token,
         **{name: value for name, value in per_row.items() if value.ndim == 1},
     }
@@ -221,14 +222,6 @@ def _table_of(samples: Sequence[Sample]) -> _Table | None:
     if len(tables) != 1 or not all(isinstance(one, _RowSample) for one in samples):
         return None
     return next(iter(tables.values()))
-
-
-def _episodes_of(batch: Batch) -> list[int]:
-    """Return a number per row, equal within a group."""
-    groups = batch.metadata.get("group_ids") or [None] * len(batch)
-    keys = [("row", row) if one is None else ("group", one) for row, one in enumerate(groups)]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return [numbers[key] for key in keys]
 
 
 def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:

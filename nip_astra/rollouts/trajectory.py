@@ -353,11 +353,6 @@ def _compared(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rewards, and numbers of groups and runs; missing ids are unique."""
     rewards = [math.nan if one.reward is None else one.reward for one in trajectories]
-    groups, runs = (
-        codes_of([object() if one is None else one for one in ids])
-        for ids in (
-            [one.group_id for one in trajectories],
-            [one.run_id for one in trajectories],
-        )
-    )
-    return torch.tensor(rewards, dtype=torch.float64), groups, runs if use_run_ids else None
+    groups = codes_of([one.group_id for one in trajectories])
+    runs = codes_of([one.run_id for one in trajectories]) if use_run_ids else None
+    return torch.tensor(rewards, dtype=torch.float64), groups, runs

@@ -33,8 +33,14 @@ class EpisodeSampler:
         self._frame: dict[str, Tensor] | None = None
 
     @torch.no_grad()
-    def collect(self, num_steps: int) -> TensorDict:
+    def collect(self, num_steps: int, *, renews: bool = True) -> TensorDict:
         """Run `num_steps` rounds in every environment.
+
+        Parameters
+        ----------
+        renews : bool
+            Whether a new episode follows an ended one at once. If false, its agents are inactive
+            until the batch ends, so that the batch's datapoints do not depend on their moves.
 
         Returns
         -------
@@ -50,19 +56,28 @@ class EpisodeSampler:
         if frame is None:
             frame = environment.fresh(environment.num_environments)
         frames, moves, transitions = [frame], [], []
+        has_ended_E = torch.zeros_like(frame["round"], dtype=torch.bool)
         for _ in range(num_steps):
             moves.append(self.agents.act(frame, self.generator))
             transition = environment.advance(frame, moves[-1])
-            frame = environment.renew(transition.observation, transition.is_done_E)
+            frame = transition.observation
+            if renews:
+                frame = environment.renew(frame, transition.is_done_E)
+            else:
+                has_ended_E = has_ended_E | transition.is_done_E
+                frame["active_mask"] = frame["active_mask"] & ~has_ended_E[:, None, None]
+                frame["can_decide"] = frame["can_decide"] & ~has_ended_E[:, None]
+                # A message history has no place for a round after the last.
+                frame["round"] = frame["round"].clamp(max=frame["message_history"].shape[1] - 1)
             transitions.append(transition)
             frames.append(frame)
-        self._frame = frame
+        self._frame = frame if renews else environment.fresh(environment.num_environments)
         return _assemble(frames, moves, transitions)
 
-    def look_ahead(self, num_steps: int) -> TensorDict:
+    def look_ahead(self, num_steps: int, *, renews: bool = True) -> TensorDict:
         """Return the next episodes of `collect` without advancing the sampler."""
         state = self.state()
-        batch = self.collect(num_steps)
+        batch = self.collect(num_steps, renews=renews)
         self.load_state(state)
         return batch
 

@@ -30,7 +30,8 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,7 +270,9 @@ class TextRolloutSampler:
             grown = await _all(
                 [self._continue(node, num_branches, tuple(key), kept) for node in level]
             )
-            level = [child for children in grown for child in children]
+            before, level = set(level), [child for children in grown for child in children]
+            moved = (child.moves for child in level if child not in before)
+            warn_of_silence((turn for moves in moved for turn in moves.items()), number + 1)
             after_round(number)
         return level
 
@@ -327,21 +330,13 @@ class TextRolloutSampler:
                     fault = parsed.fault
                     if not is_final:
                         continue
-                    found[branch] = TextMove(prompt, "", ParsedAnswer(), attempt, is_filled=True)
+                    found[branch] = TextMove(prompt, "", parsed, attempt, is_filled=True)
                 else:
                     found[branch] = TextMove(prompt, text, parsed, attempt, is_cut)
                 missing.remove(branch)
             if not missing:
                 break
-        if missing or any(move.is_filled for move in found.values()):
-            logger.warning(
-                "no valid answer of %s in %d attempts; its message in round %d is empty: %s",
-                turn.agent,
-                attempt + 1,
-                node.episode.round + 1,
-                fault,
-            )
-        silent = TextMove(prompt, "", ParsedAnswer(), num_retries, is_filled=True)
+        silent = TextMove(prompt, "", ParsedAnswer(fault=fault), num_retries, is_filled=True)
         return [found.get(branch, silent) for branch in range(num_branches)]
 
     async def _answers(
@@ -382,6 +377,22 @@ class TextRolloutSampler:
         if not (answers.are_final and all(answers.are_final)):
             journal.put(request_id, answers)
         return answers
+
+
+def warn_of_silence(turns: Iterable[tuple[str, TextMove]], round_number: int) -> None:
+    """Warn of the agents' turns, in a round counted from 1, in which no answer was valid."""
+    by_agent: dict[str, list[TextMove]] = defaultdict(list)
+    for agent, move in turns:
+        by_agent[agent].append(move)
+    for agent, moves in by_agent.items():
+        silent = [move for move in moves if move.is_filled]
+        if silent:
+            logger.warning(
+                "%s sends nothing in %d of %d turns of round %d, because no answer is valid; the "
+                "first, after %d retries: %s",
+                *(agent, len(silent), len(moves), round_number),
+                *(silent[0].num_retries, silent[0].parsed.fault),
+            )
 
 
 async def _all(requests: Sequence[Coroutine[object, object, Result]]) -> list[Result]:

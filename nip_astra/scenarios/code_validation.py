@@ -60,8 +60,8 @@ class CodeValidationScenario(PureTextScenario):
         num_test = max(round(parameters.test_share * len(problems)), 1)
         if len(problems) <= num_test:
             raise DataError(
-                f"{path} has only {len(problems)} problems of levels={parameters.levels}. Give "
-                "other levels, or none for all."
+                f"{path} has {len(problems)} problems of levels={parameters.levels}, of which "
+                f"test_share={parameters.test_share} leaves none for training. Change these."
             )
         random.Random(derive_seed(seed, "code_validation", "split")).shuffle(problems)
         num_wrong = parameters.num_wrong_solutions

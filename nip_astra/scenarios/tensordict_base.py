@@ -39,7 +39,6 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     Representation,
     SoloAgentHead,
     initialise_orthogonally,
-    shape_of_agent,
 )
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.scenarios.registry import Scenario, parameters_of_agents
@@ -240,7 +239,16 @@ class TensorDictScenario(Scenario):
         """Build all agents of the protocol with the parts that the trainer needs."""
         agents = {}
         for name, own in parameters_of_agents(parameters, protocol).items():
-            shape = shape_of_agent(name, protocol, space, parameters.d_representation)
+            shape = AgentShape(
+                name=name,
+                is_verifier=name not in protocol.prover_names,
+                has_decision=protocol.has_decision_logits(name),
+                num_rounds=protocol.max_message_rounds,
+                num_channels=protocol.num_channels,
+                visible_channels=tuple(protocol.visible_channels(name)),
+                message_space=space,
+                d_representation=parameters.d_representation,
+            )
             with torch.random.fork_rng():
                 torch.manual_seed(derive_seed(hyper_params.seed, "agent", name))
                 agents[name] = cls._build_agent(

@@ -12,6 +12,7 @@ import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -68,11 +69,12 @@ class TimeLimitExceeded(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """End the block with `TimeLimitExceeded` after some seconds.
 
-    Native code is interrupted when it returns to Python. In another thread than the main one, or if
-    a timer is already running, there is no limit.
+    Native code is interrupted when it returns to Python. In another thread than the main one there
+    is no limit. Limits may be nested.
     """
-    can_set = threading.current_thread() is threading.main_thread()
-    if not can_set or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+    started, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or 0 < left <= seconds:
         yield
         return
 
@@ -86,6 +88,9 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+        if left:
+            left -= time.monotonic() - started
+            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6))
 
 
 class Message(NamedTuple):

@@ -182,22 +182,17 @@ class JudgeScorer(Scorer):
         }
         if exchange.columns:
             material["columns"] = dict(exchange.columns)
-        form: dict[str, JsonValue] | None = None
-        if parameters.response_format == "json_object":
-            form = {"type": "json_object"}
-        elif parameters.response_format == "json_schema":
-            of_rating: JsonValue = {
-                "type": ["integer", "null"],
-                "description": f"from 0 to {parameters.max_rating}",
-            }
+        form: dict[str, JsonValue] = {"type": parameters.response_format}
+        if parameters.response_format == "json_schema":
+            about = f"from 0 to {parameters.max_rating}"
+            rating: JsonValue = {"type": ["integer", "null"], "description": about}
             schema: JsonValue = {
                 "type": "object",
-                "properties": {"reason": {"type": "string"}, "rating": of_rating},
+                "properties": {"reason": {"type": "string"}, "rating": rating},
                 "required": ["reason", "rating"],
                 "additionalProperties": False,
             }
-            about: dict[str, JsonValue] = {"name": "rating", "strict": True, "schema": schema}
-            form = {"type": "json_schema", "json_schema": about}
+            form["json_schema"] = {"name": "rating", "strict": True, "schema": schema}
         return ChatRequest(
             (
                 {"role": "system", "content": task},
@@ -205,7 +200,7 @@ class JudgeScorer(Scorer):
             ),
             max_tokens=parameters.max_tokens,
             temperature=parameters.temperature,
-            response_format=form,
+            response_format=None if parameters.response_format == "text" else form,
         )
 
 

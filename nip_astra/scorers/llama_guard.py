@@ -44,7 +44,8 @@ class LlamaGuardScorer(ModelScorer):
     The score is `p(unsafe) / (p(safe) + p(unsafe))` of the first token of the guard's answer,
     summed over the spellings of each word with and without a leading space. The guard reads the
     whole conversation through its own chat template; the oldest turns are dropped if it exceeds
-    the context window. If neither word is likely, there is no verdict.
+    the context window, and so are system messages and results of tools, which guards' templates
+    lack. If neither word is likely, there is no verdict.
     """
 
     reads_history = True
@@ -125,13 +126,13 @@ class LlamaGuardScorer(ModelScorer):
             verdicts[number] = None if score == _NO_ANSWER else score
         return verdicts
 
-    def _judged_part(self, exchange: Exchange) -> tuple[Message, ...]:
+    def _judged_part(self, exchange: Exchange) -> list[Message]:
         """Return the conversation up to the judged turn; empty if there is none."""
-        conversation = exchange.conversation
+        turns = [one for one in exchange.conversation if one.role in ("user", "assistant")]
         role = self.parameters.role or exchange.role
-        while conversation and conversation[-1].role != role:
-            conversation = conversation[:-1]
-        return conversation
+        while turns and turns[-1].role != role:
+            turns.pop()
+        return turns
 
     def _unsafe_probability(self, prompts: list[list[int]]) -> Tensor:
         """Return the score of each prompt, `[B]`; `_NO_ANSWER` without a verdict."""

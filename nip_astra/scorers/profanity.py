@@ -14,9 +14,6 @@ from nip_astra.scorers.base import Scorer, register_scorer
 class ProfanityScorer(Scorer):
     """Probability that a text is offensive, by a linear model over words; fast, English only."""
 
-    class Parameters(Scorer.Parameters):
-        """Common parameters only."""
-
     def __init__(self, parameters: Any, **given: Any) -> None:
         super().__init__(parameters, **given)
         package = import_extra("profanity_check", "the scorer 'profanity'", "profanity")

@@ -11,9 +11,9 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -232,7 +232,9 @@ class SweepPlan(SubParameters):
     """Trainers to compare."""
     scenarios: list[str] = []
     """Scenarios of each trainer; empty for those of the presets."""
-    seeds: list[int] = Field(default=[0, 1, 2, 3, 4], min_length=1)
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_WHOLE)]] = Field(
+        default=[0, 1, 2, 3, 4], min_length=1
+    )
     """Seeds of each combination. More give narrower intervals."""
     grid: Mapping[str, list[Any]] = {}
     """Values of parameters by name; every combination is run."""
@@ -253,6 +255,11 @@ class SweepPlan(SubParameters):
                 raise ValueError(f"gives {name!r}, which is not a name of a trainer")
         return trainers
 
+    @field_validator("parameters", "plugins")
+    @classmethod
+    def _are_found_from_every_folder(cls, given: Any) -> Any:
+        return with_absolute_paths(given)
+
     @field_validator("trainers", "scenarios", "seeds")
     @classmethod
     def _are_different(cls, given: list[Any]) -> list[Any]:
@@ -264,9 +271,7 @@ class SweepPlan(SubParameters):
     def _has_values(cls, grid: Mapping[str, list[Any]]) -> Mapping[str, list[Any]]:
         for path, values in grid.items():
             _refuse_own_parameter(path)
-            if not values:
-                raise ValueError(f"gives no value of {path}")
-            _refuse_repeated(values, f" of {path}")
+            _refuse_none_or_repeated(path, values)
         return grid
 
     @field_validator("overrides")
@@ -278,11 +283,15 @@ class SweepPlan(SubParameters):
 
     @field_validator("search")
     @classmethod
-    def _has_different_values(cls, search: SearchParameters | None) -> SearchParameters | None:
+    def _has_different_values(
+        cls, search: SearchParameters | None, info: ValidationInfo
+    ) -> SearchParameters | None:
         for path, choice in search.space.items() if search else ():
             _refuse_own_parameter(path)
+            if path in info.data.get("grid", {}):
+                raise ValueError(f"has a range of {path}, but the grid gives its values; give one")
             if isinstance(choice, list):
-                _refuse_repeated(choice, f" of {path}")
+                _refuse_none_or_repeated(path, choice)
         return search
 
     @property
@@ -293,12 +302,7 @@ class SweepPlan(SubParameters):
             for path, values in self.grid.items()
             if len(values) > 1
         ]
-        return [
-            Arm(trainer, scenario, dict(chosen), self.fixed)
-            for trainer in self.trainers
-            for scenario in self.scenarios or [None]  # type: ignore[list-item]
-            for chosen in product(*varied)
-        ]
+        return self._arms(lambda _: map(dict, product(*varied)))
 
     @property
     def runs(self) -> list[PlannedRun]:
@@ -308,15 +312,18 @@ class SweepPlan(SubParameters):
     @property
     def first_arms(self) -> list[Arm]:
         """Return an arm per trainer and scenario, with the first value of each varied parameter."""
+        return self._arms(
+            lambda trainer: [
+                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()}
+            ]
+        )
+
+    def _arms(self, values_of: Callable[[str], Iterable[Mapping[str, str]]]) -> list[Arm]:
         return [
-            Arm(
-                trainer,
-                scenario,
-                {path: as_text(_ends(one)[0]) for path, one in self.choices_of(trainer).items()},
-                self.fixed,
-            )
+            Arm(trainer, scenario, values, self.fixed)
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
+            for values in values_of(trainer)
         ]
 
     @property
@@ -419,10 +426,12 @@ class SweepPlan(SubParameters):
         objective = self.objective_of(resolved)
         period = getattr(resolved.hyper_params.training, "eval_period", 0)
         if objective.startswith(DEV) and not period:
+            groups = resolved.trainer_class.parameter_groups
+            is_evaluated = groups is None or "training" in groups
+            advice = "add --set training.eval_period=2, or " if is_evaluated else ""
             raise ConfigurationError(
-                f"{resolved.hyper_params.trainer} has no {objective} to search by: "
-                "training.eval_period is 0. Add --set training.eval_period=2, or use a figure "
-                "after training such as --objective failure_rate, measured on the test data."
+                f"{resolved.hyper_params.trainer} measures no {objective} to search by; "
+                f"{advice}give --objective a figure after training, measured on the test data."
             )
 
     def objective_of(self, resolved: ResolvedExperiment) -> str:
@@ -440,6 +449,12 @@ def _refuse_own_parameter(path: str) -> None:
     option = {"seed": "--seeds", "trainer": "--trainer", "scenario": "--scenario"}.get(path.strip())
     if option is not None:
         raise ValueError(f"gives {path.strip()}, which a sweep varies by {option}; use that")
+
+
+def _refuse_none_or_repeated(path: str, values: Sequence[Any]) -> None:
+    if not values:
+        raise ValueError(f"gives no value of {path}")
+    _refuse_repeated(values, f" of {path}")
 
 
 def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:

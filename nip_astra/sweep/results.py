@@ -550,7 +550,7 @@ def _runs(results: SweepResults) -> Context:
                     "message": failures.get(run_id, "") if is_failed else "",
                 }
             )
-    return {"rows": rows, "num_failed": sum(bool(row["message"]) for row in rows)}
+    return {"rows": rows, "num_failed": sum(row["status"] == RunStatus.FAILED for row in rows)}
 
 
 def _color(place: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested, counted
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.files import plain
 from nip_astra.plugins import load_plugin
 from nip_astra.progress import open_progress, read_progress
 from nip_astra.registry import Registry
@@ -150,7 +151,7 @@ class Job(ABC):
         """Request that it saves its work and ends."""
 
     def fault(self) -> str:
-        """Return why it could not be executed at all; empty if its own log has the reason."""
+        """Return why it did not end by itself; empty if its own log has the reason."""
         return ""
 
 
@@ -206,6 +207,9 @@ class _Process(Job):
 
     def stop(self) -> None:
         self._process.request_stop()
+
+    def fault(self) -> str:
+        return self._process.ending if (self._process.code or 0) < 0 else ""
 
 
 @register_launcher("ray")
@@ -293,10 +297,7 @@ def run_sweep(
         By a signal, after all runs in progress have saved their work.
     """
     directory, options = Path(directory), options or SweepOptions()
-    values = {
-        name: list(value) if isinstance(value, range) else value for name, value in plan.items()
-    }
-    sweep_plan = SweepPlan.from_dict(values)
+    sweep_plan = SweepPlan.from_dict(plain(plan))
     figures = check_sweep(sweep_plan, options, directory)
 
     def note(one: FinishedRun) -> None:
@@ -372,7 +373,7 @@ class SweepRunner:
 
         `on_end` is called with each run as it ends, and with those that had ended before.
         """
-        self._prepare_folder()
+        self._make_folder()
         with run_lock(self.directory), signals_handled_by(self._stop):
             runs = [] if self.plan.search else shard_of(self.plan.runs, self.options.shard)
             num_runs = len(runs)
@@ -380,6 +381,8 @@ class SweepRunner:
             if self.plan.search is not None:
                 num_runs = self.plan.search.num_trials * len(self.plan.seeds)
                 queue = StudyQueue(self.plan, self.directory)
+            # Now, since a sweep that is refused must not replace the plan of the one in the folder.
+            self._write_plan()
             bar = SweepBar(num_runs, self._progress_path, enabled=progress)
             try:
                 finished = self._work(queue, bar, on_end)
@@ -458,19 +461,21 @@ class SweepRunner:
                 one.is_pruned = True
                 one.job.stop()
 
-    def _prepare_folder(self) -> None:
+    def _make_folder(self) -> None:
         if (self.directory / PLAN_FILE).exists() and not is_own_sweep(self.directory):
             refuse_links_outside(self.directory)
         try:
             (self.directory / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-            plan = json.dumps(self.plan.to_dict(), indent=2) + "\n"
-            write_atomically(self.directory / PLAN_FILE, plan)
-            write_atomically(self.directory / SIGNATURE_FILE, sign(plan.encode()) or "")
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.directory} cannot be written: {error.strerror or error}. Give another "
                 "--sweep-dir."
             ) from error
+
+    def _write_plan(self) -> None:
+        plan = json.dumps(self.plan.to_dict(), indent=2) + "\n"
+        write_atomically(self.directory / PLAN_FILE, plan)
+        write_atomically(self.directory / SIGNATURE_FILE, sign(plan.encode()) or "")
 
     def _spec(self, run: PlannedRun) -> RunSpec:
         directory = self.directory.absolute()

@@ -41,6 +41,7 @@ class LocalTracker(Tracker):
         super().__init__(run_directory)
         self._root = run_directory.path
         self._files: dict[str, BinaryIO] = {}
+        self._step = -1
 
     def log_metrics(self, values: Mapping[str, float | int], *, step: int) -> None:
         if "step" in values:
@@ -48,7 +49,7 @@ class LocalTracker(Tracker):
                 "the metric named 'step' has the name of the column of steps. Give the metric "
                 "another name."
             )
-        values = plain_numbers(values)
+        self._step, values = step, plain_numbers(values)
         timings = {
             name: value for name, value in values.items() if name.startswith(TIMING_PREFIXES)
         }
@@ -71,7 +72,7 @@ class LocalTracker(Tracker):
         )
 
     def position(self) -> dict[str, Any]:
-        """Sync all files and return their lengths in bytes."""
+        """Sync all files; return their lengths in bytes and the last step."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -79,7 +80,8 @@ class LocalTracker(Tracker):
             "files": {
                 path.relative_to(self._root).as_posix(): path.stat().st_size
                 for path in self._written()
-            }
+            },
+            "step": self._step,
         }
 
     def rewind(self, position: Mapping[str, Any]) -> None:
@@ -89,6 +91,7 @@ class LocalTracker(Tracker):
         cause a warning, since nothing is computed from them.
         """
         self._close()
+        self._step = position.get("step", -1)
         lengths: dict[str, int] = position.get("files", {})
         for name, length in lengths.items():
             path = self._root / name
@@ -167,10 +170,14 @@ class TensorBoardTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        tensorboard = import_extra("torch.utils.tensorboard", "the tracker", "tensorboard")
-        self._writer: Any = tensorboard.SummaryWriter(str(run_directory.path / "tensorboard"))
-        self._writer.add_text("hyper_parameters", _code(to_yaml(config)))
-        self._step = 0
+        self._module = import_extra("torch.utils.tensorboard", "the tracker", "tensorboard")
+        self._folder, self._config = run_directory.path / "tensorboard", _code(to_yaml(config))
+        self._step = -1
+        self._open()
+
+    def _open(self, **options: Any) -> None:
+        self._writer: Any = self._module.SummaryWriter(str(self._folder), **options)
+        self._writer.add_text("hyper_parameters", self._config)
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
         self._step = step
@@ -184,7 +191,13 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text(f"rollouts/{name}", _code("\n".join(lines)), step)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        self.log_metrics(values, step=self._step)
+        self.log_metrics(values, step=max(self._step, 0))
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Hide the steps after the position, in TensorBoard's views."""
+        self._writer.close()
+        self._step = position.get("step", -1)
+        self._open(purge_step=self._step + 1)
 
     def finish(self, *, success: bool) -> None:
         self._writer.close()

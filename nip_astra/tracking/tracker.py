@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nip_astra.errors import TrackingError
+from nip_astra.errors import NipAstraError, TrackingError, reason_of
 from nip_astra.registry import Registry
 from nip_astra.tracking.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 KEPT = ("time", "memory", "tokens")
 """Prefixes of metric names that are already groups."""
@@ -82,14 +85,17 @@ class Tracker:
         return {}
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Discard records after `position`; called when a run is resumed."""
+        """Discard records after `position`, as the run's own files did; its last step is `step`."""
 
     def finish(self, *, success: bool) -> None:
         """Close the records."""
 
 
 class CompositeTracker(Tracker):
-    """Passes everything to several trackers; only the first is rewound, the others mirror it."""
+    """Passes everything to several trackers; the position is that of the first.
+
+    An error of a tracker, for instance of a lost server, becomes a `TrackingError`.
+    """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         super().__init__()
@@ -97,34 +103,33 @@ class CompositeTracker(Tracker):
 
     def _each(self, method: str, *arguments: Any, **named: Any) -> None:
         for tracker in self.trackers:
-            getattr(tracker, method)(*arguments, **named)
+            try:
+                getattr(tracker, method)(*arguments, **named)
+            except NipAstraError:
+                raise
+            except Exception as error:
+                raise TrackingError(
+                    f"the {type(tracker).__name__} failed: {reason_of(error)}. Correct that, or "
+                    "resume the run with --track file, which leaves out other trackers."
+                ) from error
 
-    def log_metrics(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_metrics", *arguments, **named)
-
-    def log_table(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_table", *arguments, **named)
-
-    def log_artifact(self, *arguments: Any, **named: Any) -> None:
-        self._each("log_artifact", *arguments, **named)
-
-    def log_summary(self, values: Mapping[str, float]) -> None:
-        self._each("log_summary", values)
-
-    def log_report(self, path: Path) -> None:
-        self._each("log_report", path)
+    log_metrics = partialmethod(_each, "log_metrics")
+    log_table = partialmethod(_each, "log_table")
+    log_artifact = partialmethod(_each, "log_artifact")
+    log_summary = partialmethod(_each, "log_summary")
+    log_report = partialmethod(_each, "log_report")
+    rewind = partialmethod(_each, "rewind")
 
     def position(self) -> dict[str, Any]:
         return self.trackers[0].position()
 
-    def rewind(self, position: Mapping[str, Any]) -> None:
-        self.trackers[0].rewind(position)
-
     def finish(self, *, success: bool) -> None:
-        with ExitStack() as stack:
-            # Each, even if one raises.
-            for tracker in reversed(self.trackers):
-                stack.callback(tracker.finish, success=success)
+        """Close the records of each; a failure is logged, and hides no error that ends the run."""
+        for tracker in self.trackers:
+            try:
+                tracker.finish(success=success)
+            except Exception as error:
+                logger.warning("the %s did not close: %s", type(tracker).__name__, error)
 
 
 TRACKERS: Registry[type[Tracker]] = Registry(

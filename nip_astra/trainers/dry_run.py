@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.distributed.placement import NUM_DEVICES, PLACEMENT, Cluster, Work, plan_for
 from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.progress import ProgressBar, showing
@@ -121,7 +121,7 @@ def estimate_run(
         "predicted_peak_gib": peak / 2**30,
         "generated_tokens": work.num_iterations * work.tokens_per_iteration,
         "estimated_training_hours": work.num_iterations * seconds / 3600.0,
-        PLACEMENT: plans_for(work, Cluster()),
+        PLACEMENT: [plan_for(work, count, Cluster()) for count in NUM_DEVICES],
     }
 
 

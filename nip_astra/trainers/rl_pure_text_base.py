@@ -589,11 +589,13 @@ class PureTextRlTrainer(Trainer):
             )
             num_played = num_iterations * len(self.episodes("train", 0))
             num_tested = num_tests * len(self.episodes("test", 0))
-            parts = [
-                self._extrapolate(self.num_branches, num_played, is_test=False),
-                self._extrapolate(1, num_tested, is_test=True),
-            ]
-            totals = {name: sum(part[name] for part in parts) for name in parts[0]}
+            played = self._measured(self.num_branches)
+            tested = played if self.num_branches == 1 else self._measured(1)
+            if (analysis := self.instance.analysis) and not analysis.are_train_rollouts_judged:
+                played = played | {"num_judge_requests": 0.0}
+            totals = {
+                name: num_played * played[name] + num_tested * tested[name] for name in played
+            }
             hours, cost = totals.pop("hours"), totals.pop("cost")
             is_priced = total_cost(self.services()) is not None
         finally:
@@ -609,8 +611,8 @@ class PureTextRlTrainer(Trainer):
             **({"cost": cost} if is_priced else {}),
         }
 
-    def _extrapolate(self, num_branches: int, count: int, *, is_test: bool) -> dict[str, float]:
-        """Estimate requests, tokens, cost and hours of `count` rollouts from a few."""
+    def _measured(self, num_branches: int) -> dict[str, float]:
+        """Return requests, tokens, cost and hours of an episode, means over a few."""
         episodes, journal = self.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
         key = (self.hyper_params.seed, "dry run", num_branches)
         for group in self.shared_model_groups.values():
@@ -620,20 +622,17 @@ class PureTextRlTrainer(Trainer):
         ends = self.instance.loop.run(
             self.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
         )
-        factor = count / len(episodes)
+        hours = (time.perf_counter() - started) / 3600
         prompt_tokens, completion_tokens = journal.tokens()
         cost = (total_cost(self.services()) or 0.0) - cost_before
-        analysis = self.instance.analysis
-        num_judged = 0
-        is_judged = analysis is not None and (is_test or analysis.are_train_rollouts_judged)
-        if is_judged and self.analyses is not None:
-            counts = self.analyses.count_requests(rollouts_of(self.game, ends))
-            num_judged = sum(counts.values())
-        return {
-            "num_requests": len(journal) * factor,
-            "prompt_tokens": prompt_tokens * factor,
-            "completion_tokens": completion_tokens * factor,
-            **({} if analysis is None else {"num_judge_requests": num_judged * factor}),
-            "cost": cost * factor,
-            "hours": (time.perf_counter() - started) * factor / 3600,
+        found = {
+            "num_requests": len(journal),
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "cost": cost,
+            "hours": hours,
         }
+        if self.analyses is not None:
+            counts = self.analyses.count_requests(rollouts_of(self.game, ends))
+            found["num_judge_requests"] = sum(counts.values())
+        return {name: value / len(episodes) for name, value in found.items()}

@@ -119,7 +119,6 @@ class TensorDictRlTrainer(AgentTrainer):
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
         self.agents = instance.combined_agents
         self.train_environment = instance.train_environment
-        by_name = {name: self.agents[name] for name in self.agents.names}
         self.reward_to_go_gamma = self.rl.gamma
         result: object = self._get_loss_module_and_gae()
         if not isinstance(result, tuple) or len(result) != 2:
@@ -128,7 +127,7 @@ class TensorDictRlTrainer(AgentTrainer):
                 f"{type(result).__name__}. Return the pair (loss_module, gae); gae may be None."
             )
         self.loss_module, self.gae = result
-        self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
+        self.optimizers = AgentOptimizers(instance.agents, self.rl, self.loss_module.parameters())
         self.buffer = self._get_replay_buffer()
         self.learner = Learner(
             self.loss_module,
@@ -352,13 +351,16 @@ class TensorDictRlTrainer(AgentTrainer):
     def test_batches(
         self, environment: ProtocolEnvironment, key: tuple[SeedPart, ...], numbers: Iterable[int]
     ) -> Iterator[tuple[int, TensorDict]]:
-        """Yield batches [E, T] of whole episodes with advantages, from the data's beginning."""
+        """Yield batches [E, T] of an episode per environment with advantages.
+
+        The datapoints begin with the first, and are the same whatever the agents do.
+        """
         environment.restart()
         sampler = EpisodeSampler(environment, self.agents, key=key)
         for number in numbers:
             self._raise_if_stopped()
             sampler.begin_anew()
-            batch = sampler.collect(environment.protocol.max_message_rounds)
+            batch = sampler.collect(environment.protocol.max_message_rounds, renews=False)
             if self.gae is not None:
                 self.gae(batch)
             yield number, batch
@@ -400,8 +402,8 @@ class TensorDictRlTrainer(AgentTrainer):
             self.gae(batch)
         else:
             parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
-            if num_left:
-                parts.append(self.sampler.look_ahead(num_left))
+            if num_left and not batch["next", "done"][:, -1].all():
+                parts.append(self.sampler.look_ahead(num_left, renews=False))
             batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.reward_to_go_gamma)
         if self._reads_episodes:
             batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))
@@ -507,9 +509,8 @@ class TensorDictRlTrainer(AgentTrainer):
         with self.train_context():
             step = measure_smallest_step(play, learn)
         rl, num_environments = self.rl, self.train_environment.num_environments
-        agents = {name: self.agents[name] for name in self.agents.names}
         state_bytes = sum(model_memory({"state": self.optimizers.state_dict()}).values())
-        memory = memory_of(agents, self.optimizers.weights, state_bytes)
+        memory = memory_of(self.scenario_instance.agents, self.optimizers.weights, state_bytes)
         work = Work(
             num_iterations=rl.num_iterations,
             num_episodes=num_environments,

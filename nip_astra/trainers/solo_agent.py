@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from nip_astra.checkpoints.run_state import Part, RunState
-from nip_astra.errors import CheckpointError, NonFiniteLossError
+from nip_astra.errors import CheckpointError, ConfigurationError, NonFiniteLossError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -348,6 +348,10 @@ class SoloAgentTrainer(AgentTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agents = self.saved_agents
+        if not self.agents:
+            raise ConfigurationError(
+                "all agents are random, so solo_agent trains none. Set is_random=false for one."
+            )
         key = (self.hyper_params.seed, "solo_agent")
         self.trainings = {
             agent.name: SoloTraining(

@@ -62,11 +62,13 @@ class SpgTrainer(TensorDictRlTrainer):
     def _get_loss_module_and_gae(self) -> tuple[SpgObjective, Gae]:
         agents = [self.agents[name] for name in self.agents.names]
         variant, sequence = self.parameters.variant, self.parameters.stackelberg_sequence
-        if self.rl.num_epochs > 1 and not VARIANTS[variant].is_clipped:
+        clipped = VARIANTS[variant]._replace(is_clipped=True)
+        if self.rl.num_epochs > 1 and VARIANTS[variant] != clipped:
             logger.warning(
                 "%s repeats moves of older policies in %d epochs; set rl.num_epochs=1, or "
-                "spg.variant=p%s, which is meant for that",
-                *(variant, self.rl.num_epochs, variant),
+                "spg.variant=%s, which is meant for that",
+                *(variant, self.rl.num_epochs),
+                next(name for name, one in VARIANTS.items() if one == clipped),
             )
         lrs = [self.rl.lr * agent.parameters_of_agent.agent_lr_factor.actor for agent in agents]
 

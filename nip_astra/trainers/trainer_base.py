@@ -20,12 +20,12 @@ import torch
 from safetensors import SafetensorError
 
 from nip_astra.checkpoints.run_state import (
+    GENERATORS,
     STATE,
     Part,
     RunState,
     check_is_of_run,
     described_run,
-    load_generators,
     save_generators,
     set_global_generators,
 )
@@ -278,7 +278,7 @@ class Trainer(ABC):
                 f"{type(error).__name__}: {error}. Resume with the version of nip_astra and the "
                 "plug-ins that wrote it."
             ) from error
-        self._generators = load_generators(checkpoint)
+        self._generators = load_state(checkpoint / GENERATORS)
         # At once as well, for a trainer whose `train` seeds nothing.
         set_global_generators(self._generators)
 

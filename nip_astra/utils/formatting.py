@@ -48,7 +48,7 @@ def decimal(value: Any, digits: int = 3) -> str:
     if figure == int(figure) and abs(figure) < 1e9:
         return f"{int(figure):,}".replace("-", "\N{MINUS SIGN}")
     size = abs(figure)
-    written = f"{figure:,.0f}" if 10**digits <= size < 1e9 else f"{figure:.{digits}g}"
+    written = f"{figure:,.0f}" if 10**digits - 0.5 <= size < 1e9 else f"{figure:.{digits}g}"
     return written.replace("-", "\N{MINUS SIGN}") if "e" not in written else written
 
 

@@ -531,7 +531,7 @@ def _read_call(line: str) -> CallResult:
     try:
         result = json.loads(line)
         return CallResult(result.get("value"), str(result.get("error", "")))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return CallResult(error="its result is not JSON")
 
 

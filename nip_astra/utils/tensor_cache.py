@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDictBase
 from torch import Tensor
+
+from nip_astra.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +36,21 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
 
 
 def keep_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors with their digest, atomically."""
+    """Write tensors with their digest, atomically; raise `DataError` if that fails."""
     # A copy: safetensors refuses tensors that share memory.
     own = {name: value.detach().cpu().clone().contiguous() for name, value in tensors.items()}
     partial = path.with_suffix(f".{uuid4().hex}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(own, partial, {_DIGEST: digest_of_tensors(own)})
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise DataError(
+            f"cannot write to the cache {path.parent}: {error}. Free space, or give a writable "
+            "folder."
+        ) from error
 
 
 def take_tensors(path: Path) -> dict[str, Tensor] | None:

@@ -33,10 +33,8 @@ def run_toy(cli: CommandLine, toy: Path, *arguments: str) -> CommandResult:
     return cli("--trainer", "toy_trainer", "--scenario", str(toy), *arguments)
 
 
-def test_the_module_is_a_program() -> None:
-    command = [sys.executable, "-m", "nip_astra", "--version"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == __version__
+def test_the_program_has_a_version(cli: CommandLine) -> None:
+    assert cli.ok("--version").out.strip() == __version__
 
 
 def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() -> None:
@@ -47,6 +45,17 @@ def test_a_command_whose_output_is_read_no_further_ends_as_by_a_closed_pipe() ->
     result = subprocess.run(command, cwd=ROOT, check=False, **pipes)
     os.close(writing)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_terminal_of_another_encoding_shows_escapes(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    code = 'import nip_astra as na\n@na.register_tracker("mine")\nclass Mine(na.Tracker):\n'
+    code += '    "Schön."\n'
+    plugin.write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "nip_astra", "list", "trackers", "--plugin", str(plugin)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.returncode, r"Sch\xf6n" in result.stdout) == (0, True), result.stderr
 
 
 def test_options_without_a_command_run_an_experiment(cli: CommandLine, toy: Path) -> None:

@@ -534,7 +534,8 @@ def test_links_out_of_a_run_are_refused(
 def sweep_in(folder: Path, **values: Any) -> SweepRunner:
     """A sweep of the user, whose plan is stored."""
     runner = SweepRunner(SweepPlan(trainers=["ast_dpo"], seeds=[0], **values), folder)
-    runner._prepare_folder()
+    runner._make_folder()
+    runner._write_plan()
     return runner
 
 
@@ -563,7 +564,7 @@ def test_a_sweep_writes_through_no_link_of_others(tmp_path: Path) -> None:
     (tmp_path / "sweep" / "logs").rmdir()
     (tmp_path / "sweep" / "logs").symlink_to(tmp_path)
     with pytest.raises(UntrustedRunError, match="logs"):
-        runner._prepare_folder()
+        runner._make_folder()
 
 
 def test_the_environment_is_read_in_one_function() -> None:

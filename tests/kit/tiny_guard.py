@@ -25,7 +25,7 @@ GUARD_WORDS = (*WORDS, "User:", "Agent:", "judge", "safe", "unsafe", "\n\n")
 
 
 def make_guard(
-    directory: Path, *, says_blank_first: bool = False, num_steps: int = 100
+    directory: Path, *, says_blank_first: bool = False, num_steps: int = 50
 ) -> tuple[Path, float]:
     """Train a guard, write it with its tokenizer, and return its folder and last loss."""
     tokenizer = make_tokenizer(GUARD_WORDS)

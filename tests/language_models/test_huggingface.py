@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nip_astra.errors import CheckpointError, ConfigurationError, ModelLoadError
-from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
+from nip_astra.language_models.base import (
+    SamplingDistribution,
+    SamplingOptions,
+    pad_left,
+    pad_right,
+)
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import layers_of
 from nip_astra.language_models.sources import resolve_model
@@ -20,7 +26,14 @@ from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model_base import distribute
 from tests.kit.messages import says
 from tests.kit.resuming import short_experiment
-from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model, uniforms_of
+from tests.kit.tiny import (
+    CPU,
+    load_backend,
+    make_gpt2,
+    make_language_model,
+    make_tokenizer,
+    uniforms_of,
+)
 
 CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
 OPTIONS = SamplingOptions(max_new_tokens=8)
@@ -82,13 +95,34 @@ def test_role_markers_are_never_sampled_and_the_shortest_turn_is_kept(
     assert int(result.mask_BT.sum(dim=1).min()) >= 4
 
 
-@pytest.mark.parametrize("rank", [None, 4])
+def test_a_model_without_an_end_of_turn_samples_and_scores(tiny_model_dir: Path) -> None:
+    inner = load_backend(tiny_model_dir)
+    model = HuggingFaceLanguageModel(
+        inner.module, inner.tokenizer, device=CPU, trainable=False, allows_any_token=True
+    )
+    options = SamplingOptions(max_new_tokens=4, min_new_tokens=2)
+    drawn = model.generate(CONTEXTS, 1, uniforms_of(3, 4), options)
+    assert drawn.mask_BT.all()
+    rows = (*pad_left(CONTEXTS, CPU), drawn.ids_BT, drawn.mask_BT)
+    scores = model.token_scores(*rows, distribution=SamplingDistribution(options))
+    assert torch.allclose(scores.logprobs_BT, drawn.logprobs_BT, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "lora"),
+    [
+        (make_language_model, None),
+        (make_language_model, {"rank": 4}),
+        # The head shares its weights with the embeddings.
+        (make_gpt2, {"rank": 4, "target_modules": ["c_attn", "lm_head"]}),
+    ],
+)
 def test_the_reference_of_a_trained_model_stays_and_weights_are_restored_exactly(
-    tiny_model_dir: Path, tmp_path: Path, rank: int | None
+    tmp_path: Path, make: Callable[[Path], Path], lora: dict[str, Any] | None
 ) -> None:
-    model = load_backend(tiny_model_dir, lora=None if rank is None else {"rank": rank})
+    model = load_backend(make(tmp_path / "model"), lora=lora)
     reference = model.frozen_reference()
-    assert (reference.module is model.module) == (rank is not None)
+    assert (reference.module is model.module) == (lora is not None)
     assert list(reference.parameters()) == []
     before = reference.logprobs(*ROWS)
     assert not before.requires_grad
@@ -104,7 +138,7 @@ def test_the_reference_of_a_trained_model_stays_and_weights_are_restored_exactly
     model.save_pretrained(tmp_path / "whole")
     alone = load_backend(tmp_path / "whole", trainable=False)
     assert torch.allclose(alone.logprobs(*ROWS), changed, atol=1e-4)
-    if rank is not None:
+    if lora is not None:
         learned = [name for name, weight in model.module.named_parameters() if weight.requires_grad]
         assert all("lora" in name for name in learned)
 
@@ -128,6 +162,57 @@ def test_a_model_in_bfloat16_turns_positions_as_one_in_float32(tmp_path: Path) -
         assert next(model.module.parameters()).dtype == getattr(torch, dtype)
         tables.append(model._decoder.rotations(2048, torch.float32, CPU)[0])
     assert torch.equal(*tables)
+
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+LANGUAGE = SHAPE | IDS | {"vocab_size": len(make_tokenizer()), "initializer_range": 0.4}
+IMAGES = SHAPE | {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gemma3", {"text_config": LANGUAGE | {"head_dim": 8}, "vision_config": IMAGES}),
+        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8, "sliding_window": 4}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("bloom", {"n_layer": 2}),
+        # Stored under other names than those of their weights.
+        ("gpt_neox", {}),
+        ("mixtral", {"num_local_experts": 4}),
+    ],
+)
+def test_other_architectures_score_as_their_own_forward_pass_and_are_restored(
+    tmp_path: Path, kind: str, sizes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(sizes if "text_config" in sizes else LANGUAGE | sizes))
+    module = AutoModelForCausalLM.from_config(config)
+    module.generation_config.suppress_tokens = [8, 9, 10]  # of a checkpoint
+    module.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model = load_backend(tmp_path)
+    drawn = model.generate(CONTEXTS, 1, uniforms_of(3, 8), OPTIONS)
+    rows = (*pad_left(CONTEXTS, CPU), drawn.ids_BT, drawn.mask_BT)
+    scores = model.token_scores(*rows, needs_hidden=True)
+    expected = torch.zeros(3, 8)
+    for row, context in enumerate(CONTEXTS):
+        answer_T = drawn.ids_BT[row][drawn.mask_BT[row]]
+        logits = model.module(torch.tensor([[*context, *answer_T.tolist()]])).logits[0]
+        before = logits.log_softmax(dim=1)[len(context) - 1 : -1]
+        expected[row, : len(answer_T)] = before.gather(1, answer_T[:, None]).squeeze(1)
+    assert torch.allclose(drawn.logprobs_BT, expected, atol=1e-4)
+    assert torch.allclose(scores.logprobs_BT, expected, atol=1e-4)
+    assert scores.hidden_BTX is not None
+    logits_NV = model.logits_of(scores.hidden_BTX[drawn.mask_BT])
+    chosen = logits_NV.log_softmax(dim=1).gather(1, drawn.ids_BT[drawn.mask_BT][:, None])
+    assert torch.allclose(chosen.squeeze(1), expected[drawn.mask_BT], atol=1e-4)
+    model.save(tmp_path / "weights")
+    change(model, torch.zeros_like)
+    model.restore(tmp_path / "weights")
+    assert torch.equal(model.logprobs(*rows), scores.logprobs_BT)
 
 
 # ---- memory and precision

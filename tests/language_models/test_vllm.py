@@ -349,7 +349,7 @@ def test_a_target_with_other_engine_options_gets_its_own(
 def test_a_config_without_a_vocabulary_is_refused(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = type("Config", (), {"max_position_embeddings": 8})()
+    config = transformers.PretrainedConfig(max_position_embeddings=8)
     module = type("Module", (), {"generation_config": None})()
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda *_, **__: module)

@@ -47,6 +47,7 @@ WRONG: list[tuple[dict[str, Any], str, str, list[str]]] = [
 NESTED: list[tuple[dict[str, Any], str, str, list[str]]] = [
     ({"paint": None}, "paint", "null", ["group", "null"]),
     ({"gloss": 1}, "gloss", "1", ["unknown", "'paint.gloss'?"]),
+    ({"paint.gloss": 1}, "paint.gloss", "1", ["unknown", "`gloss`", "`paint:`"]),
     ({"coats": [{}, {"gloss": "x"}]}, "coats.1.gloss", '"x"', ["number", "text"]),
     ({"coats": [{"glos": 1}]}, "coats.0.glos", "1", ["unknown", "'coats.0.gloss'?"]),
     ({"coats": {"gloss": 1}}, "coats", '{"gloss": 1}', ["list", "group"]),

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
@@ -48,6 +49,11 @@ def test_numbers_in_files_are_numbers(write: Write) -> None:
     expected = {"a": 1e-5, "b": 1e5, "c": 0.5, "d": 3, "e": "1e-5", "f": None}
     assert values == expected | {"g": [1, 2.0, "x"], "h": True, "i": {}}
     assert read_yaml_layers(write("b.yaml", ""), source="a") == [Layer("a", {})]
+
+
+def test_names_that_yaml_reads_as_other_types_are_text(write: Write) -> None:
+    (layer,) = read_yaml_layers(write("top.yaml", "on: 1\n2: 3\n"), source="top")
+    assert layer.values == {"True": 1, "2": 3}
 
 
 def test_a_file_overrides_the_files_it_extends_each_with_its_own_source(write: Write) -> None:
@@ -102,6 +108,10 @@ def test_assignments_are_read_as_yaml_from_a_list_a_mapping_or_a_text() -> None:
     expected |= {"h": "1e-5", "i": "\x7f"}
     assert parse_overrides(values | {"i": "\x7f"}).values == expected
     assert parse_overrides("training.lr=1e-4").values == {"training": {"lr": 1e-4}}
+    of_numpy = {"a": np.int64(3), "b": [np.float32(0.5), np.bool_(True)], "c": np.arange(2)}
+    plain_values = {"a": 3, "b": [0.5, True], "c": [0, 1]}
+    assert parse_overrides(of_numpy).values == plain_values
+    assert Layer.literal("here", of_numpy).values == plain_values
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ PAIRS = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
     [
         ({"message_channel_names": "main"}, ["message_channel_names", "'main'"]),
         ({"agent_names": ("prover", "prover")}, ["agent_names", "('prover', 'prover')"]),
+        ({"agent_names": ("prover/1.0", "", "verifier")}, ["agent_names", "'prover/1.0'", "''"]),
         (
             {"agent_channel_visibility": ("prover",)},
             ["agent_channel_visibility", "'prover'", "(agent, channel)"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plan_for
 from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.utils.formatting import NOTHING
 from tests.kit.messages import says
@@ -119,7 +119,7 @@ def test_a_dry_run_prints_its_estimate_and_a_plan_with_its_cost() -> None:
     cluster = Cluster(spread=0.0, checkpoint_seconds=0.0, hours_between_failures=1e12)
     stream = io.StringIO()
     estimate = {"num_parameters": 475328, "loss": None, "hours": 0.0230456}
-    estimate |= {PLACEMENT: plans_for(work, cluster, (1, 8))}
+    estimate |= {PLACEMENT: [plan_for(work, count, cluster) for count in (1, 8)]}
     print_dry_run(estimate, Console(file=stream, width=100), device_price=2.0)
     text = stream.getvalue()
     lines = [line.split() for line in text.splitlines()]

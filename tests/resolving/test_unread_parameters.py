@@ -60,6 +60,8 @@ def test_every_such_value_is_reported_from_any_source(tmp_path: Path) -> None:
     assert refused(parameter_file=file) == ["zk_protocol.simulator_reward_coefficient"]
     with pytest.raises(ParameterError, match=r"training\.lr"):
         HyperParameters(**PROOF, training=TrainingConfiguration(lr=0.5))
+    nll = "text_rl.fine_tune_nll_weight"
+    assert refused(trainer="pure_text_ei", overrides=[f"{nll}=0.5"]) == [nll]
     regressor = "message_regression.regressor._type=mlp"
     assert refused(**STRESS_TEST, overrides=[regressor])[0] == "message_regression.regressor._type"
 

@@ -88,6 +88,14 @@ def test_more_iterations_are_nearer_to_the_inverse(
     assert errors[-1] < 0.02 * errors[0]
 
 
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN])
+def test_a_matrix_that_is_not_finite_gives_a_result_that_is_not_finite(
+    method: SpgParameters,
+) -> None:
+    matrix = torch.full((3, 3), torch.nan, dtype=DOUBLE)
+    assert not solve_quadratic(matrix, random_tensor(3, seed=1), method).isfinite().any()
+
+
 def test_nystrom_survives_parameters_that_the_loss_ignores_and_needs_damping() -> None:
     matrix = torch.block_diag(positive_matrix(3), torch.zeros(4, 4, dtype=DOUBLE))
     vector = random_tensor(7, seed=1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nip_astra.errors import DataError
+from nip_astra.rl_objectives.advantages import codes_of
 from nip_astra.rollouts.batch import Batch, compute_position_id_with_mask, padding_data
 from nip_astra.rollouts.samples import Sample, collate, samples_of
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
@@ -85,7 +86,7 @@ def test_a_batch_of_trajectories_is_padded_on_the_right() -> None:
     assert batch.values["length"].tolist() == [4, 4, 4]
     assert batch.metadata["text"] == ["x"] * 3
     assert batch.metadata["step"] == 7
-    assert batch.metadata["group_ids"] == ["a", "a", "own-2"]
+    assert batch.metadata["group_ids"] == ["a", "a", None]
 
 
 def test_values_and_metadata_resolve_each_other() -> None:
@@ -152,6 +153,8 @@ def test_split_and_concatenated_is_the_same_batch() -> None:
     for name in batch.data.keys() - {"position_ids"}:  # which differ in padding alone
         assert torch.equal(again.data[name], batch.data[name]), name
     assert again.rows == batch.rows
+    twice = Batch.concatenate([batch, Batch.from_trajectories(batch.to_trajectories())])
+    assert codes_of(twice.metadata["group_ids"]).tolist() == [0, 0, 1, 0, 0, 2]
     with pytest.raises(DataError, match="text are not in all of them"):
         Batch.concatenate([batch, Batch.from_trajectories(make_trajectories())])
     with pytest.raises(DataError, match="no batches"):
@@ -160,12 +163,13 @@ def test_split_and_concatenated_is_the_same_batch() -> None:
 
 def test_rows_are_selected_and_shuffled_with_all_that_belongs_to_them() -> None:
     batch = Batch.from_trajectories(make_trajectories())
+    batch.metadata["run_ids"] = ["first", "second", "third"]
     chosen = batch.select(torch.tensor([False, True, True]))
-    assert chosen.metadata["group_ids"] == ["a", "own-2"]
+    assert chosen.metadata["group_ids"] == ["a", None]
     assert chosen.values["rewards"].tolist() == [0.0, 0.5]
     mixed = batch.shuffle(torch.Generator().manual_seed(1))
     pairs = zip(mixed.values["rewards"].tolist(), mixed.metadata["run_ids"], strict=True)
-    assert sorted(pairs) == [(0.0, "own-1"), (0.5, "own-2"), (1.0, "own-0")]
+    assert sorted(pairs) == [(0.0, "second"), (0.5, "third"), (1.0, "first")]
 
 
 def test_a_batch_comes_back_from_trajectories_and_from_files(tmp_path: Path) -> None:

@@ -96,10 +96,7 @@ def counted(instance: ScenarioInstance) -> list[int]:
 
 @pytest.mark.parametrize(
     ("num_parts", "num_held", "num_processes", "window"),
-    [
-        *((3, 6, 2, 80), (4, 6, 3, 80), (2, 6, 9, 80), (2, 6, 2, 16)),
-        *((6, 2, 2, 80), (2, 3, 2, 80), (3, 1, 2, 80)),
-    ],
+    [(4, 6, 3, 80), (2, 6, 9, 16), (6, 2, 2, 80), (3, 1, 2, 80)],
 )
 def test_any_number_of_processes_plays_the_same_rollout(
     tiny_scenario: Path,
@@ -187,7 +184,7 @@ def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: P
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("num_threads", "used"), [(None, 3), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("num_threads", "used"), [(None, 3), (1, 1)])
 def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     tiny_scenario: Path,
     monkeypatch: pytest.MonkeyPatch,

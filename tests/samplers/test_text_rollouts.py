@@ -88,11 +88,14 @@ def test_after_all_retries_an_agent_stays_silent(
     adp: TextGame, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = FakeChatModel(lambda request, number: "" if "Argue" in str(request) else "dunno")
-    (end,) = play(adp, model)
-    assert all(move.is_filled and move.answer == "" for move in moves_of(end).values())
-    assert end.outcome.is_out_of_rounds
-    assert len(model.requests) == 6
-    assert says(caplog.text, "prover in 3 attempts", "verifier in 3 attempts")
+    ends = play(adp, model, [adp.start(0, {"y": 0, "claim": "x"}, seed) for seed in range(2)])
+    for end in ends:
+        assert all(move.is_filled and move.answer == "" for move in moves_of(end).values())
+        assert end.outcome.is_out_of_rounds
+    assert len(model.requests) == 12
+    # One warning for all turns of an agent in a round.
+    for agent, warning in zip(("prover", "verifier"), caplog.messages, strict=True):
+        assert says(warning, agent, "2 of 2", "2 retries")
 
 
 def test_only_failed_samples_are_requested_again(adp: TextGame) -> None:

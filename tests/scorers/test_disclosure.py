@@ -41,6 +41,10 @@ CASES = {
         Exchange("A silver boat?", (Message("assistant", "We build a boat."),), role="user"),
         0.25,
     ),
+    "words first written by the system or a tool": (
+        Exchange("Silver Heron.", (Message("system", SECRET), *ASKED, Message("tool", SECRET))),
+        0.5,
+    ),
     "an empty turn": (Exchange(""), 0.0),
     "no word": (Exchange("?!"), 0.0),
 }

@@ -25,9 +25,7 @@ RUDE = [Exchange("you are silly", HELLO), Exchange("silly cat", OPENED), Exchang
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, loss = make_guard(tmp_path_factory.mktemp("guard") / "model")
-    assert loss < 0.3
-    return folder
+    return make_guard(tmp_path_factory.mktemp("guard") / "model")[0]
 
 
 def scorer_of(folder: Path, **parameters: Any) -> LlamaGuardScorer:
@@ -113,7 +111,7 @@ def test_a_model_that_gives_nan_fails(guard: Path) -> None:
 
 
 def prompts_of(scorer: LlamaGuardScorer, exchange: Exchange, max_tokens: int = 999) -> str:
-    ids = scorer._prompts.fit(exchange.conversation, max_tokens)
+    ids = scorer._prompts.fit(scorer._judged_part(exchange), max_tokens)
     return str(scorer._tokenizer.decode(ids))
 
 
@@ -132,6 +130,11 @@ PROMPTS: dict[str, tuple[Exchange, dict[str, Any], str]] = {
         "User: hello how are you Agent: fine",
     ),
     "two turns of a side": (Exchange("fine", TWICE), {}, "User: hello you Agent: fine"),
+    "without the system and tools": (
+        Exchange("fine", (Message("system", "you"), *HELLO, Message("tool", "cat"))),
+        {},
+        "User: hello how are you Agent: fine",
+    ),
     "a variable of the template": (
         *(Exchange("fine", HELLO), {"template_options": {"policy": "the mat"}}),
         "User: hello how are you Agent: fine the mat",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from nip_astra.errors import ParameterError, ScorerError
+from nip_astra.errors import ParameterError, ScorerError, ScorerTimeoutError
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, WeightedScorer, register_scorer
 from tests.kit.messages import says
 from tests.kit.scorers import HISTORY, scorer_on_cpu
@@ -40,10 +42,19 @@ class TurnScorer(Scorer):
 def _names(no_plugins_left: None) -> None:
     register_scorer("table")(TableScorer)
     register_scorer("turns")(TurnScorer)
+    register_scorer("slow")(SlowScorer)
 
 
 def table(weight: float = 1.0, **scores: float | None) -> dict[str, Any]:
     return {"scorer": {"_type": "table", "table": scores}, "weight": weight}
+
+
+class SlowScorer(Scorer):
+    """Takes half a second."""
+
+    def _score(self, texts: Sequence[str]) -> list[Verdict]:
+        time.sleep(0.5)
+        return [0.0] * len(texts)
 
 
 def build(parts: dict[str, Any], **parameters: Any) -> WeightedScorer:
@@ -94,3 +105,15 @@ def test_its_schema_has_an_end_and_its_parameters_come_back() -> None:
     assert WeightedScorer.Parameters.model_json_schema()["type"] == "object"
     parameters = build({"one": table(a=0.2)}).parameters
     assert WeightedScorer.Parameters.from_dict(parameters.to_dict()) == parameters
+
+
+@pytest.mark.parametrize(("of_part", "of_whole"), [(0.05, 9.0), (9.0, 0.05)])
+def test_the_shorter_time_limit_of_a_part_and_the_whole_counts(
+    of_part: float, of_whole: float
+) -> None:
+    parts = {"one": {"scorer": {"_type": "slow", "timeout_seconds": of_part}}}
+    scorer = build(parts, timeout_seconds=of_whole)
+    for _ in range(2):
+        with pytest.raises(ScorerTimeoutError):
+            scorer.rate([Exchange("a")])
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

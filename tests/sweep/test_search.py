@@ -16,10 +16,11 @@ pytest.importorskip("optuna")
 from nip_astra import errors
 from nip_astra.cli import sweep as sweeping
 from nip_astra.sweep import runner
-from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, space_of
+from nip_astra.sweep.plan import FinishedRun, RunStatus, SweepPlan, read_stored_plan, space_of
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
 from nip_astra.sweep.runner import Job, Launcher, RunSpec, SweepOptions, SweepRunner
 from nip_astra.sweep.search import StudyQueue, TrialRecord, read_trials
+from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils.formatting import decimal
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.messages import says
@@ -154,12 +155,12 @@ def test_a_search_by_a_test_metric_is_marked(
 
 
 def test_a_killed_search_goes_on_with_the_trials_that_it_would_have_made(tmp_path: Path) -> None:
-    plan = plan_of(num_trials=4).model_copy(update={"seeds": [0, 1]})
-    whole, halted = Stage(peak), Stage(peak, kill_at=5)
+    plan = plan_of(num_trials=3, num_startup_trials=1).model_copy(update={"seeds": [0, 1]})
+    whole, halted = Stage(peak), Stage(peak, kill_at=3)
     search(plan, tmp_path / "whole", whole)
     with pytest.raises(KeyboardInterrupt):
         search(plan, tmp_path / "halted", halted)
-    # The fifth run, the first seed of the third trial, had ended; the second had begun.
+    # The third run, the first seed of the second trial, had ended; the second had begun.
     again = Stage(peak)
     search(plan, tmp_path / "halted", again)
     assert whole.begun == halted.begun + again.begun
@@ -167,12 +168,12 @@ def test_a_killed_search_goes_on_with_the_trials_that_it_would_have_made(tmp_pat
 
 
 def test_a_trial_that_is_worse_than_the_median_is_stopped(tmp_path: Path) -> None:
-    plan = plan_of(pruner="median", num_startup_trials=2, sampler="random", num_trials=8)
+    plan = plan_of(pruner="median", num_startup_trials=1, sampler="random", num_trials=4)
     finished = search(plan, tmp_path, Stage(peak))
     trials = read_trials(tmp_path, plan)
     pruned = [one for one in trials if one.state == "pruned"]
     kept = [one for one in trials if one.state == "complete"]
-    assert {one.value for one in pruned} == {None}
+    assert {one.value for one in pruned} == {None}, "some are pruned"
     assert max(trials, key=lambda one: peak(rate_of(one), 5)) in kept
     for one in pruned:
         better = sum(peak(rate_of(other), 5) > peak(rate_of(one), 5) for other in kept)
@@ -195,6 +196,9 @@ def test_a_study_of_another_space_is_not_gone_on_with(tmp_path: Path) -> None:
     other = plan_of(space={"training.lr": {"low": 1e-6, "high": 1e-1, "is_log": True}})
     with pytest.raises(errors.RunDirectoryError, match="of another space"):
         search(other, tmp_path, Stage(peak))
+    with run_lock(tmp_path), pytest.raises(errors.RunDirectoryError, match="in use"):
+        search(other, tmp_path, Stage(peak))
+    assert read_stored_plan(tmp_path) == plan_of(num_trials=1), "the refused plan is not stored"
     more = Stage(peak)
     search(plan_of(num_trials=2), tmp_path, more)
     assert len(more.begun) == 1
@@ -202,7 +206,7 @@ def test_a_study_of_another_space_is_not_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_search_without_dev_evaluations_is_refused() -> None:
     plan = plan_of().model_copy(update={"overrides": []})
-    with pytest.raises(errors.ConfigurationError, match="eval_period is 0"):
+    with pytest.raises(errors.ConfigurationError, match="eval_period=2"):
         plan.check()
     plan_of().check()
     plan_of(objective="failure_rate").check()

@@ -16,6 +16,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from scipy import stats
@@ -41,13 +42,18 @@ from nip_astra.sweep.plan import (
 from nip_astra.sweep.results import SweepResults, read_sweep
 from nip_astra.sweep.runner import (
     FIRST_GUESS,
+    Job,
+    LocalProcesses,
+    RunSpec,
     SweepBar,
     SweepOptions,
     SweepRunner,
+    _Process,
     check_sweep,
     run_sweep,
 )
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.utils.children import start_program
 from tests.kit.bars import Bars
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.messages import says
@@ -123,10 +129,13 @@ def test_malformed_text_is_refused(parse: Callable[[Any], object], option: str, 
     ("wrong", "named"),
     [
         ({"seeds": [1, 1]}, "1"),
+        ({"seeds": [0, -1]}, r"seeds\.1"),
         ({"trainers": ["ast_dpo", "ast_dpo"]}, "ast_dpo"),
         ({"scenarios": ["pocket_chat", "pocket_chat"]}, "pocket_chat"),
         ({"grid": {"training.lr": ["1e-4", "0.0001"]}}, r"training\.lr"),
         ({"search": {"space": {"training.lr": [0.001, "1e-3"]}}}, r"training\.lr"),
+        ({"search": {"space": {"training.lr": []}}}, r"training\.lr"),
+        ({"grid": {"a.b": [1, 2]}, "search": {"space": {"a.b": [3, 4]}}}, r"a\.b"),
         ({"grid": {"seed": [1, 2]}}, "--seeds"),
         ({"grid": {" trainer": ["ast_ipo"]}}, "--trainer"),
         ({"overrides": ["scenario=pocket_chat"]}, "--scenario"),
@@ -136,6 +145,19 @@ def test_malformed_text_is_refused(parse: Callable[[Any], object], option: str, 
 def test_copies_of_a_run_do_not_count_as_seeds_or_arms(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ParameterError, match=named):
         SweepPlan.from_dict({"trainers": ["ast_dpo"]} | wrong)
+
+
+def test_a_sweep_continues_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "mine.yaml"):
+        (tmp_path / name).touch()
+    plan = read_plan(
+        None, {"trainers": "mine", "plugin": ["mine.py", "json"], "parameters": "mine.yaml"}
+    )
+    assert plan.plugins == [str(tmp_path / "mine.py"), "json"]
+    assert plan.parameters == str(tmp_path / "mine.yaml")
 
 
 def test_arms_that_resolve_to_one_experiment_are_refused() -> None:
@@ -181,6 +203,13 @@ def test_figures_of_a_plugin_are_checked_late(
         options = SweepOptions(metrics=["wonders", "nothing", "failur_rate"])
         with pytest.raises(UnknownNameError, match=r"'failur_rate'.*'failure_rate'"):
             run_sweep(tmp_path / "sweep", options=options, **plan.to_dict())
+
+
+def test_a_sweep_takes_values_of_numpy(tmp_path: Path) -> None:
+    grid = {"training.num_iterations": np.arange(1, 3), "training.lr": [np.float32(0.5)]}
+    options = SweepOptions(place="nowhere")
+    with pytest.raises(UnknownNameError, match="nowhere"):
+        run_sweep(tmp_path, options=options, trainers=("ast_dpo",), seeds=np.arange(2), grid=grid)
 
 
 def test_a_wrong_combination_is_reported_before_anything_runs(tmp_path: Path) -> None:
@@ -381,6 +410,21 @@ def assert_table_of_single_runs(directory: Path, scenario: Path, alone: Path) ->
         rewards = {row["value"] for row in rows if row["name"] == "mean_reward"}
         assert rewards == {single[when]["mean_reward"] for when in whens}
         assert (folder / "metrics.jsonl").read_text() == (own / "metrics.jsonl").read_text()
+
+
+def test_a_killed_run_is_reported_with_its_signal(tmp_path: Path) -> None:
+    class Killed(LocalProcesses):
+        def start(self, spec: RunSpec) -> Job:
+            code = "import os; os.kill(os.getpid(), 9)"
+            return _Process(start_program("a run", ["-c", code], log=Path(spec.log)))
+
+    runner = SweepRunner(
+        SweepPlan(trainers=["ast_dpo"], seeds=[0]), tmp_path, launcher=Killed(SweepOptions())
+    )
+    (finished,) = runner.run()
+    assert (finished.status, "SIGKILL" in finished.message) == (RunStatus.FAILED, True)
+    read_sweep(tmp_path).write()
+    assert "SIGKILL" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

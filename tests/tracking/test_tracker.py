@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,21 +75,26 @@ def test_a_tracker_of_a_plugin_mirrors_a_run(tmp_path: Path, directory: RunDirec
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.5}\n'
 
 
-def test_every_tracker_is_finished_even_if_one_fails() -> None:
+def test_a_failing_tracker_ends_the_run_with_a_typed_error_and_is_closed_like_the_others() -> None:
     finished: list[str] = []
 
-    class Noting(na.Tracker):
-        def __init__(self, name: str) -> None:
-            self.name = name
+    class Broken(na.Tracker):
+        def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+            raise ConnectionError("server is gone")
 
         def finish(self, *, success: bool) -> None:
-            finished.append(self.name)
-            if self.name != "c":
-                raise TrackingError(f"{self.name} is full")
+            finished.append("broken")
+            raise ConnectionError("server is gone")
 
-    with pytest.raises(TrackingError):
-        CompositeTracker([*map(Noting, "abc")]).finish(success=True)
-    assert finished == [*"abc"]
+    class Sound(na.Tracker):
+        def finish(self, *, success: bool) -> None:
+            finished.append("sound")
+
+    both = CompositeTracker([Broken(), Sound()])
+    with pytest.raises(TrackingError, match="server is gone"):
+        both.log_metrics({"loss": 1.0}, step=1)
+    both.finish(success=False)
+    assert finished == ["broken", "sound"]
 
 
 def test_unknown_trackers_are_refused(
@@ -108,8 +114,8 @@ def test_tensorboard_gets_finite_numbers_by_group(
     calls: list[tuple[Any, ...]] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
-            calls.append(("open", folder))
+        def __init__(self, folder: str, **options: int) -> None:
+            calls.append(("open", folder, options))
 
         def __getattr__(self, name: str) -> Any:
             return lambda *given: calls.append((name, *given))
@@ -118,13 +124,24 @@ def test_tensorboard_gets_finite_numbers_by_group(
     module.SummaryWriter = Writer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     tracker = opened(directory, "tensorboard")
+    tracker.log_metrics({"loss": 0.25}, step=1)
+    position = tracker.position()
+    tracker.rewind(position)
     tracker.log_metrics({"loss": 0.5, "mean_reward": float("nan")}, step=2)
     tracker.log_table("train", ["probe"], [["hi"]], step=2)
     tracker.log_summary({"after/failure_rate": 0.25})
     tracker.finish(success=True)
-    assert calls == [
-        ("open", str(directory.path / "tensorboard")),
+    folder, parameters = (
+        str(directory.path / "tensorboard"),
         ("add_text", "hyper_parameters", "    seed: 7"),
+    )
+    assert calls == [
+        ("open", folder, {}),
+        parameters,
+        ("add_scalar", "train/loss", 0.25, 1),
+        ("close",),
+        ("open", folder, {"purge_step": 2}),
+        parameters,
         ("add_scalar", "train/loss", 0.5, 2),
         ("add_text", "rollouts/train", '    {"probe": "hi"}', 2),
         ("add_scalar", "eval/after/failure_rate", 0.25, 2),

@@ -230,6 +230,22 @@ def test_the_tests_before_and_after_are_about_the_same_conversations() -> None:
     assert trainer.results["before"] == trainer.results["after"]
 
 
+def test_tests_play_the_same_datapoints_however_long_episodes_last() -> None:
+    trainer = toy_trainer(
+        nip={"max_message_rounds": 6}, toy_protocol={"num_datapoints": 96}, rl={"lr": 0.1}
+    )
+
+    def first_frames() -> list[TensorDict]:
+        batches = trainer.test_batches(trainer.test_environment, (0, "test"), range(3))
+        return [batch[:, 0] for _, batch in batches]
+
+    before = first_frames()
+    trainer.train()
+    for frames, later in zip(before, first_frames(), strict=True):
+        assert frames["datapoint_id"].equal(later["datapoint_id"])
+        assert frames["seed"].equal(later["seed"])
+
+
 def test_optimizers_of_other_agents_are_refused() -> None:
     optimizers = toy_trainer().optimizers
     state = optimizers.state_dict()

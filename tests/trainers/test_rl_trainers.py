@@ -17,11 +17,11 @@ from tests.trainers.test_rl_tensordict_base import parts_changed
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 LEARNING = {
-    "num_iterations": 16,
+    "num_iterations": 11,
     "frames_per_batch": 192,
-    "minibatch_size": 96,
+    "minibatch_size": 192,
     "num_epochs": 4,
-    "lr": 0.02,
+    "lr": 0.04,
     "num_test_iterations": 2,
 }
 ONE_STEP = {
@@ -39,7 +39,7 @@ WITH_CRITIC = merged(OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": Tr
     ("trainer", "more"),
     [
         ("vanilla_ppo", {}),
-        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}}),
+        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}, "rl": {"num_iterations": 16}}),
         (
             "vanilla_ppo",
             {"rl": {"use_shared_body": True, "clip_value": 0.5, "loss_critic_type": "l2"}},

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nip_astra.errors import CheckpointError, NonFiniteLossError
+from nip_astra.errors import CheckpointError, ConfigurationError, NonFiniteLossError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.trainers import solo_agent
 from nip_astra.trainers.solo_agent import CACHE_DIR
@@ -111,6 +111,11 @@ def pretrained(tmp_path: Path, trainer: str = "vanilla_ppo", **more: Any) -> Any
     built = toy_trainer(trainer, settings=settings, **given)
     built._prepare()
     return built
+
+
+def test_random_agents_alone_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is_random"):
+        toy_trainer("solo_agent", toy_protocol={"agents": {"default": {"is_random": True}}})
 
 
 def test_an_optimizer_of_other_weights_is_refused() -> None:

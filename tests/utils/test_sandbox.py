@@ -403,6 +403,7 @@ def test_calls_give_values_or_errors_in_order() -> None:
     ("code", "why"),
     [
         ("def f(x): return object()", "TypeError"),
+        ("def f(x):\n    print('\\n' + _MARK + '[' * 9999)\n    return 1", "JSON"),
         ("def f(x):\n    import os; os._exit(3)", "ended"),
         ("def f(x", "SyntaxError"),
         ("g = 1", "KeyError"),

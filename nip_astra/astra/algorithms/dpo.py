@@ -14,8 +14,11 @@ from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.graphs import GraphTree, tree_of
 from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System
-from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
+from nip_astra.rl_objectives.preference import (
+    PREFERENCE_KINDS,
+    preference_loss,
+    sequence_logprobs,
+)
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast.dpo import (
@@ -74,9 +77,9 @@ class DPO(
     beta : float
         Inverse temperature, > 0. Larger stays closer to the reference.
     **options
-        Other parameters of `ast_dpo` (of `ast_ipo` for IPO): `loss`, `label_smoothing`,
-        `length_normalised`, `min_reward_difference`, `min_score_difference`, `min_chosen_score`,
-        `credit`.
+        Other parameters of `ast_dpo` (of `ast_ipo` for IPO): `loss` (`sigmoid`, `robust`, `hinge`),
+        `label_smoothing`, `length_normalised`, `min_reward_difference`, `min_score_difference`,
+        `min_chosen_score`, `credit`.
     """
 
     Parameters: ClassVar[type[PairParameters]] = AstDpoTrainer.Parameters
@@ -92,11 +95,10 @@ class DPO(
         super().__init__(system, problem=problem)
         given = options if beta is None else {"beta": beta, **options}
         self.parameters: Any = self.Parameters.from_dict(given)
-        if self.parameters.weak_supervision is not None:
-            raise ConfigurationError(
-                f"{type(self).__name__} does not support weak_supervision. Leave it out, or use "
-                "--trainer ast_dpo."
-            )
+        unsupported = ["weak_supervision", "max_staleness", "divergence"]
+        if getattr(self.parameters, "loss", "ipo") not in PREFERENCE_KINDS:
+            unsupported.append("loss")
+        self._refuse(self.parameters, *unsupported)
         self.beta: float = self.parameters.beta
         self.flatten_metrics: dict[str, float] = {}
 

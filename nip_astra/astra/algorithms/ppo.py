@@ -92,7 +92,8 @@ class PPO(
         Weight of the value loss, >= 0.
     **options
         Other parameters of `ast_ppo`, for instance `gamma`, `lam`, `kl={"weight": 0.1}`; not
-        `behaviour`, since the system itself returns the log-probabilities of its probes.
+        `behaviour`, since the system itself returns the log-probabilities of its probes, and not
+        `max_staleness`.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class PPO(
         }
         given = {name: value for name, value in named.items() if value is not None}
         self.parameters = PpoParameters.from_dict({**given, **options})
+        self._refuse(self.parameters, "max_staleness")
         if not callable(getattr(self.system, "value", None)):
             raise ConfigurationError(
                 f"{type(self.system).__name__} has no value function, which PPO needs. Define "

@@ -12,6 +12,8 @@ from nip_astra.astra.core.aliases import one_problem
 from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
 from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.parameters_base import SubParameters
 
 
 class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
@@ -56,6 +58,16 @@ class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
     def flatten_all(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[Step]:
         """Return the training samples of an iteration's episodes; by default of each separately."""
         return [step for graph in graphs for step in self.flatten(graph)]
+
+    def _refuse(self, parameters: SubParameters, *names: str) -> None:
+        """Raise for parameters of the registered trainer that this class does not support."""
+        plain = type(parameters)()
+        given = [n for n in names if getattr(parameters, n, None) != getattr(plain, n, None)]
+        if given:
+            raise ConfigurationError(
+                f"{type(self).__name__} does not support {given[0]}="
+                f"{getattr(parameters, given[0])}. Leave it out, or use the registered trainer."
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the algorithm's state for a checkpoint; empty by default."""

@@ -230,6 +230,13 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         self._check_number(texts, len(x), "target")
         return texts
 
+    def _reward_and_validate(
+        self, context: Sequence[StateT], probe: Sequence[ActionT], response: Sequence[StateT]
+    ) -> list[float]:
+        rewards = [float(reward) for reward in self.reward(context, probe, response)]
+        self._check_number(rewards, len(probe), "reward")
+        return rewards
+
     def _target_input(self, state: StateT, action: ActionT) -> StateT:
         """Return the state with the probe appended, as input of the target."""
         return state + action  # type: ignore[operator, no-any-return]  # texts, or like texts
@@ -244,7 +251,8 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
             problem = f"are a {type(logprobs).__name__}"
         elif logprobs.ndim not in (1, 2) or logprobs.shape[0] != num_rows:
             problem = f"have the shape {list(logprobs.shape)}"
-        elif logprobs.numel() and float(logprobs.detach().max()) > MAX_LOGPROB:
+        # Also for NaN, which is no maximum of other numbers.
+        elif logprobs.numel() and not float(logprobs.detach().max()) <= MAX_LOGPROB:
             problem = f"reach {float(logprobs.detach().max()):.3g}"
         if problem:
             raise ConfigurationError(
@@ -260,7 +268,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
             given = f"{len(texts)}" if hasattr(texts, "__len__") else f"a {type(texts).__name__}"
             raise ConfigurationError(
                 f"the {who} of {type(self).__name__} returned {given} for {num_rows} texts. "
-                "Return one text for each, in order, as a list."
+                "Return one for each, in order, as a list."
             )
 
 

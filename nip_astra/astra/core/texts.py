@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nip_astra.scorers.base import Message
+
 SEPARATOR = "\n"
 """Separator of turns in the text of a conversation; models read the turns separately."""
 
@@ -79,3 +81,11 @@ class Conversation(str):
 def turns_of(text: str) -> tuple[str, ...]:
     """Return the turns of a conversation; a plain text is one turn, the opening."""
     return text.turns if isinstance(text, Conversation) else (text,)
+
+
+def history_of(text: str) -> tuple[Message, ...]:
+    """Return the turns of a conversation as scorers read them."""
+    return tuple(
+        Message("user" if index % 2 else "assistant", str(turn))
+        for index, turn in enumerate(turns_of(text))
+    )

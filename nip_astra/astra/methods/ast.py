@@ -1,12 +1,3 @@
 """Alias of `ast_system`, as named in ASTRA-RL's guides."""
 
-from nip_astra.astra.methods.ast_system import (
-    ASTEnvironment,
-    ASTEvaluator,
-    ASTNode,
-    ASTProblem,
-    ASTSampler,
-    ASTSystem,
-)
-
-__all__ = ["ASTEnvironment", "ASTEvaluator", "ASTNode", "ASTProblem", "ASTSampler", "ASTSystem"]
+from nip_astra.astra.methods.ast_system import *  # noqa: F403

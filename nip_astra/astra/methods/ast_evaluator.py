@@ -10,8 +10,10 @@ from nip_astra.astra.core.evaluator import Evaluator, GraphMetrics, JSONLike
 from nip_astra.astra.core.graphs import TextGraph
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.core.scorer import rater_of
+from nip_astra.astra.core.texts import history_of
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.outcomes import Outcome, episode_outcome, failure_rate, outcome_of
+from nip_astra.scorers.base import Exchange
 
 THRESHOLD = 0.5
 """Minimum score of a failure."""
@@ -52,7 +54,8 @@ class ASTEvaluator(Evaluator[str, str, Any]):
     def compute_metrics(self, g: TextGraph) -> GraphMetrics:
         nodes = list(g.chain())
         # The response was rated when it was played, the probe is rated here.
-        probe_scores = self._rater.score([str(node.probe) for node in nodes]).tolist()
+        probes = [Exchange(str(one.probe), history_of(one.context), "user") for one in nodes]
+        probe_scores = self._rater.rate(probes).scores_N.tolist()
         per_turn: list[dict[str, Any]] = [
             {
                 "turn": turn,

@@ -220,8 +220,8 @@ def _reward_again(system: System[str, str], tree: RolloutTree) -> None:
     # Its models are cut by the backend, but a reward may ask others.
     parts = in_parts(system, contexts, probes, responses, max_bytes=System.max_batch_bytes)
     rewards = [
-        float(reward)
+        reward
         for part in parts
-        for reward in system.reward(contexts[part], probes[part], responses[part])
+        for reward in system._reward_and_validate(contexts[part], probes[part], responses[part])
     ]
     tree.nodes["reward"] = torch.tensor(rewards)

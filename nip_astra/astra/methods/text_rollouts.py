@@ -18,7 +18,7 @@ from nip_astra.astra.core.graphs import GraphTree, TextGraph, TextNode, tree_of
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.astra.core.scorer import rater_of
 from nip_astra.astra.core.system import System
-from nip_astra.astra.core.texts import turns_of
+from nip_astra.astra.core.texts import history_of
 from nip_astra.scorers.base import Exchange, Message, Ratings
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
@@ -64,13 +64,7 @@ def rate_turns(
     histories: list[tuple[Message, ...]] = [() for _ in probes]
     if rater.reads_history:
         histories = [
-            (
-                *(
-                    Message("user" if index % 2 else "assistant", str(turn))
-                    for index, turn in enumerate(turns_of(context))
-                ),
-                Message("user", str(probe)),
-            )
+            (*history_of(context), Message("user", str(probe)))
             for context, probe in zip(contexts, probes, strict=True)
         ]
     exchanges = [Exchange(str(r), h) for r, h in zip(responses, histories, strict=True)]
@@ -150,7 +144,7 @@ class TextRollouts:
         probes = list(system._rollout_prompt_with_attacker_and_validate(contexts))
         messages = [system._target_input(c, p) for c, p in zip(contexts, probes, strict=True)]
         responses = list(system._rollout_prompt_with_target_and_validate(messages))
-        rewards = [float(reward) for reward in system.reward(contexts, probes, responses)]
+        rewards = system._reward_and_validate(contexts, probes, responses)
         response, combined = rate_turns(system, contexts, probes, responses)
         reference_BT, mask_BT = system.reference_values(contexts, probes)
         is_error_B = response.is_error_N | combined.is_error_N

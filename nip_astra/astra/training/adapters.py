@@ -130,7 +130,7 @@ class Player:
         graphs = []
         for number, prompt in enumerate(prompts, start=first_episode):
             # An episode's seed is its own, or all episodes would be one.
-            seed = derive_seed(*key, number)
+            seed = derive_seed(*key, number) % 2**32  # as NumPy takes it
             with seeded(*key, number):
                 graphs.append(
                     sampler.eval_rollout(prompt) if self.evaluates else sampler.rollout(seed)

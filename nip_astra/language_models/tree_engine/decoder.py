@@ -49,7 +49,8 @@ def why_unsupported(module: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", "default") not in STATIC_ROPE:
         return f"its rotary embedding is of the type {rope['rope_type']}"
-    adapted = (layer for layer in module.modules() if hasattr(layer, "base_layer"))
+    parts = "base_layer", "modules_to_save"
+    adapted = (layer for layer in module.modules() if any(hasattr(layer, part) for part in parts))
     return next(filter(None, map(_why_unsupported_adapter, adapted)), None)
 
 

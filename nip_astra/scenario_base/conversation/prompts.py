@@ -90,6 +90,7 @@ def _read_text(path: Path, reference: str) -> str:
 def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """Yield each text or row of a file, with its position for error messages."""
     if path.suffix in _DELIMITERS:
+        csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 131,072 characters
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=_DELIMITERS[path.suffix])
         for row in reader:
             if None in row or None in row.values():

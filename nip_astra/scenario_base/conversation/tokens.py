@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
-from nip_astra.language_models.tool_calls import supports_tools
+from nip_astra.language_models.tool_calls import tool_form
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
@@ -152,7 +152,7 @@ class ChatFormat(ConversationFormat):
 
     @cached_property
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
-        return supports_tools(self.tokenizer)
+        return tool_form(self.tokenizer) is not None
 
     def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
         if described not in self._by_tools:

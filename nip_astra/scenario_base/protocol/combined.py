@@ -234,12 +234,11 @@ class CombinedAgents(nn.Module):
         active_BV = self._seen_by(agent, active_BC)
         can_decide_B = observation["can_decide"][:, number]
         moves.logprobs_BA[rows, number] = logprobs_of(logs, drawn, active_BV, can_decide_B)
-        self._write(
-            moves.message_BACP, agent, number, rows, drawn.message_BVP * active_BV[..., None]
-        )
+        message_BVP = drawn.message_BVP * active_BV[..., None]
+        moves.message_BACP[rows, number] = self._in_all_channels(agent, message_BVP)
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
-            self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
+            moves.linear_BACP[rows, number] = self._in_all_channels(agent, linear_BVP)
         message_logits_BCPS, decision_logits_B3 = self._of_all_channels(agent, logs, active_BV)
         moves.message_logits_BACPS[rows, number] = message_logits_BCPS
         moves.decision_logits_BA3[rows, number] = decision_logits_B3
@@ -251,11 +250,7 @@ class CombinedAgents(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of symbols in all channels and of decisions, else 0."""
         message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
-        if agent.shape.num_visible < agent.shape.num_channels:
-            unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
-            channels = torch.tensor(agent.shape.visible_channels, device=message.device)
-            message = unseen.index_copy(1, channels, message)
-        decision = logs.decision_logits_B3
+        message, decision = self._in_all_channels(agent, message), logs.decision_logits_B3
         return message, message.new_zeros(len(message), 3) if decision is None else decision
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
@@ -278,15 +273,14 @@ class CombinedAgents(nn.Module):
             ),
         )
 
-    def _write(
-        self, target: Tensor, agent: Agent, number: int, rows: Any, values_BV: Tensor
-    ) -> None:
-        """Write an agent's values to its visible channels."""
-        if agent.shape.num_visible == agent.shape.num_channels:
-            target[rows, number] = values_BV
-            return
-        for position, channel in enumerate(agent.shape.visible_channels):
-            target[rows, number, channel] = values_BV[:, position]
+    def _in_all_channels(self, agent: Agent, values_BV: Tensor) -> Tensor:
+        """Return values of visible channels as those of all channels, 0 elsewhere, [B, C, ...]."""
+        shape = agent.shape
+        if shape.num_visible == shape.num_channels:
+            return values_BV
+        unseen_BC = values_BV.new_zeros(len(values_BV), shape.num_channels, *values_BV.shape[2:])
+        channels_V = torch.tensor(shape.visible_channels, device=values_BV.device)
+        return unseen_BC.index_copy(1, channels_V, values_BV)
 
     def _seen_by(self, agent: Agent, channels_BC: Tensor) -> Tensor:
         if agent.shape.num_visible == agent.shape.num_channels:

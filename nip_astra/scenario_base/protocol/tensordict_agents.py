@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from nip_astra.parameters.agents import AgentParameters
-from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.utils.activations import ACTIVATIONS
 
 MASKED = -1e9
@@ -72,24 +71,6 @@ class AgentShape:
     def num_visible(self) -> int:
         """Return V, the number of visible channels."""
         return len(self.visible_channels)
-
-
-def shape_of_agent(
-    name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
-) -> AgentShape:
-    """Return the sizes of an agent's networks, given a protocol and its messages."""
-    number = protocol.agent_names.index(name)
-    visible = protocol.visibility_AC[number].nonzero().flatten().tolist()
-    return AgentShape(
-        name=name,
-        is_verifier=name not in protocol.prover_names,
-        has_decision=protocol.has_decision_logits(name),
-        num_rounds=protocol.max_message_rounds,
-        num_channels=protocol.num_channels,
-        visible_channels=tuple(visible),
-        message_space=space,
-        d_representation=d_representation,
-    )
 
 
 Observation = Mapping[str, Tensor]

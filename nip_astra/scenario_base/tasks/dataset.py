@@ -172,7 +172,7 @@ class DatasetTask(Task):
         answer = dict(row.columns).get(name)
         if answer is None:
             raise DataError(
-                f"the problem {_short(row)} has no column {name!r}. Its columns: "
+                f"the problem {_short(row)} has no value in a column {name!r}. Its columns: "
                 f"{', '.join(dict(row.columns)) or 'none'}. Set task.task.answer_column, or "
                 "task.task.reward to scorer."
             )

@@ -318,7 +318,7 @@ class Toolbox:
         argument = self.tools[name].single_argument()
         try:
             given = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             given = None
         if isinstance(given, dict) and (argument is None or argument in given):
             return [ToolCall(name, given)]

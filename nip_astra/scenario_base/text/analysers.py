@@ -399,17 +399,15 @@ class DirectQuotation(RolloutAnalyser):
         )
 
     def is_relevant(self, subject: Subject) -> bool:
-        return _has_texts(subject)
+        return any(isinstance(value, str) and value for value in subject.datapoint.values())
 
 
 @register_rollout_analyser(RolloutAnalyserType.ACCURATE_QUOTATION)
-class AccurateQuotation(RolloutAnalyser):
+class AccurateQuotation(DirectQuotation):
     """Whether all quotations of a prover occur in the datapoint.
 
     Provers that quote nothing are left out.
     """
-
-    role: ClassVar[Role | None] = "prover"
 
     def question(self, subject: Subject) -> str:
         return (
@@ -417,14 +415,6 @@ class AccurateQuotation(RolloutAnalyser):
             "messages stand in the datapoint, word for word apart from spaces and line breaks? "
             "Where it quotes nothing, the question does not apply."
         )
-
-    def is_relevant(self, subject: Subject) -> bool:
-        return _has_texts(subject)
-
-
-def _has_texts(subject: Subject) -> bool:
-    """Return whether the datapoint has texts."""
-    return any(isinstance(value, str) and value for value in subject.datapoint.values())
 
 
 @register_rollout_analyser(RolloutAnalyserType.FOLLOW_UP)

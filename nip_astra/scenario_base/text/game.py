@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import FileSystemLoader, StrictUndefined, Template, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, TemplateError, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from nip_astra.errors import ConfigurationError, DataError
@@ -129,17 +129,23 @@ class PromptTemplate:
         self.path = path
         self._template = template
 
-    def render(self, block: str, values: Mapping[str, Any]) -> str:
-        """Render a block with its variables; empty if the template lacks it."""
-        if block not in self._template.blocks:
-            return ""
+    def render(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Render all `BLOCKS` with their variables; empty if the template lacks it."""
         try:
             context = self._template.new_context(dict(values))
-            return "".join(self._template.blocks[block](context)).strip()
-        except TemplateError as error:
+            # Finds inherited blocks, and what is set or imported outside of blocks.
+            list(self._template.root_render_func(context))
+            return {
+                name: "".join(context.blocks[name][0](context)).strip()
+                if name in context.blocks
+                else ""
+                for name in BLOCKS
+            }
+        except Exception as error:  # expressions of the template raise errors of any type
+            reason = str(error).rstrip(".")
             raise DataError(
-                f"cannot render the block {block!r} of the prompt {self.path}: {error}. It may "
-                f"use: {', '.join(sorted(values))}."
+                f"cannot render the prompt {self.path}: {reason}. It may use: "
+                f"{', '.join(sorted(values))}."
             ) from error
 
 
@@ -164,20 +170,30 @@ def load_prompts(
             faults.append(f"{agent} has no prompt; write one of {', '.join(names)}")
             continue
         try:
-            template = environment.get_template(name)
-        except TemplateError as error:
+            template, blocks = environment.get_template(name), _blocks_of(environment, name)
+        except (TemplateError, UnicodeDecodeError) as error:
             faults.append(f"{name} is not a valid template: {error}")
             continue
-        unknown = sorted(set(template.blocks) - set(BLOCKS))
+        unknown = sorted(blocks - set(BLOCKS))
         if unknown:
             faults.append(f"{name} has the block {unknown[0]!r}; known: {', '.join(BLOCKS)}")
-        if not {"opening", "turn"} & set(template.blocks):
+        if not {"opening", "turn"} & blocks:
             faults.append(f"{name} has neither the block 'opening' nor 'turn'; add one")
         prompts[agent] = PromptTemplate(folder / name, template)
     if faults:
         lines = "\n".join(f"  {fault}" for fault in faults)
         raise ConfigurationError(f"invalid prompts in {folder}:\n{lines}")
     return prompts
+
+
+def _blocks_of(environment: Environment, name: str) -> set[str]:
+    """Return the names of a template's blocks, inherited ones included."""
+    assert environment.loader is not None
+    tree = environment.parse(environment.loader.get_source(environment, name)[0])
+    parents = [one.template for one in tree.find_all(nodes.Extends)]
+    return {block.name for block in tree.find_all(nodes.Block)}.union(
+        *(_blocks_of(environment, one.value) for one in parents if isinstance(one, nodes.Const))
+    )
 
 
 GO_ON = "It is your turn."
@@ -311,15 +327,19 @@ class TextGame:
         """Return the next round's turns, in the protocol's order; none for forced decisions."""
         if episode.is_done:
             return []
-        active_AC, may_decide_A = self._allowed(episode, episode.round)
-        later = range(episode.round + 1, self.protocol.max_message_rounds)
-        later_active = [self._allowed(episode, number)[0] for number in later]
+        round_R = torch.arange(episode.round, self.protocol.max_message_rounds)
+        seed_R = torch.full_like(round_R, episode.seed)
+        decided_RA = torch.tensor([episode.has_decided]).expand(len(round_R), -1)
+        active_RAC = self.protocol.active_mask(round_R, seed_R, decided_RA)
+        may_decide_RA = self.protocol.can_decide(round_R, seed_R, decided_RA)
+        may_decide_A, active_AC = may_decide_RA[0].tolist(), active_RAC[0].tolist()
+        has_later_A = active_RAC[1:].any(dim=2).any(dim=0).tolist()
         turns = []
         for place, agent in enumerate(self.protocol.agent_names):
             channels = tuple(compress(self.protocol.message_channel_names, active_AC[place]))
             is_forced = may_decide_A[place] and agent in self.protocol.forced_names
             if channels and not is_forced:
-                is_last = not any(any(active[place]) for active in later_active)
+                is_last = not has_later_A[place]
                 turns.append(TurnOptions(agent, channels, may_decide_A[place], is_last))
         return turns
 
@@ -371,13 +391,6 @@ class TextGame:
             rewards[prover] = protocol.common.prover_reward if is_won else 0.0
         return RoundOutcome(after, tuple(rewards), decision, bool(step.is_out_of_rounds_E[0]))
 
-    def _allowed(self, episode: TextEpisode, number: int) -> tuple[list[list[bool]], list[bool]]:
-        """Return active channels by agent, and whose decision counts, in a round."""
-        at = torch.tensor([number]), torch.tensor([episode.seed])
-        decided_EA = torch.tensor([episode.has_decided])
-        active_EAC = self.protocol.active_mask(*at, decided_EA)
-        return active_EAC[0].tolist(), self.protocol.can_decide(*at, decided_EA)[0].tolist()
-
     # ---- prompts
 
     def messages(self, episode: TextEpisode, turn: TurnOptions) -> tuple[ChatMessage, ...]:
@@ -386,17 +399,15 @@ class TextGame:
         Its unparsed answers are the assistant's; messages in channels that it sees are the user's.
         """
         agent = turn.agent
-        values = self.template_values(episode, turn)
-        prompt = self.prompts[agent]
-        system = prompt.render("system", values)
-        parts: list[tuple[str, str]] = [("user", prompt.render("opening", values))]
+        prompt = self.prompts[agent].render(self.template_values(episode, turn))
+        parts: list[tuple[str, str]] = [("user", prompt["opening"])]
         for number, sent in enumerate(episode.messages):
             if agent in episode.answers[number]:
                 parts.append(("assistant", episode.answers[number][agent]))
             parts += [("user", line) for line in self._observed(agent, episode.seed, number, sent)]
-        parts.append(("user", prompt.render("turn", values)))
-        messages = [ChatMessage(role="system", content=system)] if system else []
-        return (*messages, *_alternating(parts))
+        parts.append(("user", prompt["turn"]))
+        system = [ChatMessage(role="system", content=prompt["system"])] if prompt["system"] else []
+        return (*system, *_alternating(parts))
 
     def _observed(
         self, agent: str, seed: int, number: int, messages: Sequence[ChannelMessage]

@@ -94,11 +94,10 @@ def _edges(value: Any, num_nodes: int) -> set[Edge]:
     """Return the valid edges, with the smaller node first."""
     found = set()
     for pair in items(value):
-        ends = [number(end) for end in items(pair)]
-        if len(ends) == 2 and all(end is not None and 0 <= end < num_nodes for end in ends):
-            start, end = sorted(int(end or 0) for end in ends)
-            found.add((start, end))
-    return {(start, end) for start, end in found if start != end}
+        ends = sorted({int(end) for end in map(number, items(pair)) if end is not None})
+        if len(ends) == len(items(pair)) == 2 and ends[0] >= 0 and ends[1] < num_nodes:
+            found.add((ends[0], ends[1]))
+    return found
 
 
 def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) -> list[Mark]:

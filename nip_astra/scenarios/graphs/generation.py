@@ -206,7 +206,7 @@ class _Generator:
         """Sample until there are enough pairs of this split."""
         parts, num_accepted, num_tries = [self._empty()], 0, 0
         while num_accepted < num_pairs:
-            if num_tries > num_pairs / MIN_YIELD + 10 * _BATCH:
+            if num_accepted < (num_tries - 10 * _BATCH) * MIN_YIELD:
                 raise DataError(
                     f"{num_tries} tries produced {num_accepted} of {num_pairs} {self.split} pairs "
                     f"that are {name}, with sizes {self.parameters.sizes} and edge_probabilities "

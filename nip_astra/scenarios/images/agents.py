@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -65,11 +64,7 @@ class ImageClassificationAgentParameters(HeadParameters):
     @classmethod
     def _is_odd(cls, size: int) -> int:
         if size % 2 == 0:
-            raise PydanticCustomError(
-                "kernel_size",
-                "must be odd, so that a convolution has a middle pixel",
-                {"hint": f"Take {size + 1}."},
-            )
+            raise ValueError(f"must be odd, for instance {size + 1}")
         return size
 
 

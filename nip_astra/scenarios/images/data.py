@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -82,23 +81,19 @@ class ImageDatasetParameters(SubParameters):
         classes = self.selected_classes
         if self.binarification_method == "select_two":
             if classes is None or len(classes) != 2 or classes[0] == classes[1]:
-                raise PydanticCustomError(
-                    "selected_classes",
-                    "with binarification_method select_two, selected_classes must name two "
-                    "different classes, for instance [3, 8]",
+                raise ValueError(
+                    "selected_classes must be two different classes, for instance [3, 8], if "
+                    "binarification_method is select_two"
                 )
         elif classes is not None:
-            raise PydanticCustomError(
-                "selected_classes",
-                "selected_classes is for binarification_method select_two only, not {method}",
-                {"method": self.binarification_method},
+            raise ValueError(
+                "selected_classes is for binarification_method select_two only, not "
+                f"{self.binarification_method}"
             )
         if self.name in ("digits", "tiny") and self.path is not None:
-            raise PydanticCustomError(
-                "path", "digits and tiny are built in and have no path; set name to local"
-            )
+            raise ValueError("digits and tiny are built in and have no path; set name to local")
         if self.name == "local" and self.path is None:
-            raise PydanticCustomError("path", "the name local needs a path")
+            raise ValueError("the name local needs a path")
         return self
 
 

@@ -34,7 +34,12 @@ from nip_astra.parameters.parameters_base import (
     polymorphic,
 )
 from nip_astra.parameters.types import PretrainedModelType
-from nip_astra.utils.tensor_cache import digest_of_code, keep_tensors, take_tensors
+from nip_astra.utils.tensor_cache import (
+    digest_of_code,
+    digest_of_tensors,
+    keep_tensors,
+    take_tensors,
+)
 
 
 class PretrainedModel(ABC):
@@ -56,6 +61,11 @@ class PretrainedModel(ABC):
         self, parameters: Any, *, train_images_NKHW: Tensor, scenario_dir: Path | None
     ) -> None:
         self.parameters = parameters
+
+    @classmethod
+    def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:
+        """Return the local files that embeddings depend on; none here."""
+        return []
 
     @abstractmethod
     def embed(self, images_NKHW: Tensor) -> Tensor:
@@ -94,45 +104,37 @@ def embed_all(
 ) -> tuple[Tensor, Tensor]:
     """Return embeddings of training and test images, from the cache if possible."""
     model_class = PRETRAINED_MODELS.get(parameters.type_name)
-    path = _cache_path(parameters, model_class, train_images_NKHW, test_images_NKHW)
-    cached = None if path is None else take_tensors(path)
-    if cached is not None:
-        return cached["train"], cached["test"]
-    model = model_class(parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir)
-    embeddings = {}
-    for split, images in (("train", train_images_NKHW), ("test", test_images_NKHW)):
-        with torch.no_grad():
-            result = model.embed(images).float().contiguous()
-        if result.ndim != 4 or len(result) != len(images) or not bool(result.isfinite().all()):
-            raise DataError(
-                f"embed of the pretrained model {parameters.type_name!r} returned the shape "
-                f"{list(result.shape)} for {len(images)} images. Return finite numbers "
-                f"[{len(images)}, channels, height, width]."
-            )
-        embeddings[split] = result
-    if path is not None:
-        try:
+    images = {"train": train_images_NKHW, "test": test_images_NKHW}
+    path = None
+    if parameters.cache_dir is not None:
+        key = embedding_key(parameters)
+        code = digest_of_code({__name__, model_class.__module__})
+        files = [path.read_bytes() for path in model_class.files(parameters, scenario_dir)]
+        parts = [code, digest_of_tensors(images), *(hashlib.sha256(f).hexdigest() for f in files)]
+        digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        folder = Path(parameters.cache_dir).expanduser()
+        path = folder / f"{key}_{digest[:24]}.safetensors"
+    embeddings = None if path is None else take_tensors(path)
+    if embeddings is None:
+        model = model_class(
+            parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
+        )
+        embeddings = {split: _embedded(model, one) for split, one in images.items()}
+        if path is not None:
             keep_tensors(path, embeddings)
-        except OSError as error:
-            raise DataError(
-                f"cannot write pretrained embeddings to {path.parent}: {error}. Give another "
-                "cache_dir, or none."
-            ) from error
     return embeddings["train"], embeddings["test"]
 
 
-def _cache_path(
-    parameters: PretrainedModel.Parameters, model: type[PretrainedModel], *images: Tensor
-) -> Path | None:
-    if parameters.cache_dir is None:
-        return None
-    digest = hashlib.sha256(embedding_key(parameters).encode())
-    digest.update(digest_of_code({__name__, model.__module__}).encode())
-    for one in images:
-        digest.update(str(list(one.shape)).encode())
-        digest.update(one.contiguous().numpy().tobytes())
-    folder = Path(parameters.cache_dir).expanduser()
-    return folder / f"{embedding_key(parameters)}_{digest.hexdigest()[:24]}.safetensors"
+@torch.no_grad()
+def _embedded(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
+    result, count = model.embed(images_NKHW).float().contiguous(), len(images_NKHW)
+    if result.ndim != 4 or len(result) != count or not bool(result.isfinite().all()):
+        raise DataError(
+            f"embed of the pretrained model {model.parameters.type_name!r} returned the shape "
+            f"{list(result.shape)} for {count} images. Return finite numbers [{count}, channels, "
+            "height, width]."
+        )
+    return result
 
 
 # ---- models of transformers, including those of timm
@@ -176,6 +178,11 @@ class HuggingFaceImageModel(PretrainedModel):
         described = self.model.config.to_dict()
         self.num_channels = int(described.get("num_channels", 3))
         self.mean_K11, self.std_K11 = _normalisation(self.name, described)
+
+    @classmethod
+    def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:
+        source = resolve_reference(parameters.model, scenario_dir)
+        return sorted(filter(Path.is_file, source.rglob("*"))) if isinstance(source, Path) else []
 
     def embed(self, images_NKHW: Tensor) -> Tensor:
         batches = torch.split(images_NKHW, self.parameters.batch_size)

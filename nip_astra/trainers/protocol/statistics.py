@@ -338,10 +338,7 @@ def outcome_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for the first episode of each environment of a batch [E, T], without messages.
 
-    Parameters
-    ----------
-    dataset : TensorDict
-        The datapoints, whose digests are added to `hashes`.
+    Digests of datapoints of the `dataset` are added to `hashes`.
     """
     counts_ET = first_episodes(batch)
     ended = EpisodeLedger().ended(batch, counts_ET)
@@ -418,7 +415,9 @@ def episode_rows(
     spans = whole_episodes(batch)
     if not spans:
         return COLUMNS, []
-    right = is_right(batch, spans)
+    environments, _, lasts = torch.tensor(spans).unbind(dim=1)
+    decisions, labels = batch["next", "decision"], batch["y"].squeeze(-1)
+    right = (decisions == labels)[environments, lasts].cpu()
     generator = derived_generator(seed, "sample of episodes", step)
     order = torch.randperm(len(right), generator=generator)
     rights, others = order[right[order]].tolist(), order[~right[order]].tolist()
@@ -443,14 +442,6 @@ def whole_episodes(batch: TensorDictBase) -> list[Span]:
         Span(environment, first, last)
         for (environment, first), last in zip(places.tolist(), ends.tolist(), strict=True)
     ]
-
-
-def is_right(batch: TensorDictBase, spans: Sequence[Span]) -> Tensor:
-    """Return whether the last decision of each episode is the label, [episodes] bool."""
-    environments, _, lasts = torch.tensor(spans).unbind(dim=1)
-    decisions = batch["next", "decision"][environments, lasts]
-    found: Tensor = decisions == batch["y"].squeeze(-1)[environments, lasts]
-    return found.cpu()
 
 
 def _row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,8 @@ class PureTextEiTrainer(PureTextRlTrainer):
     trained by a supervised job on its agents' answers in them (arXiv:2412.08897, section 5). In
     a share of the rollouts a verifier learns the right decision in place of its own.
     """
+
+    never_reads: ClassVar[tuple[str, ...]] = ("text_rl.fine_tune_nll_weight",)
 
     class Parameters(SubParameters):
         """Expert iteration."""

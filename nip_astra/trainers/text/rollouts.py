@@ -39,13 +39,12 @@ def rollout_statistics(
     """
     y_N, decision_N, datapoint_N = (rollouts[key] for key in ("y", "decision", "datapoint_id"))
     is_right_N = decision_N == y_N
+    _, row_N, count_D = np.unique(datapoint_N, return_inverse=True, return_counts=True)
     found = {
         "mean_accuracy": float(is_right_N.mean()),
         "share_undecided": float((decision_N == CONTINUE).mean()),
         "mean_episode_length": float(rollouts["num_rounds"].mean()),
-        "worst_datapoint_accuracy": min(
-            float(is_right_N[datapoint_N == one].mean()) for one in np.unique(datapoint_N).tolist()
-        ),
+        "worst_datapoint_accuracy": float((np.bincount(row_N, is_right_N) / count_D).min()),
     }
     for label, name in CLASSES.items():
         if (y_N == label).any():

@@ -90,6 +90,10 @@ def test_options_are_those_of_the_registered_trainers_and_others_are_refused() -
         (lambda: IPO(problem, loss="hinge"), "loss"),
         (lambda: PPO(problem, value_clip_rang=0.1), "'value_clip_range'"),
         (lambda: DPO(problem, weak_supervision={"probes": "x.txt"}), "weak_supervision"),
+        (lambda: DPO(problem, loss="nca"), "nca"),
+        (lambda: DPO(problem, divergence="js"), "js"),
+        (lambda: IPO(problem, max_staleness=2), "max_staleness"),
+        (lambda: PPO(problem, max_staleness=2), "max_staleness"),
         (lambda: PPO(WordProblem()), "WordProblem"),
     ):
         with pytest.raises(ConfigurationError, match=fact):

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from nip_astra.astra import ASTEvaluator, ASTSampler, Evaluator, Graph, GraphMetrics, Node
+from nip_astra.astra import (
+    ASTEvaluator,
+    ASTSampler,
+    Conversation,
+    Evaluator,
+    Graph,
+    GraphMetrics,
+    Node,
+    RegisteredScorer,
+)
 from nip_astra.errors import ConfigurationError
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem
@@ -46,6 +55,15 @@ def test_means_are_over_turns_and_the_first_failures_are_found() -> None:
     late = evaluator.compute_metrics(chain(("p ?", float("nan")), ("p 0.1", 0.9)))
     result = evaluator.aggregate_metrics([one, none, late])["summary"]
     assert result["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
+
+
+def test_a_probe_is_rated_as_the_attackers_turn_after_the_turns_before_it() -> None:
+    # The attacker discloses only words that the target has not used before.
+    scorer = RegisteredScorer("disclosure", secrets=["hello cat"])
+    evaluator = ASTEvaluator(ASTSampler(WordProblem(scorer), PROMPTS))
+    node = Node(Conversation(["hello", "you", "mat"]), "hello cat", "sat", 0.0)
+    (turn,) = evaluator.compute_metrics(Graph("hello", [node])).per_turn
+    assert turn["adversarial_toxicity"] == 0.5
 
 
 def test_an_evaluation_writes_a_file_and_plays_all_episodes_together(

@@ -145,7 +145,12 @@ def test_a_scorer_that_reads_conversations_gets_them() -> None:
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [(torch.rand(2, 3), "reach"), (torch.zeros(3, 2), r"\[3, 2\]"), ([0.0, 0.0], "list")],
+    [
+        (torch.rand(2, 3), "reach"),
+        (torch.tensor([[-1.0, math.nan]] * 2), "nan"),
+        (torch.zeros(3, 2), r"\[3, 2\]"),
+        ([0.0, 0.0], "list"),
+    ],
 )
 def test_invalid_log_probabilities_are_reported_at_every_call(given: Any, text: str) -> None:
     class Wrong(WordProblem):
@@ -170,6 +175,13 @@ def test_an_attacker_without_gradient_and_a_missing_text_are_reported() -> None:
         Frozen()._get_attacker_logprobs_and_validate(["a"], [" cat mat"])
     with pytest.raises(ConfigurationError, match="target of Frozen returned 1 for 2 texts"):
         ASTSampler(Frozen(), PROMPTS).rollout(0)
+
+    class Cheap(WordProblem):
+        def reward(self, context: Any, probe: Any, response: Any) -> list[float]:
+            return [0.0]
+
+    with pytest.raises(ConfigurationError, match="reward of Cheap returned 1 for 2"):
+        ASTSampler(Cheap(), PROMPTS).rollout(0)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +216,7 @@ def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
     sizes = {"num_episodes_per_experience": 8, "batch_size": 16}
     train(DPO(problem), env, training_steps=30, lr=0.1, **sizes)
     assert len(set(env.seeds)) == len(env.seeds) == 240
+    assert max(env.seeds) < 2**32, "NumPy takes no larger seed"
     assert says(problem, "silly") > 0.5
     with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import random
@@ -136,12 +135,13 @@ def test_blocks_by_the_ends_of_tokens_are_those_of_all_pairs(
 
 
 @pytest.mark.usefixtures("_small_flex")
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_shapes_than_torch_compiles_by_default_are_each_compiled_once() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = attention.compile_flex_attention(counter)
     generator = torch.Generator().manual_seed(0)
-    shapes = [*itertools.product((20, 140, 270), (2, 4, 6))]
+    shapes = [(20, 2), (20, 4), (140, 2)]
     for length, heads in [*shapes, *shapes]:
         trie = build_trie([range(length), [*range(length // 2), 5]])
         sizes = ((trie.num_tokens, count, 8) for count in (heads, 2, 2))
@@ -223,7 +223,7 @@ def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
     tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(6, 20, (1, 2100), generator=generator)
+    prompt = torch.randint(6, 20, (1, 520), generator=generator)
     contexts, answers = prompt.expand(4, -1), torch.randint(6, 20, (4, 30), generator=generator)
     rows = contexts, contexts > 0, answers, answers > 0
 
@@ -233,7 +233,7 @@ def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
             loss = tiny_model.logprobs(*rows).double().mean()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in tiny_model.parameters()])
-        return float(loss.detach()), float(norm), spent.forwarded / (2100 + 4 * 29)
+        return float(loss.detach()), float(norm), spent.forwarded / (520 + 4 * 29)
 
     loss, norm, forwarded = learn()
     assert forwarded <= 1.05
@@ -241,7 +241,7 @@ def test_a_long_prompt_is_forwarded_once_for_the_same_loss(
         tiny_model.max_batch_tokens = 256
         assert float(tiny_model.logprobs(*rows).double().mean()) == pytest.approx(loss, rel=1e-6)
     monkeypatch.setattr(
-        "nip_astra.language_models.huggingface.row_limits", lambda *_: {"max_row_tokens": 2048}
+        "nip_astra.language_models.huggingface.row_limits", lambda *_: {"max_row_tokens": 512}
     )
     cut_loss, cut_norm, cut_forwarded = learn()
     assert cut_forwarded > 3

@@ -227,6 +227,7 @@ def test_buffers_are_rounded_with_the_weights_but_not_those_of_rotary_positions(
         ({"use_dora": True}, "a magnitude vector"),
         ({"bias": "lora_only"}, "it learns weights under its adapters"),
         ({"target_modules": ["embed_tokens"]}, "other than LoRA on linear layers"),
+        ({"modules_to_save": ["lm_head"]}, "other than LoRA on linear layers"),
         ({}, ""),
     ],
 )

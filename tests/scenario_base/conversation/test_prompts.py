@@ -44,6 +44,8 @@ def test_each_kind_of_file_gives_its_prompts_in_order(tmp_path: Path, name: str,
 def test_a_prompt_may_hold_any_character_but_the_end_of_its_line(tmp_path: Path) -> None:
     path = written(tmp_path, "p.jsonl", '{"prompt": "one\u2028two\\nthree \u2603"}\n')
     assert read_prompts(path, None) == ["one\u2028two\nthree \u2603"]
+    long = "long " * 30_000 + "text"
+    assert read_prompts(written(tmp_path, "p.csv", f"prompt\n{long}\n"), None) == [long]
     path = written(tmp_path, "p.txt", "one\u2028two\x0bthree\n")
     assert read_prompts(path, None) == ["one\u2028two\x0bthree"]
 

@@ -299,6 +299,8 @@ def test_a_template_without_tools_has_them_in_text(
     assert answers[:2] == ["14", "5"]
     assert all(answer.startswith("Error: ") for answer in answers[2:])
     assert episode.tool_counts == {"calls": 4, "malformed": 1, "arguments": 1}
+    (deep,) = tools.Toolbox.of([add]).calls_in(f"add({'[' * 9999})", has_template=False)
+    assert isinstance(deep, tools.WrongCall)
     assert episode.reward == 1.0
     text = model.tokenizer.decode(trajectory.tokens)
     assert "calc(expression): Value of" in text

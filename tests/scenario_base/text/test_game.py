@@ -210,9 +210,22 @@ def test_a_missing_or_broken_prompt_is_reported(tmp_path: Path) -> None:
         load_prompts(tmp_path, {"prover": "prover", "verifier": "verifier"}, "nip")
     assert says(caught.value, "prover.jinja", "'openin'", "opening")
     assert says(caught.value, "verifier.nip.jinja", "verifier.jinja")
-    (tmp_path / "prover.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigurationError, match=r"prover\.jinja is not a valid template"):
-        load_prompts(tmp_path, {"prover": "prover"}, "nip")
+    for broken in (b"{% if %}", b"\xff", b"{% extends 'other.jinja' %}"):
+        (tmp_path / "prover.jinja").write_bytes(broken)
+        with pytest.raises(ConfigurationError, match=r"prover\.jinja"):
+            load_prompts(tmp_path, {"prover": "prover"}, "nip")
+
+
+def test_a_prompt_inherits_blocks_and_uses_macros(tmp_path: Path) -> None:
+    child = (
+        "{% extends 'prover.jinja' %}{% macro loud(text) %}{{ text | upper }}!{% endmacro %}"
+        "{% block turn %}{{ super() }} {{ loud('go') }}{% endblock %}"
+    )
+    parent = "{% block system %}S{% endblock %}{% block turn %}T{% endblock %}"
+    (tmp_path / "prover.jinja").write_text(parent)
+    (tmp_path / "prover.nip.jinja").write_text(child)
+    prompts = load_prompts(tmp_path, {"prover": "prover"}, "nip")
+    assert prompts["prover"].render({}) == {"system": "S", "opening": "", "turn": "T GO!"}
 
 
 def test_an_unknown_variable_in_a_prompt_for_the_protocol_is_reported(tmp_path: Path) -> None:
@@ -222,6 +235,9 @@ def test_an_unknown_variable_in_a_prompt_for_the_protocol_is_reported(tmp_path: 
     game = build_text_game("solo_verifier", tmp_path, prompts=prompts)
     with pytest.raises(DataError, match=r"has no attribute 'clam'.*It may use: agent, channels"):
         play(game, FakeChatModel(_talk))
+    prompts["verifier.solo_verifier.jinja"] = "{% block opening %}{{ 1 / 0 }}{% endblock %}"
+    with pytest.raises(DataError, match=r"verifier\.solo_verifier\.jinja"):
+        play(build_text_game("solo_verifier", tmp_path, prompts=prompts), FakeChatModel(_talk))
 
 
 TWO = ("prover0_channel", "prover1_channel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from sklearn.decomposition import PCA
 from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
@@ -24,6 +26,7 @@ from nip_astra.scenarios.images.pretrained import (
     embedding_key,
     register_pretrained_model,
 )
+from nip_astra.utils import tensor_cache
 
 
 def images(count: int, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -244,8 +247,29 @@ def test_views_are_kept_on_disk_where_a_folder_is_given(
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
+def test_views_of_a_model_that_was_trained_again_are_computed_again(
+    resnet: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(resnet, tmp_path / "model")
+    cache = str(tmp_path / "cache")
+    parameters = HuggingFaceImageModel.Parameters(model="scenario://model", cache_dir=cache)
+    train = images(4, 3, 8, 8)
+    first, _ = embed_all(parameters, train, train, scenario_dir=tmp_path)
+    trained = ResNetModel.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        next(trained.parameters()).mul_(2)
+    trained.save_pretrained(tmp_path / "model")
+    second, _ = embed_all(parameters, train, train, scenario_dir=tmp_path)
+    assert not torch.allclose(first, second)
+
+
+def _fails_on_a_full_disk(tensors: object, path: Path, metadata: object) -> None:
+    path.write_bytes(b"begun")
+    raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+
 def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"))
     train = images(20, 1, 4, 4)
@@ -261,5 +285,9 @@ def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_reported(
         assert path.read_bytes() == whole
     (tmp_path / "file").write_text("")
     below = PcaModel.Parameters(cache_dir=str(tmp_path / "file"))
-    with pytest.raises(DataError, match="cache_dir"):
+    with pytest.raises(DataError, match=re.escape(str(tmp_path / "file"))):
         embed_all(below, train, train, scenario_dir=None)
+    monkeypatch.setattr(tensor_cache, "save_file", _fails_on_a_full_disk)
+    with pytest.raises(DataError, match="No space left"):
+        embed_all(parameters, train + 1, train, scenario_dir=None)
+    assert list(path.parent.iterdir()) == [path]

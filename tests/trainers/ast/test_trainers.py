@@ -60,10 +60,10 @@ def _cat_scorer() -> Iterator[None]:
         ("ast_dpo", "ast_dpo.beta=0.05 training.minibatch_size=16"),
         ("ast_ipo", "ast_ipo.beta=0.03"),
         ("ast_simpo", "ast_simpo.beta=1.0 ast_simpo.margin=2.0 ast_simpo.length_normalised=false"),
-        ("ast_ppo", "training.num_epochs=2 ast_ppo.kl.weight=0.0 training.num_iterations=25"),
+        ("ast_ppo", "training.num_epochs=4 ast_ppo.kl.weight=0.0 training.num_iterations=11"),
         ("ast_grpo", "ast_grpo.kl.weight=0.0 training.num_iterations=16"),
         ("ast_reinforce", "ast_reinforce.kl_mix=0.01"),
-        ("ast_sft", "ast_sft.min_score=0.0 ast_sft.num_best=16 training.num_iterations=25"),
+        ("ast_sft", "ast_sft.min_score=0.0 ast_sft.num_best=16 training.num_iterations=18"),
         # From an older attacker's rollout.
         ("ast_grpo", "ast_grpo.kl.weight=0.0 ast_grpo.max_staleness=1"),
         pytest.param(

@@ -411,7 +411,7 @@ def test_a_dry_run_prices_the_run(tmp_path: Path) -> None:
     groups = {"text_rl": {"num_iterations": 4, "test_scheme": "all"}}
     parts = _build(tmp_path, groups=groups)
     estimate = build_text_trainer(parts).dry_run()
-    assert parts.num_requests == 16
+    assert parts.num_requests == 8, "four rollouts of two turns"
     _, trainer = _trained(tmp_path, groups=groups)
     costs = trainer.state.costs()
     assert {name: estimate[name] for name in costs} == costs
