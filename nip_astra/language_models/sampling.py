@@ -156,7 +156,7 @@ def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -
     """
     special = set(tokenizer.all_special_ids)
     special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    special.update(range(len(tokenizer), vocab_size))
+    special.update({*range(vocab_size)} - {*tokenizer.get_vocab().values()})
     return sorted(i for i in special - set(end_ids) if i < vocab_size)
 
 

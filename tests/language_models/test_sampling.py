@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import scoring
@@ -22,7 +28,12 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sampling import SamplingDistribution as Distribution
-from nip_astra.language_models.sampling import SupportMask, keep_likely, sample_tokens
+from nip_astra.language_models.sampling import (
+    SupportMask,
+    find_banned_ids,
+    keep_likely,
+    sample_tokens,
+)
 from tests.kit.tiny import CPU, load_backend
 
 
@@ -147,6 +158,12 @@ def test_kept_tokens_have_the_order_of_the_given_positions() -> None:
     result = kept.at([2, 0])
     assert result.ids_K.tolist() == [8, 9, 4, 5, 6]
     assert result.counts_S.tolist() == [3, 2]
+
+
+def test_rows_of_the_vocabulary_without_a_token_are_never_drawn_wherever_they_are() -> None:
+    raw = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 7, "<end>": 8}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<end>")
+    assert find_banned_ids(tokenizer, [8], 10) == [0, 2, 3, 4, 5, 6, 9]
 
 
 def test_a_backend_without_distributions_is_a_typed_error(
