@@ -250,9 +250,11 @@ def short_run(name: str, folder: Path) -> ResolvedExperiment:
 @pytest.mark.parametrize(
     ("name", "sharding", "counts"),
     [
-        ("ast_dpo", "none", ((2, 1), (1, 2))),
+        ("ast_dpo", "none", ((1, 2),)),
+        slow("ast_dpo", "none", ((2, 1),)),
         slow("vanilla_ppo", "none", ((2, 1), (1, 2))),
-        ("vanilla_ppo", "fsdp", ((2, 1), (1, 2))),
+        ("vanilla_ppo", "fsdp", ((2, 1),)),
+        slow("vanilla_ppo", "fsdp", ((1, 2),)),
         ("ast_dpo", "fsdp", ((2, 1),)),
         slow("ast_dpo", "fsdp", ((1, 2), (2, 2))),
         slow("ast_dpo-lora", "fsdp", ((2, 1), (1, 2), (2, 2))),
