@@ -26,7 +26,7 @@ from nip_astra.evaluation.families.base import (
     run_of_stored,
 )
 from nip_astra.evaluation.run_results import Estimate, estimates_of, frame_of, plot_estimates
-from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, reading
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
@@ -303,14 +303,14 @@ def compare(
     # After the paths were checked: it needs scipy.
     from nip_astra.evaluation import comparison
 
-    evaluations = [_stored_evaluation(path, request) for path in paths]
-    family = evaluations[0].family
-    _require_one_family([one.label for one in evaluations], [one.family for one in evaluations])
-    labels = comparison.distinct_labels([one.label for one in evaluations])
-    contenders = [
-        family.contender(one, label) for one, label in zip(evaluations, labels, strict=True)
-    ]
-    found = comparison.compare(contenders[0], contenders[1:], unit=family.unit)
+    with reading(*paths):
+        evaluations = [_stored_evaluation(path, request) for path in paths]
+        family = evaluations[0].family
+        own = [one.label for one in evaluations]
+        _require_one_family(own, [one.family for one in evaluations])
+        labels = comparison.distinct_labels(own)
+        contenders = list(map(family.contender, evaluations, labels))
+        found = comparison.compare(contenders[0], contenders[1:], unit=family.unit)
     return Comparison(**found, evaluations=dict(zip(labels, evaluations, strict=True)))
 
 
@@ -356,7 +356,9 @@ def export(
         if not (path / FIGURES).is_file():
             # Rows and curves of a checkpoint are those of its run.
             path, _ = run_of(path)
-        material = _stored_family(path, request).material(path, request)
+        family = _stored_family(path, request)
+        with reading(path):
+            material = family.material(path, request)
         folder = run_of_stored(path) / EXPORTS if output is None else Path(output)
         return export_material(material, form, folder)
 

@@ -180,7 +180,7 @@ def compare(
                 "on the same split of the same scenario with the same seed."
             )
         metrics = {
-            name: _compare_metric(metric, metric.pairs(pairs), unit)
+            name: _compare_metric(metric, _measured(name, metric, pairs), unit)
             for name, metric in {**first.metrics, **further}.items()
             if name in other.metrics or name in further
         }
@@ -199,6 +199,16 @@ def compare(
         for text in one.figures.get("warnings", ())
     ]
     return found
+
+
+def _measured(name: str, metric: Metric, pairs: Sequence[Pair]) -> Paired:
+    try:
+        return metric.pairs(pairs)
+    except Exception as error:
+        raise DataError(
+            f"the metric {name!r} cannot be computed ({type(error).__name__}: {error}). Restore "
+            "the rows that it reads, or correct it."
+        ) from error
 
 
 def pair_up(first: Contender, second: Contender) -> list[Pair]:

@@ -168,6 +168,8 @@ def write_parquet(material: Material, folder: Path) -> list[Path]:
 def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
     """Write rows as a Parquet file; columns missing in a row are null.
 
+    A column that Parquet has no type for, such as numbers and texts in turn, is written as JSON.
+
     Raises
     ------
     MissingDependencyError
@@ -176,8 +178,19 @@ def write_parquet_file(rows: Sequence[Row], path: Path) -> None:
     pyarrow, parquet = (
         import_extra(name, "a Parquet file", "sweep") for name in ("pyarrow", "pyarrow.parquet")
     )
+
+    def column(values: list[Any]) -> Any:
+        try:
+            found = pyarrow.array(values)
+        except (pyarrow.ArrowException, UnicodeError, OverflowError):
+            found = None
+        # Parquet has no objects without a name.
+        if found is None or "struct<>" in str(found.type):
+            found = pyarrow.array([None if one is None else to_json(one) for one in values])
+        return found
+
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: column([row.get(name) for row in rows]) for name in names}
     parquet.write_table(pyarrow.table(columns), path)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, DataError, NipAstraError, RunDirectoryError
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite
@@ -71,6 +71,20 @@ def read_rows(path: Path) -> list[Row]:
             row[_RENAMED[old]] = row.pop(old)
         rows.append(row)
     return rows
+
+
+@contextmanager
+def reading(*paths: Path) -> Iterator[None]:
+    """Raise `DataError` if stored values lack a name or are of a wrong type, as after an edit."""
+    try:
+        yield
+    except NipAstraError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"a file of {' or '.join(map(str, paths))} lacks a value, or holds one of a wrong type "
+            f"({type(error).__name__}: {error}). Restore it, or evaluate again with --overwrite."
+        ) from error
 
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:

@@ -219,7 +219,7 @@ def groups_of(run: RunRecord) -> list[Group]:
         groups.append(_fitted(group))
     if before and "evaluation" not in tables:
         groups.append(
-            _fitted(Group("Before training", _paired(before, [], keeps_all=True), "problems"))
+            _fitted(Group("Before training", _paired(before, [], keeps_all=True), UNITS[kind][0]))
         )
     if kind == CONVERSATION:
         groups = [replace(one, words=ATTACKED, left_out=_left_out(one)) for one in groups]

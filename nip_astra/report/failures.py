@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from nip_astra.errors import ConfigurationError
@@ -19,6 +18,8 @@ MIN_SIMILARITY = 0.6
 """Minimum share of words, in order, shared with the group's most likely probe."""
 MAX_DISTINCT = 1_000
 """Maximum number of grouped distinct failing probes, the most likely ones."""
+MAX_WORDS = 100
+"""Maximum number of compared words of a probe, the first."""
 MAX_MEMBERS = 12
 """Maximum number of distinct probes shown per group."""
 MAX_CLUSTERS = 40
@@ -63,7 +64,7 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
     """Group the failures of the trained attacker, or of training if there is no evaluation.
 
     A group is led by its most likely probe. A probe joins if at least `MIN_SIMILARITY` of its words
-    match the leader's in order (twice the matching words over all words of both).
+    match the leader's in order (twice their longest common subsequence over the words of both).
     Returns None where no table holds a response with a verdict.
     """
     for table in sorted(run.tables, key=lambda name: (order_of(name), name)):
@@ -89,7 +90,7 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
     groups: list[FailureGroup] = []
     leaders: list[tuple[list[str], Counter[str]]] = []
     for key, node in list(by_probe.items())[:MAX_DISTINCT]:
-        words = key.split()
+        words = key.split()[:MAX_WORDS]
         place = _similar(words, leaders)
         if place is None:
             leaders.append((words, Counter(words)))
@@ -107,16 +108,36 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
 
 def _similar(words: list[str], leaders: Sequence[tuple[list[str], Counter[str]]]) -> int | None:
     """Return the first sufficiently similar leader."""
-    counts = Counter(words)
+    counts, places = Counter(words), _places(words)
     for place, (leader, leader_counts) in enumerate(leaders):
         needed = MIN_SIMILARITY * (len(words) + len(leader)) / 2
         # Words in common, in any order, bound those in order; most leaders fail this already.
         if (counts & leader_counts).total() < needed:
             continue
-        blocks = SequenceMatcher(None, leader, words, autojunk=False).get_matching_blocks()
-        if sum(block.size for block in blocks) >= needed:
+        if _num_in_order(leader, places, len(words)) >= needed:
             return place
     return None
+
+
+def _places(words: Sequence[str]) -> dict[str, int]:
+    """Return for each word a bit at each of its places."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(words):
+        places[word] = places.get(word, 0) | 1 << place
+    return places
+
+
+def _num_in_order(words: Sequence[str], places: Mapping[str, int], num_others: int) -> int:
+    """Return the length of the longest common subsequence, from the `_places` of the other words.
+
+    Bit-parallel (Hyyro 2004): after each word, as many bits are 0 as words are in common.
+    """
+    every = (1 << num_others) - 1
+    row = every
+    for word in words:
+        common = row & places.get(word, 0)
+        row = (row + common | row - common) & every
+    return num_others - row.bit_count()
 
 
 def _unlikeliness(node: Node, has_logprobs: bool) -> tuple[float, float]:

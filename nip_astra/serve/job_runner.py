@@ -196,7 +196,12 @@ class JobRunner:
                     self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
                     self.store.add_event(job.id, "The job has successfully completed.")
                     self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
-            elif process.code == STOPPED or self._stopped_at is not None:
+            elif (
+                process.code == STOPPED
+                or self._stopped_at is not None
+                # It usually ended with the service, at a shutdown of the machine for instance.
+                or isinstance(process, AdoptedChild)
+            ):
                 self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
             else:
                 self._count_crash(job, process)

@@ -102,7 +102,7 @@ class ServiceSettings(SubParameters):
                 f"host {self.host} is open to other machines and needs a token. Put a secret into "
                 "an environment variable and name it by --token-variable, or use 127.0.0.1."
             )
-        token = read_variable(self.token_variable) or ""
+        token = (read_variable(self.token_variable) or "").strip()
         if not token:
             raise ConfigurationError(
                 f"token_variable names {self.token_variable}, which is not set or empty. Set it to "

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import nip_astra as na
+from nip_astra.errors import DataError, RunDirectoryError
 from nip_astra.evaluation.api import Matrix
-from nip_astra.evaluation.exports import Material
+from nip_astra.evaluation.exports import Material, write_parquet_file
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.experiments import run_in
 from tests.kit.resuming import short_experiment
@@ -69,6 +70,41 @@ def test_runs_are_evaluated_compared_and_exported_by_their_id(family: str, runs:
     assert [item.figures for item in several] == [trained.figures]
 
 
+@pytest.mark.parametrize(
+    ("family", "file", "changes"),
+    [
+        ("protocol", "episode_rows.jsonl", {"rewards": "high"}),
+        ("protocol", "episode_rows.jsonl", {"datapoint_id": []}),
+        ("text_protocol", "evaluation.json", {"agents": 3, "figures": None}),
+        ("task", "problems.jsonl", {"is_right": "yes"}),
+        ("conversation", "rows.jsonl", {"depth": None}),
+        ("conversation", "rows.jsonl", {"response_score": "high"}),
+        ("text_protocol", "hyper_parameters.yaml", {}),
+    ],
+)
+def test_stored_values_of_a_wrong_type_are_an_error(
+    family: str, file: str, changes: dict[str, Any], runs: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(runs / family, tmp_path / family)
+    compared = run / "evaluations" / "test" if changes else run
+    path = compared / file
+    is_table = path.suffix == ".jsonl"
+    first, *others = path.read_text().splitlines() if is_table else [path.read_text()]
+    changed = json.dumps(json.loads(first) | changes) if changes else ""
+    path.write_text("\n".join([changed, *others, ""]))
+    with pytest.raises((DataError, RunDirectoryError)):
+        na.compare(runs / family / "evaluations" / "before", compared)
+
+
+def test_columns_that_parquet_has_no_type_for_are_json(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"a": 1, "b": {}, "c": "\ud800", "d": 1}, {"a": "x", "b": {}, "d": 0.5}]
+    write_parquet_file(rows, tmp_path / "rows.parquet")
+    first, second = parquet.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert first == {"a": "1", "b": "{}", "c": '"\\ud800"', "d": 1.0}
+    assert second == {"a": '"x"', "b": "{}", "c": None, "d": 0.5}
+
+
 def test_networks_are_tested_again_with_the_figures_of_their_run(runs: Path) -> None:
     result = na.evaluate(runs / "protocol", name="again", progress=False)
     assert isinstance(result, na.Evaluation)
@@ -115,3 +151,6 @@ def test_a_metric_of_a_plug_in_is_compared(runs: Path, tmp_path: Path) -> None:
     result = na.compare(runs / "text_protocol", again).comparisons["text_protocol (2)"]
     assert result["answer_length"]["first"] > 0
     assert result["answer_length"]["difference"] == 0.0
+    na.register_metric("no_such_column")(lambda unit: unit["nothing"])
+    with pytest.raises(DataError, match="no_such_column"):
+        na.compare(runs / "text_protocol", again)

@@ -74,6 +74,8 @@ def test_problems_are_compared_before_and_after_training(tmp_path: Path) -> None
     assert [side.label for side in group.items[4].sides] == ["after run 1", "after run 2", "before"]
     assert json.loads(group.data)[1][4][0][:3] == ["after run 1", "wrong", 0.0]
     assert render_report([run]).count('class="e"') == 5
+    del run.tables["evaluation"]
+    assert "Before training<small>5 problems:" in render_report([run])
 
 
 def test_conversations_of_an_attacker_are_compared_by_prompt(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ def test_probes_that_share_most_words_in_order_form_a_group_led_by_the_most_like
     assert leaders(result)[0] == "my cat always eats pizza with my mother ."
     assert "log-probability" in result.criterion
     assert len(grouped(failing("a b c d e f"), failing("f e d c b a")).groups) == 2
+    # Long probes are compared by their first words.
+    assert (
+        len(grouped(failing("a " * 100 + "b " * 5000), failing("a " * 100 + "c " * 5000)).groups)
+        == 1
+    )
     (group,) = grouped(failing("Why ?"), failing("why  ?")).groups
     assert [member.num_occurrences for member in group.members] == [2]
     assert [group.size for group in grouped(failing(""), failing("")).groups] == [2]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nip_astra.language_models.adapters import LoraParameters
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.language_models.fine_tuning import FineTuning, FineTuningPlan, LocalFineTuningService
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services import fine_tuning as services
@@ -22,9 +23,19 @@ from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import PreferenceExample, SupervisedExample
 from nip_astra.language_models.sources import load_model
 from nip_astra.serve.job_routes import JobBody
-from nip_astra.serve.job_runner import STOPPED, TRAINING, JobTraining, main, read_texts
+from nip_astra.serve.job_runner import (
+    MAX_CRASHES,
+    STOPPED,
+    TRAINING,
+    JobRunner,
+    JobTraining,
+    main,
+    read_texts,
+)
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.requests import ApiError
+from nip_astra.serve.served_models import ServedModels
+from nip_astra.utils.children import AdoptedChild
 from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SUPERVISED, make_plan
 
 
@@ -121,6 +132,19 @@ def test_two_processes_of_a_job_train_it_once(
     assert sorted(codes) == [0, STOPPED]
     assert steps == list(range(len(steps)))
     assert store.job("job").is_trained
+
+
+def test_processes_that_end_with_the_service_are_no_crashes(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    store = stored_job(tmp_path, make_plan(tiny_model_dir), b"")
+    for _ in range(MAX_CRASHES):
+        store.change_job("job", status=Status.RUNNING)
+        runner = JobRunner(store, ServedModels(device=torch.device("cpu"), limits=EngineLimits()))
+        process = AdoptedChild("job", 1, "a start before that of the machine")
+        runner._watch("job", process)
+        runner._settle(process)
+    assert (store.job("job").status, store.job("job").crashes) == (Status.QUEUED, 0)
 
 
 USER = '{"role": "user", "content": "x"}'

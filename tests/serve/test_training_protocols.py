@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -38,7 +39,8 @@ from nip_astra.serve.app import open_training
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.requests import ApiError
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
-from nip_astra.serve.tinker import host
+from nip_astra.serve.tinker import host, routes
+from nip_astra.serve.tinker.routes import Promises
 from nip_astra.serve.training import Operation, WorkQueue
 from tests.kit.experiments import task_trainer
 from tests.kit.recording import record_calls
@@ -524,6 +526,23 @@ def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss
     assert results == expected
 
 
+def test_results_of_tinker_are_kept_until_they_were_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def statuses() -> list[int]:
+        promises = Promises()
+        for name in "abc":
+            operation = Operation(lambda: None)
+            operation.future.set_result(b"result")
+            promises.add(name, operation, None)
+            assert (await promises.answer("a")).body == b"result"
+        monkeypatch.setattr(routes, "SECONDS_DELIVERED", -1.0)
+        promises.add("c", operation, None)
+        return [promises.knows(name) for name in "abc"]
+
+    assert asyncio.run(statuses()) == [False, True, True]
+
+
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> StoppedQueue:
     return StoppedQueue(monkeypatch)
@@ -563,6 +582,15 @@ class StoppedQueue:
             yield
         finally:
             self.is_open.set()
+
+
+def test_an_operation_that_takes_too_long_is_reported(queue: StoppedQueue) -> None:
+    with training_server(["http"]) as server:
+        service = trainer_at(server, "http", PATIENT).service
+        connection = service.connection
+        connection.options = connection.options.model_copy(update={"operation_timeout": 0.1})
+        with queue.shut(), pytest.raises(errors.ServiceUnreachableError, match="operation_timeout"):
+            service.compute_logprobs(*ROW)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,6 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import figure_rows, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     MODEL_DIR,
@@ -104,7 +103,7 @@ class EpisodeFamily(EvaluationFamily):
             **{f"reward_of_{name}": _reward_of(name) for name in figures["agents"]},
         }
         # Runs should be equal in split, seed, and models before training.
-        values = read_yaml_mapping(evaluation.run / HYPER_PARAMETERS)
+        values = RunDirectory(evaluation.run).read_yaml(HYPER_PARAMETERS)
         sections = [values, *(one for one in values.values() if isinstance(one, Mapping))]
         models = {
             name: agent["model"]

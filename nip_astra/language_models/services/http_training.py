@@ -313,24 +313,25 @@ class TrainingConnection:
         self, path: str, sent: Mapping[str, Any], key: str, *, polls: str
     ) -> httpx.Response:
         """Send a request, and poll while the service works on it."""
-        end = time.monotonic() + self.options.operation_timeout
         with waiting_for(f"the training service {self.base_url}", after=10.0):
-            answer = await self._patiently("POST", path, key, sent, end)
-            while answer.status_code == 202:
-                if time.monotonic() > end:
-                    raise ServiceUnreachableError(
-                        f"the training service {self.base_url} has worked on one request for "
-                        f"{self.options.operation_timeout:g} s. Check the service or raise "
-                        "train_service.operation_timeout, then continue with: nip-astra resume RUN."
-                    )
-                # The service has waited for the result already.
-                await asyncio.sleep(SECONDS_BETWEEN_POLLS)
-                again = sent if polls == "POST" else {}
-                answer = await self._patiently(polls, path, key, again, end)
-        return answer
+            try:
+                async with asyncio.timeout(self.options.operation_timeout):
+                    answer = await self._patiently("POST", path, key, sent)
+                    while answer.status_code == 202:
+                        # The service has waited for the result already.
+                        await asyncio.sleep(SECONDS_BETWEEN_POLLS)
+                        again = sent if polls == "POST" else {}
+                        answer = await self._patiently(polls, path, key, again)
+                    return answer
+            except TimeoutError as error:
+                raise ServiceUnreachableError(
+                    f"the training service {self.base_url} has not finished an operation in "
+                    f"{self.options.operation_timeout:g} s. Check the service or raise "
+                    "train_service.operation_timeout, then continue with: nip-astra resume RUN."
+                ) from error
 
     async def _patiently(
-        self, method: str, path: str, key: str, sent: Mapping[str, Any], end: float
+        self, method: str, path: str, key: str, sent: Mapping[str, Any]
     ) -> httpx.Response:
         """Retry a request while the service does not answer or is full."""
         deadline = time.monotonic() + self.options.patience_seconds
@@ -338,9 +339,8 @@ class TrainingConnection:
         pause = 0.05
         while True:
             fault: Exception | None = None
-            limit = min(SECONDS_OF_ONE_REQUEST, max(end - time.monotonic(), 0.0))
             try:
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout(SECONDS_OF_ONE_REQUEST):
                     answer = await self._open().request(
                         method, path, **{**sent, "headers": headers}
                     )
@@ -353,7 +353,8 @@ class TrainingConnection:
                     "train_service.max_answer_mib."
                 ) from error
             except TimeoutError as error:
-                fault, problem = error, f"its answer is not complete after {limit:.3g} s"
+                fault = error
+                problem = f"its answer is not complete after {SECONDS_OF_ONE_REQUEST:g} s"
             except self._httpx.RequestError as error:
                 fault, problem = error, str(error) or type(error).__name__
             if time.monotonic() + pause > deadline:

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError, counted
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    NipAstraError,
+    RunDirectoryError,
+    counted,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
@@ -209,19 +215,18 @@ class UsageLog:
 
     def release(self, reserved: Usage, record: RequestRecord | None) -> None:
         """Replace a reservation by the actual usage; None for an aborted request."""
-        took = Usage()
-        if record is not None:
+        with self._lock:
+            self._reserved = self._reserved.plus(reserved, -1)
+            if record is None:
+                return
             tokens = record.prompt_tokens + record.completion_tokens
             took = Usage(1, tokens, record.cost or 0.0)
-        with self._lock:
-            if record is not None:
-                marks = ", ".join("?" * (len(_COLUMNS) + 1))
-                values = (time.time(), *astuple(record))
-                with self._transaction():
-                    self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
-                    self._total.write(self._total.read().plus(took))
             self._spent = self._spent.plus(took)
-            self._reserved = self._reserved.plus(reserved, -1)
+            marks = ", ".join("?" * (len(_COLUMNS) + 1))
+            values = (time.time(), *astuple(record))
+            with self._transaction():
+                self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
+                self._total.write(self._total.read().plus(took))
 
     def set_aside(self, label: str) -> None:
         """Exclude the usage under a label from everything but the budget."""
@@ -572,6 +577,14 @@ class RetryingChatModel(ChatModel):
         await self.model.close()
 
     async def _answer_part(self, request: ChatRequest) -> ChatOutcome:
+        try:
+            return await self._cached_or_requested(request)
+        except NipAstraError as error:
+            # A wrong key, an exhausted budget or a full disk: the others would fail alike.
+            self._end = error
+            raise
+
+    async def _cached_or_requested(self, request: ChatRequest) -> ChatOutcome:
         """Return responses from the cache if it has all of them; else request and store them."""
         if self.cache is None:
             return await self._request_with_retries(request)
@@ -658,27 +671,20 @@ class RetryingChatModel(ChatModel):
             self._raise_if_ended()
             await self._limiter.acquire(most.tokens)
             self._raise_if_ended()
+            await self.usage_log.reserve(most, self.budget)
             record: RequestRecord | None = None
-            try:
-                await self.usage_log.reserve(most, self.budget)
-            except BudgetExhaustedError as error:
-                self._end = error
-                raise
             started = self._limiter.clock()
             try:
                 outcome = await self._request_in_time(request, seconds_left)
                 seconds = self._limiter.clock() - started
                 record = self._record(outcome, seconds)
-            except (ConfigurationError, BudgetExhaustedError) as error:
-                self._end = error
-                raise
             finally:
                 self.usage_log.release(most, record)
             self._limiter.correct(most.tokens, sum(outcome.usage))
             return outcome, seconds
 
     def _raise_if_ended(self) -> None:
-        """Raise the error that ended a concurrent request: the others would fail alike."""
+        """Raise the error that ended a concurrent request."""
         if self._end is not None:
             raise self._end
 

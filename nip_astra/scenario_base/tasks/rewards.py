@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -189,7 +190,7 @@ class WeightedRewards:
 
         def log_extra(name: str, values: Sequence[Any]) -> None:
             for one, value in zip(episodes, values, strict=True):
-                one.extra[str(name)] = value
+                one.extra[str(name)] = json.loads(json.dumps(value, default=_plain))
 
         return {
             **{name: [row.get(name) for row in rows] for name in self._columns},
@@ -200,6 +201,11 @@ class WeightedRewards:
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or array of NumPy or torch as plain values, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _trainer_state(progress: TrainingProgress) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -42,7 +42,9 @@ from nip_astra.serve.training import Operation
 SECONDS_TO_WAIT = 25.0
 """Seconds after which a waiting client must poll again; the SDK waits 45."""
 SECONDS_KEPT = 3600.0
-"""Seconds for which a result is kept."""
+"""Seconds for which a result waits for its client."""
+SECONDS_DELIVERED = 120.0
+"""Seconds for which a delivered result is kept, since its response may have been lost."""
 MAX_KEPT = 50_000
 Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
 Reply = dict[str, Any]
@@ -338,20 +340,23 @@ class Promise:
 
 
 class Promises:
-    """All future results and those of the last hour."""
+    """All future results, and recent ones."""
 
     def __init__(self) -> None:
         self._promises: OrderedDict[str, Promise] = OrderedDict()
+        self._delivered: deque[tuple[float, str]] = deque()
         self._lock = threading.Lock()
 
     def add(self, name: str, operation: Operation, reply: Callable[[Any], Reply] | None) -> None:
         """Promise the result of an operation, once per name."""
         with self._lock:
             self._promises.setdefault(name, Promise(operation, reply))
-            oldest = time.monotonic() - SECONDS_KEPT
+            now = time.monotonic()
+            while self._delivered and self._delivered[0][0] < now - SECONDS_DELIVERED:
+                self._promises.pop(self._delivered.popleft()[1], None)
             while self._promises:
                 first, promise = next(iter(self._promises.items()))
-                is_old = promise.made_at < oldest or len(self._promises) > MAX_KEPT
+                is_old = promise.made_at < now - SECONDS_KEPT or len(self._promises) > MAX_KEPT
                 if not (is_old and promise.operation.future.done()):
                     break
                 self._promises.pop(first)
@@ -366,13 +371,15 @@ class Promises:
             promise = self._promises.get(name)
         if promise is None:
             return _failure(
-                f"unknown request {name[:100]!r}: the service was restarted, or the result is "
-                "older than an hour. Continue from a saved state by "
+                f"unknown request {name[:100]!r}: the service was restarted, or the result is too "
+                "old. Continue from a saved state by "
                 "create_training_client_from_state_with_optimizer.",
                 "server",
             )
         try:
             result = await promise.operation.result(SECONDS_TO_WAIT)
+            with self._lock:
+                self._delivered.append((time.monotonic(), name))
         except TimeoutError:
             body = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(body, 408)

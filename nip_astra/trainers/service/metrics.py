@@ -28,6 +28,7 @@ from nip_astra.samplers.tasks import TaskRollout
 from nip_astra.scenario_base.tasks.base import Episode
 from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
+from nip_astra.utils.statistics import hit_at_k
 
 Metrics = MutableMapping[str, Any]
 RECORD_COLUMNS = ("problem", "reward", "messages", "details")
@@ -135,13 +136,6 @@ def mismatch_metrics(
 # ---- held-out problems
 
 
-def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
-    """Return the probability that one of k runs is correct (unbiased, arXiv:2107.03374, eq. 1)."""
-    if num_runs - num_right < k:
-        return 1.0
-    return 1.0 - math.comb(num_runs - num_right, k) / math.comb(num_runs, k)
-
-
 def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> list[list[Any]]:
     """Return transcripts and rewards of the first episodes, for records."""
     num_runs = len(rollout.episodes) // max(len(problems), 1)
@@ -242,7 +236,7 @@ class Tally:
         figures: dict[str, Any] = {"num_complete_problems": len(rights)}
         k = 1
         while k <= num_runs and rights:
-            chances = [pass_at_k(int(sum(one)), num_runs, k) for one in rights.values()]
+            chances = [hit_at_k(num_runs, int(sum(one)), k) for one in rights.values()]
             chance = sum(chances) / len(chances)
             # Chances spread no wider than outcomes of 0 or 1, so that this covers enough.
             interval = exact_rate_interval(chance, len(chances))

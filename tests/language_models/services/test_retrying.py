@@ -358,6 +358,21 @@ def test_a_damaged_file_is_a_typed_error(tmp_path: Path, kind: type[Any]) -> Non
         kind(tmp_path / "a.sqlite")
 
 
+@pytest.mark.parametrize("table", ["requests", "answers"])
+def test_files_that_fail_meanwhile_end_all_waiting_requests(tmp_path: Path, table: str) -> None:
+    log, cache = UsageLog(tmp_path / "log"), ResponseCache(tmp_path / "cache")
+    inner = model_of(str)
+    budget, limits = Budget(max_requests=3), {"concurrency": 2}
+    model = patient(inner, limits=limits, usage_log=log, budget=budget, cache=cache)
+    database = {"requests": log, "answers": cache}[table]._database
+    database.execute(f"ALTER TABLE {table} RENAME TO kept")
+    # Answers can still be looked up.
+    database.execute(f"CREATE VIEW {table} AS SELECT * FROM kept")
+    with pytest.raises(RunDirectoryError, match=table):
+        ask(model, *[saying(str(n)) for n in range(50)])
+    assert len(inner.requests) == log.spent.requests == 2
+
+
 # ---- counts and construction
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def with_logs(completions: Any, trainer_state: Any, log_metric: Any, log_extra: 
     log_metric("step", trainer_state.global_step)
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
     log_extra("upper", [item.upper() for item in completions])
+    log_extra("places", torch.arange(len(completions)))
     return torch.arange(len(completions))
 
 
@@ -106,7 +108,8 @@ def test_functions_of_trl_get_the_same_arguments(tmp_path: Path) -> None:
     assert first.reward == 3.0 + 0.5 * 14.0 + 1.0 + 2.0
     assert second.rewards["for_math"] is None
     assert second.reward == 1.0 + 0.5 * 3.0 + 0.0 + 1.0 + 1.0
-    assert [episode.extra["upper"] for episode in (first, second)] == ["\\BOXED{2} SO 2", "YES"]
+    assert json.dumps(first.extra) == json.dumps({"upper": "\\BOXED{2} SO 2", "places": 0})
+    assert second.extra == {"upper": "YES", "places": 1}
     figures = episode_figures([first, second])
     assert (figures["step"], figures["progress"]) == (3.0, 0.25)
     assert (figures["rewards/for_math/mean"], figures["rewards/by_length/mean"]) == (1.0, 8.5)

@@ -15,7 +15,6 @@ from nip_astra.trainers.service.metrics import (
     Tally,
     log_grpo_metrics,
     log_rollout_metrics,
-    pass_at_k,
 )
 
 
@@ -97,11 +96,6 @@ def test_metrics_of_advantages_count_uninformative_groups() -> None:
     assert metrics["grpo/zero_variance_share"] == 0.5
     assert metrics["grpo/advantage_max"] == pytest.approx(0.5**0.5, abs=1e-5)
     assert log_grpo_metrics([], {}) == {"grpo/num_groups": 0.0}
-
-
-def test_pass_at_k_is_the_chance_of_one_right_run_among_k() -> None:
-    table = {(1, 4, 1): 0.25, (1, 4, 2): 0.5, (2, 4, 3): 1.0, (0, 4, 4): 0.0}
-    assert {given: pass_at_k(*given) for given in table} == table
 
 
 def tally_of(problems: list[int], rewards: list[float], num_runs: int) -> Tally:
