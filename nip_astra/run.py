@@ -270,6 +270,8 @@ def resume_experiment(
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
+    if settings_fields.get("run_id") not in (None, directory.path.name):
+        raise ConfigurationError("a resumed run keeps its run_id. Leave it out.")
     stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
     # The file of processes belongs to the first start, and the run may have moved.
     here = {"process_store": None, "runs_dir": str(directory.path.parent)}

@@ -246,6 +246,8 @@ def test_settings_of_a_resumed_run_are_those_of_its_start_unless_others_are_give
     stop: Any, tmp_path: Path
 ) -> None:
     stop("one", "0:SIGTERM", num_checkpoints_kept=1)
+    with pytest.raises(ConfigurationError, match="run_id"):
+        resume_experiment(tmp_path / "one", progress=False, run_id="other")
     build = sys.modules["nip_astra.run"].build_scenario_instance
     with mock.patch("nip_astra.run.build_scenario_instance", wraps=build) as built:
         resume_experiment(tmp_path / "one", progress=False, num_threads=2)

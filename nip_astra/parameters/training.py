@@ -8,7 +8,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nip_astra.parameters.conditions import where_above
-from nip_astra.parameters.parameters_base import MAX_LR, RegisteredName, SubParameters
+from nip_astra.parameters.parameters_base import (
+    MAX_LR,
+    CheckedName,
+    RegisteredName,
+    SubParameters,
+)
 from nip_astra.registry import Registry
 
 _OPTIMIZERS = (
@@ -65,10 +70,9 @@ class TrainingConfiguration(SubParameters):
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)
     """Iterations between dev evaluations, which select the best checkpoint; 0 for none."""
-    dev_metric: Annotated[
-        Literal["mean_reward", "failure_rate", "mean_score"], where_above("eval_period", 0)
-    ] = "mean_reward"
-    """Figure of dev evaluations whose maximum selects the best checkpoint."""
+    dev_metric: Annotated[CheckedName, where_above("eval_period", 0)] = "mean_reward"
+    """Figure of dev evaluations whose maximum selects the best checkpoint, such as failure_rate of
+    stress tests or accuracy of tasks."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Number of consecutive dev evaluations without improvement after which training stops; null
     trains to the end."""

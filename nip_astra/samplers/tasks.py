@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.distributed.team import Team
-from nip_astra.errors import WorkerProcessError
+from nip_astra.errors import ContextLengthError, WorkerProcessError
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
@@ -101,7 +101,7 @@ class PlayedEpisode:
     """An episode before, during or after sampling, not rated yet.
 
     `spans` has a list per trajectory: one, unless the context lost its oldest turns. `is_over`: the
-    environment ended it. `is_cut`: the policy had no room to end a turn.
+    environment ended it. `is_cut`: the policy had no room to end a turn, or to begin the next.
     """
 
     problem: int
@@ -133,6 +133,16 @@ class PlayedEpisode:
                 found.append((role, introduction + text))
                 introduction = ""
         return found
+
+    def is_full(self, agent: ConversationAgent) -> bool:
+        """Mark the episode as cut if its last turn alone exceeds the policy's window."""
+        chat = agent.conversation_format.with_tools(self.toolbox.described)
+        try:
+            chat.fit(self.turns, num_tokens=agent.room)
+        except ContextLengthError:
+            self.is_cut = True
+            return True
+        return False
 
     def read(self, context: Sequence[int]) -> None:
         """Continue with a context; start a new trajectory if it does not extend the last."""
@@ -284,7 +294,9 @@ def _take_turns(
             one.read(contexts[index // shared])
         _act(active, agent, generation)
         sampled.append((generation, [one.spans[-1][-1] for one in active]))
-        are_open = [not one.is_over for one in active]
+        if turn + 1 == plan.max_turns:
+            break
+        are_open = [not one.is_over and not one.is_full(agent) for one in active]
         active = list(compress(active, are_open))
         if not active:
             break

@@ -35,8 +35,6 @@ from nip_astra.tracking.run_directory import (
     SETTINGS,
     RunDirectory,
 )
-from nip_astra.trainers.registry import TRAINERS
-from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import is_signed
 
 PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
@@ -483,7 +481,7 @@ class RequestedFigures:
         requested = dict.fromkeys(metrics)
         for arm in plan.first_arms:
             resolved = plan.resolve(arm)
-            declared[arm.trainer] = _declared_figures(arm.trainer, resolved.trainer_class)
+            declared[arm.trainer] = resolved.trainer_class.declared_figures()
             if plan.search is not None:
                 requested[plan.objective_of(resolved)] = None
         silent = {trainer for trainer, figures in declared.items() if figures is None}
@@ -509,13 +507,6 @@ class RequestedFigures:
             trainers.discard(run.arm.trainer)
             if not trainers:
                 raise _unknown_figure(name, reported)
-
-
-def _declared_figures(name: str, trainer: type[Trainer]) -> tuple[str, ...] | None:
-    """Return the figures that a trainer declares; None for a plug-in that only inherits them."""
-    owner = next(one for one in trainer.__mro__ if "figures" in vars(one))
-    is_inherited = owner.__module__.startswith("nip_astra.") and not TRAINERS.is_built_in(name)
-    return None if is_inherited else trainer.figures
 
 
 def _unknown_figure(name: str, known: Iterable[str]) -> UnknownNameError:

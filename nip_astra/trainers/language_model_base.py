@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +31,7 @@ from nip_astra.errors import (
     LostProcessError,
     NonFiniteLossError,
     StopRequested,
+    UnknownNameError,
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
@@ -204,6 +206,11 @@ class LanguageModelTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.training = self.hyper_params.training
+        metric, known = f"dev/{self.training.dev_metric}", self.declared_figures()
+        if self.training.eval_period and known and not any(fnmatchcase(metric, n) for n in known):
+            of_dev = [name.removeprefix("dev/") for name in known if name.startswith("dev/")]
+            advice = "They are figures of this trainer's dev evaluations."
+            raise UnknownNameError("training.dev_metric", self.training.dev_metric, of_dev, advice)
         self._noted: dict[str, float] = {}
         self.policy = self.build_policy()
         self.modules = torch.nn.ModuleDict(self.build_modules())

@@ -180,6 +180,13 @@ class Trainer(ABC):
                     "it out."
                 )
 
+    @classmethod
+    def declared_figures(cls) -> tuple[str, ...] | None:
+        """Return `figures`; None for a custom class that only inherits those of a built-in one."""
+        owner = next(one for one in cls.__mro__ if "figures" in vars(one)).__module__
+        inherits = owner.startswith("nip_astra.") and not cls.__module__.startswith("nip_astra.")
+        return None if inherits else cls.figures
+
     @abstractmethod
     def train(self) -> None:
         """Run the whole job: seed, train loop, test loop, saving the models."""

@@ -159,6 +159,15 @@ def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
     assert rollout.trajectories[0].reward == 0.0
 
 
+def test_an_answer_that_exceeds_the_window_ends_its_episode_alone() -> None:
+    long = Reaction([Message("user", " ".join(["16"] * 16))], is_over=False)
+    environments = iter([Answering(reaction=long), guessing()])
+    rollout = play(Scripted(["1"], ["3", "7"]), lambda _: next(environments), window=20, num_runs=2)
+    cut, whole = rollout.trajectories
+    assert (cut.num_turns, cut.is_cut, cut.reward) == (1, 1, 0.0)
+    assert (whole.num_turns, whole.is_cut, whole.reward) == (2, 0, 1 - 1 / 6)
+
+
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
     rollout = play(Scripted(["1", "2", "3"]), window=20)
     assert len(rollout.trajectories) > 1

@@ -142,11 +142,12 @@ class PolicyLossParameters(LossParameters):
     """KL penalty against the untrained policy."""
     rescore: bool = False
     """Whether trajectories are rescored before training, for exact old log-probabilities if sampler
-    and trainer compute differently. It takes another pass."""
-    correction: Annotated[CorrectionMode | None, where("rescore", True)] = None
+    and trainer compute differently. It takes another pass; correction and max_staleness do so
+    too."""
+    correction: CorrectionMode | None = None
     """Weighting of a token's loss by the ratio between trainer and sampler: up to max_mismatch
-    (truncate), excluding tokens beyond it (mask), or none (null). Samples of older weights
-    (max_staleness) are rescored and truncated if this is null."""
+    (truncate), excluding tokens beyond it (mask), or none (null), which truncates samples of older
+    weights (max_staleness)."""
     correction_level: Annotated[ImportanceLevel, where("correction", "truncate", "mask")] = "token"
     """Whether the ratio is per token or per trajectory, as gspo and rloo need."""
     max_mismatch: Annotated[float, where("correction", "truncate", "mask")] = Field(
@@ -384,11 +385,6 @@ class ServiceTrainer(LanguageModelTrainer):
             self._warn(
                 f"problems are sampled with {modifications}, but learned from without them: "
                 f"gradients are off-policy. Leave these out of {self.scenario_instance.kind}.policy"
-            )
-        if self.training.eval_period and self.training.dev_metric != "mean_reward":
-            raise ConfigurationError(
-                f"training.dev_metric {self.training.dev_metric} is a figure of stress tests, not "
-                "of tasks. Set it to mean_reward."
             )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(

@@ -93,7 +93,7 @@ class SelfHostedTrainer(ServiceTrainer):
         if is_corrected and options.correction_level == "token":
             refuse_token_weights(
                 options.loss,
-                "policy_loss.correction_level=sequence (with rescore=true and correction=truncate)",
+                "policy_loss.correction_level=sequence (with correction=truncate)",
             )
 
     @abstractmethod
@@ -118,7 +118,7 @@ class SelfHostedTrainer(ServiceTrainer):
             return [], {}
         options = self.parameters.policy_loss
         mismatch: dict[str, float] = {}
-        if options.rescore or self.parameters.max_staleness:
+        if options.rescore or options.correction or self.parameters.max_staleness:
             mismatch = self._rescore(batch, options)
         if options.kl.weight > 0:
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
@@ -181,12 +181,12 @@ class SelfHostedTrainer(ServiceTrainer):
         """
         if "logprobs" not in batch.values:
             raise ConfigurationError(
-                "rescore and max_staleness need trajectories with log-probabilities. Set "
-                "policy_loss.rescore to false and max_staleness to 0."
+                "rescore, correction and max_staleness need trajectories with log-probabilities. "
+                "Leave them out."
             )
         sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
         scored_BT = self._compute_old_log_probs(batch)
-        if options.rescore or self._staleness:
+        if options.rescore or options.correction or self._staleness:
             batch.values["old_logprobs"] = scored_BT
         correction = options.correction or ("truncate" if self._staleness else None)
         if correction is not None:
