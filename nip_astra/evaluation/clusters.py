@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -57,14 +57,18 @@ def cluster_failures(
     if not texts:
         return {"num_clusters": 0, "clusters": [], "num_left_out": 0}
     vectors = np.asarray(embed(texts), dtype=np.float64)
-    labels = _labels(vectors, distance)
+    label_of = dict(zip(texts, _labels(vectors, distance), strict=True))
+    members: dict[int, list[int]] = defaultdict(list)
+    for place, label in enumerate(label_of.values()):
+        members[label].append(place)
+    own: dict[int, list[_Failing]] = defaultdict(list)
+    for turn in turns:
+        if str(turn.row["probe"]) in label_of:
+            own[label_of[str(turn.row["probe"])]].append(turn)
     clusters = []
-    for label in dict.fromkeys(labels):
-        members = [i for i, other in enumerate(labels) if other == label]
-        own = {texts[i] for i in members}
-        medoid = _medoid(vectors[members], [counts[texts[i]] for i in members])
-        own_turns = [turn for turn in turns if turn.row["probe"] in own]
-        clusters.append(_describe(own_turns, texts[members[medoid]]))
+    for label, places in members.items():
+        medoid = _medoid(vectors[places], [counts[texts[place]] for place in places])
+        clusters.append(_describe(own[label], texts[places[medoid]]))
     clusters.sort(key=lambda cluster: -cluster["size"])
     return {
         "num_clusters": len(clusters),
