@@ -20,7 +20,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, DataError, NipAstraError, RunDirectoryError
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
-from nip_astra.tracking.run_directory import RunDirectory, finite
+from nip_astra.tracking.run_directory import RunDirectory, finite, write_atomically
 from nip_astra.tracking.run_lock import run_lock
 
 EVALUATIONS = "evaluations"
@@ -212,6 +212,8 @@ class EvaluationFolder:
                 "same options to continue it, another --name to keep both, or --overwrite to start "
                 "over."
             )
+        else:
+            RowFile(self.path / PARTS, 1).recover()
         return not stored
 
     @contextmanager
@@ -254,8 +256,7 @@ class EvaluationFolder:
 
     def note_part(self, part: Mapping[str, Any]) -> None:
         """Append the costs of a part of the work."""
-        with (self.path / PARTS).open("ab") as file:
-            file.write(encode_rows([part]))
+        RowFile(self.path / PARTS, 1).append([part])
 
     def parts(self) -> list[dict[str, Any]]:
         """Return the costs of each part of the work."""
@@ -264,7 +265,11 @@ class EvaluationFolder:
     def write(self, figures: Mapping[str, Any], table: str) -> None:
         """Write `evaluation.json` and the table."""
         RunDirectory(self.path).write_json(FIGURES, dict(figures))
-        (self.path / TABLE).write_text(table, encoding="utf-8")
+        write_atomically(self.path / TABLE, table)
+
+    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write a whole file of rows."""
+        write_atomically(self.path / name, encode_rows(rows).decode())
 
     def figures(self) -> dict[str, Any]:
         """Return the content of `evaluation.json`.

@@ -88,8 +88,14 @@ def test_a_folder_is_continued_with_the_same_configuration_alone(tmp_path: Path)
     folder = EvaluationFolder.of_run(tmp_path, "test")
     folder.open(CONFIGURATION)
     folder.rows(1).append([{"a": 1}])
+    folder.note_part({"seconds": 1})
+    # A full disk cut it off.
+    with (folder.path / "parts.jsonl").open("a") as parts:
+        parts.write('{"seco')
     folder.open(CONFIGURATION)
+    folder.note_part({"seconds": 2})
     assert folder.rows(1).read() == [{"a": 1}]
+    assert folder.parts() == [{"seconds": 1}, {"seconds": 2}]
     assert folder.configuration()["options"] == CONFIGURATION["options"]
 
     def changed(**options: object) -> dict[str, object]:

@@ -36,7 +36,6 @@ from nip_astra.evaluation.families.base import (
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
     Row,
-    encode_rows,
     weights_hash,
 )
 from nip_astra.evaluation.tables import figure_rows, plain_table
@@ -226,14 +225,13 @@ class Protocols(EpisodeFamily):
                         seed=subject.key[0],
                     )
                     sample = (dict(zip(columns, row, strict=True)) for row in shown)
-                    lines = encode_rows({"step": step} | row for row in sample)
-                    (folder.path / EPISODES).write_bytes(lines)
+                    folder.write_rows(EPISODES, ({"step": step} | row for row in sample))
                 on_part(1)
         rows = [
             {"episode": number, **row, "decision": DECISIONS.get(row["decision"])}
             for number, row in enumerate(rows)
         ]
-        (folder.path / EPISODE_ROWS).write_bytes(encode_rows(rows))
+        folder.write_rows(EPISODE_ROWS, rows)
         figures = statistics.report()
         if not figures.get("num_episodes"):
             raise NothingMeasuredError(f"no episode ended in the evaluation {folder.path.name}")

@@ -42,7 +42,7 @@ from nip_astra.evaluation.families.protocols import (
 )
 from nip_astra.evaluation.outcomes import reaches
 from nip_astra.evaluation.run_results import results_of
-from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, encode_rows, text_hash
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, Row, text_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.utils.intervals import rate_estimate
@@ -142,9 +142,8 @@ class TextProtocols(EpisodeFamily):
         step = trainer.text_rl.num_iterations
         whole = len(rollouts)
         found = episode_rows(rollouts, trainer.game, num_episodes=whole, step=step, seed=seed)
-        rows = [{"step": step} | dict(zip(COLUMNS, row, strict=True)) for row in found]
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        (folder.path / EPISODES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows = ({"step": step} | dict(zip(COLUMNS, row, strict=True)) for row in found)
+        folder.write_rows(EPISODES, rows)
         played = list(rollout_rows(rollouts, trainer.agent_names))
         return {
             "agents": list(trainer.agent_names),
@@ -216,7 +215,7 @@ class TextProtocols(EpisodeFamily):
         with rating_anew(*parts, source=source.path) as services:
             rollouts = NestedArrayDict.load(file)
             answers = rate_answers(rollouts, source.figures["agents"], scorers, open_progress)
-        (folder.path / SCORES).write_bytes(encode_rows(answers))
+        folder.write_rows(SCORES, answers)
         # With its rollouts it can be compared, shown and exported as the evaluation that it scores.
         shutil.copyfile(file, folder.path / ROLLOUTS)
         if (file.parent / EPISODES).is_file():
