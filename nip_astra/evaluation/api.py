@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.checkpoints.store import BEST, LATEST
-from nip_astra.errors import ConfigurationError, RunDirectoryError, UnknownNameError, nearest_names
+from nip_astra.errors import (
+    ConfigurationError,
+    NothingMeasuredError,
+    RunDirectoryError,
+    UnknownNameError,
+    nearest_names,
+)
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import EXPORT_FORMATS, export_material
 from nip_astra.evaluation.families.base import (
@@ -217,8 +223,13 @@ def _evaluated(
                 subject.is_new = is_new
                 total = family.num_units(subject) or None
                 with showing(subject.label, total, enabled=progress) as bar:
-                    played = family.play(subject, folder, request, bar.step)
-                figures = family.figures(subject, folder, played)
+                    try:
+                        played = family.play(subject, folder, request, bar.step)
+                        figures = family.figures(subject, folder, played)
+                    except NothingMeasuredError:
+                        # The same command starts over.
+                        folder.forget_rows()
+                        raise
         yield family.store(folder, figures)
 
 

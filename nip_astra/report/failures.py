@@ -88,12 +88,12 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
         by_probe.setdefault(key, node)
         num_occurrences[key] += 1
     groups: list[FailureGroup] = []
-    leaders: list[tuple[list[str], Counter[str]]] = []
+    leaders: list[list[str]] = []
     for key, node in list(by_probe.items())[:MAX_DISTINCT]:
         words = key.split()[:MAX_WORDS]
         place = _similar(words, leaders)
         if place is None:
-            leaders.append((words, Counter(words)))
+            leaders.append(words)
             groups.append(FailureGroup([Member(node, num_occurrences[key])]))
         else:
             groups[place].members.append(Member(node, num_occurrences[key]))
@@ -106,38 +106,24 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
     return GroupedFailures(table, criterion, groups, len(failures), len(by_probe), num_left_out)
 
 
-def _similar(words: list[str], leaders: Sequence[tuple[list[str], Counter[str]]]) -> int | None:
-    """Return the first sufficiently similar leader."""
-    counts, places = Counter(words), _places(words)
-    for place, (leader, leader_counts) in enumerate(leaders):
-        needed = MIN_SIMILARITY * (len(words) + len(leader)) / 2
-        # Words in common, in any order, bound those in order; most leaders fail this already.
-        if (counts & leader_counts).total() < needed:
-            continue
-        if _num_in_order(leader, places, len(words)) >= needed:
-            return place
-    return None
-
-
-def _places(words: Sequence[str]) -> dict[str, int]:
-    """Return for each word a bit at each of its places."""
-    places: dict[str, int] = {}
-    for place, word in enumerate(words):
-        places[word] = places.get(word, 0) | 1 << place
-    return places
-
-
-def _num_in_order(words: Sequence[str], places: Mapping[str, int], num_others: int) -> int:
-    """Return the length of the longest common subsequence, from the `_places` of the other words.
+def _similar(words: Sequence[str], leaders: Sequence[Sequence[str]]) -> int | None:
+    """Return the first leader with a sufficiently long common subsequence.
 
     Bit-parallel (Hyyro 2004): after each word, as many bits are 0 as words are in common.
     """
-    every = (1 << num_others) - 1
-    row = every
-    for word in words:
-        common = row & places.get(word, 0)
-        row = (row + common | row - common) & every
-    return num_others - row.bit_count()
+    places: dict[str, int] = {}
+    for place, word in enumerate(words):
+        places[word] = places.get(word, 0) | 1 << place
+    every = (1 << len(words)) - 1
+    for number_of, leader in enumerate(leaders):
+        row = every
+        for word in leader:
+            common = row & places.get(word, 0)
+            row = (row + common | row - common) & every
+        num_in_order = len(words) - row.bit_count()
+        if num_in_order >= MIN_SIMILARITY * (len(words) + len(leader)) / 2:
+            return number_of
+    return None
 
 
 def _unlikeliness(node: Node, has_logprobs: bool) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from nip_astra.errors import ConfigurationError, DataError, NothingMeasuredError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.comparison import Component, Contender, Metric, metric_of, paired_failures
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import Material, Sample
@@ -182,9 +182,8 @@ class Conversations(EvaluationFamily):
                 refuse_unanswered(subject.services)
 
         player = Player(subject.sampler, others, subject.prompts, options, folder, count)
-        with _forgetting_nothing(folder):
-            episodes = player.play_attacker()
-            ordinary = player.play_probability() if options.num_probability_episodes else []
+        episodes = player.play_attacker()
+        ordinary = player.play_probability() if options.num_probability_episodes else []
         return episodes, ordinary, player.why_not_weighed
 
     def figures(
@@ -192,18 +191,17 @@ class Conversations(EvaluationFamily):
     ) -> dict[str, Any]:
         episodes, ordinary, why_not_weighed = played
         target, section = subject.target, subject.attacker.section
-        with _forgetting_nothing(folder):
-            return _figures(
-                subject,
-                folder,
-                episodes,
-                ordinary,
-                planted=section.planted_failures if target.planted is None else target.planted,
-                labels=(subject.attacker.label, target.label),
-                parts=folder.parts(),
-                cards=_cards(subject),
-                why_not_weighed=why_not_weighed,
-            )
+        return _figures(
+            subject,
+            folder,
+            episodes,
+            ordinary,
+            planted=section.planted_failures if target.planted is None else target.planted,
+            labels=(subject.attacker.label, target.label),
+            parts=folder.parts(),
+            cards=_cards(subject),
+            why_not_weighed=why_not_weighed,
+        )
 
     def pair_key(self, unit: Episode) -> Hashable:
         return str(unit[0]["prompt"])
@@ -465,16 +463,6 @@ def _work(
             yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _forgetting_nothing(folder: EvaluationFolder) -> Iterator[None]:
-    """Remove the rows if nothing was measured, so that the same command starts over."""
-    try:
-        yield
-    except NothingMeasuredError:
-        folder.forget_rows()
-        raise
 
 
 # ---- figures

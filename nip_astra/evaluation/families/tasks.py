@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NothingMeasuredError, counted
+from nip_astra.errors import ConfigurationError, counted
 from nip_astra.evaluation.comparison import Contender, metric_of
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
@@ -157,12 +157,7 @@ class Tasks(EvaluationFamily):
                     played = answer_rows(rollout, some, options.success_reward)
                     file.append([dict(zip(ANSWER_COLUMNS, row, strict=False)) for row in played])
                     on_part(len(some))
-        try:
-            figures = _figures(trainer, file.read(), num_runs, folder.path.name)
-        except NothingMeasuredError:
-            # The same command plays again.
-            file.path.unlink()
-            raise
+        figures = _figures(trainer, file.read(), num_runs, folder.path.name)
         return {**self.units(subject, request), "figures": figures, **services_used(services)}
 
     def pair_key(self, unit: _Problem) -> Hashable:
