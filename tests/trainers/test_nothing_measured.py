@@ -16,6 +16,7 @@ from nip_astra.errors import NothingMeasuredError, ServiceError
 from nip_astra.evaluation.families.base import EvaluationRequest
 from nip_astra.evaluation.families.protocols import Protocols
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.evaluation.storage import EvaluationFolder
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
     ChatAnswer,
@@ -277,6 +278,6 @@ def test_an_evaluation_of_a_protocol_in_which_no_episode_ended_is_an_error(tmp_p
         test_batches=lambda *_: [],
     )
     subject: Any = SimpleNamespace(trainer=trainer, environment=None, key=(0,), num_batches=0)
-    folder: Any = SimpleNamespace(path=tmp_path)
+    folder = EvaluationFolder(tmp_path)
     with pytest.raises(NothingMeasuredError, match="no episode ended"):
         Protocols().play(subject, folder, EvaluationRequest(), print)
