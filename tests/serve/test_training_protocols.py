@@ -451,6 +451,14 @@ def test_a_token_and_an_address_are_needed(protocol: str, monkeypatch: pytest.Mo
     if protocol == "http":
         with pytest.raises(errors.ConfigurationError, match="needs base_url"):
             task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
+        return
+    # The SDK would send no such key.
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    with (
+        pytest.raises(errors.ConfigurationError, match=r"SERVICE_TOKEN.*tml-"),
+        training_server([protocol], token_variable="SERVICE_TOKEN"),
+    ):
+        pass
 
 
 @pytest.mark.slow
