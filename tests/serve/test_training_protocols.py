@@ -592,13 +592,14 @@ class StoppedQueue:
             self.is_open.set()
 
 
-def test_an_operation_that_takes_too_long_is_reported(queue: StoppedQueue) -> None:
-    with training_server(["http"]) as server:
-        service = trainer_at(server, "http", PATIENT).service
-        connection = service.connection
-        connection.options = connection.options.model_copy(update={"operation_timeout": 0.1})
-        with queue.shut(), pytest.raises(errors.ServiceUnreachableError, match="operation_timeout"):
-            service.compute_logprobs(*ROW)
+def test_an_operation_that_takes_too_long_is_reported(
+    server: TrainingServer, queue: StoppedQueue
+) -> None:
+    service = trainer_at(server, "http", PATIENT).service
+    connection = service.connection
+    connection.options = connection.options.model_copy(update={"operation_timeout": 0.1})
+    with queue.shut(), pytest.raises(errors.ServiceUnreachableError, match="operation_timeout"):
+        service.compute_logprobs(*ROW)
 
 
 @pytest.mark.parametrize(
