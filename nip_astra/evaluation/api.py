@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nip_astra.checkpoints.store import BEST, LATEST
 from nip_astra.errors import ConfigurationError, RunDirectoryError, UnknownNameError, nearest_names
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import EXPORT_FORMATS, export_material
@@ -373,10 +374,11 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
     """
     path = Path(run)
     runs_dir = Path((settings or ExperimentSettings()).runs_dir)
-    if path.exists() or path.is_symlink() or path.name in ("latest", "best"):
-        return path
-    if (runs_dir / path).exists():
-        return runs_dir / path
+    for place in (path, runs_dir / path):
+        # The links of checkpoints may be lost.
+        is_checkpoint = place.name in (LATEST, BEST) and place.parent.is_dir()
+        if place.exists() or place.is_symlink() or is_checkpoint:
+            return place
     if is_text_attacker(run) and path.suffix not in CHAT_FILES:
         return path
     names = [one.parent.name for one in runs_dir.glob(f"[!.]*/{HYPER_PARAMETERS}")]

@@ -33,8 +33,6 @@ PARTS = "parts.jsonl"
 TASK_ROWS = "problems.jsonl"
 """File with one line per run of a problem: prompt, answer and reward."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
-_RENAMED = {"strategy": "proposal"}
-"""Columns renamed since older versions, by old name."""
 
 Row = dict[str, Any]
 """A node; see the table of columns in doc/guides/evaluating.md."""
@@ -67,8 +65,6 @@ def read_rows(path: Path) -> list[Row]:
                 f"line {number} of {path} is not a JSON object. Give a file written by an "
                 "evaluation or a run."
             )
-        for old in _RENAMED.keys() & row.keys():
-            row[_RENAMED[old]] = row.pop(old)
         rows.append(row)
     return rows
 

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -425,8 +424,6 @@ def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLangua
 # ---- jobs in this process
 
 JOB, EXAMPLES, MODEL, ERROR = "job.json", "examples.jsonl", "model", "error"
-CANCELLED = "cancelled"
-"""Content of a cancelled job's file `error`."""
 
 
 class LocalFineTuningService(FineTuningService):
@@ -459,7 +456,6 @@ class LocalFineTuningService(FineTuningService):
         self.num_threads = num_threads
         self.scenario_dir, self.device = scenario_dir, torch.device(device)
         self._lock = asyncio.Lock()
-        self._ending = threading.Lock()
 
     async def submit(
         self, model: str, examples: Examples, options: FineTuningOptions, *, key: str
@@ -486,13 +482,6 @@ class LocalFineTuningService(FineTuningService):
         async with self._lock:
             if not self._state(folder).status.is_over:
                 await asyncio.to_thread(self._run, folder)
-        return self._state(folder)
-
-    async def cancel(self, job_id: str) -> FineTuningJob:
-        folder = self.directory / job_id
-        with self._ending, _raising_run_directory_error(folder):
-            if not self._state(folder).status.is_over:
-                (folder / ERROR).write_text(CANCELLED, encoding="utf-8")
         return self._state(folder)
 
     def take_up(self, model: str) -> str:
@@ -530,8 +519,7 @@ class LocalFineTuningService(FineTuningService):
             return FineTuningJob(folder.name, JobStatus.FAILED, error=error)
         if (folder / ERROR).exists():
             error = (folder / ERROR).read_text(encoding="utf-8")
-            status = JobStatus.CANCELLED if error == CANCELLED else JobStatus.FAILED
-            return FineTuningJob(folder.name, status, error=error)
+            return FineTuningJob(folder.name, JobStatus.FAILED, error=error)
         if (folder / MODEL).is_dir():
             return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=self._name_of(folder))
         return FineTuningJob(folder.name, JobStatus.QUEUED)
@@ -545,22 +533,15 @@ class LocalFineTuningService(FineTuningService):
             with _raising_run_directory_error(folder):
                 (folder / ERROR).write_text(str(error), encoding="utf-8")
             return
-        if model is None:
-            return
         unfinished = folder / f".new-{MODEL}"
         with _raising_run_directory_error(folder):
             shutil.rmtree(unfinished, ignore_errors=True)
             model.save_pretrained(unfinished)
             write_manifest(unfinished, 0, {"job": folder.name}, is_best=False)
-            with self._ending:
-                if not (folder / ERROR).exists():
-                    unfinished.rename(folder / MODEL)
-            # Of a job that was cancelled.
-            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.rename(folder / MODEL)
             (folder / STATE).unlink(missing_ok=True)
 
-    def _train(self, folder: Path) -> HuggingFaceLanguageModel | None:
-        """Train and return the model; None if the job was cancelled."""
+    def _train(self, folder: Path) -> HuggingFaceLanguageModel:
         job, texts = _read_job(folder)
         parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
         lora = getattr(parameters, "lora", None)
@@ -579,9 +560,6 @@ class LocalFineTuningService(FineTuningService):
             tuning = FineTuning(plan, texts, model)
             report = tuning.load_progress(folder)
             for report in tuning.run():
-                if (folder / ERROR).exists():
-                    (folder / STATE).unlink(missing_ok=True)
-                    return None
                 with _raising_run_directory_error(folder):
                     tuning.save_progress(folder, report)
         loss = float("nan") if report is None else report.metrics["loss"]

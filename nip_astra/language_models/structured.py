@@ -45,11 +45,6 @@ def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | Non
     )
 
 
-def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON texts of a schema."""
-    return f"start: {json_rule(schema)}"
-
-
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return a rule for JSON of a schema; its references are relative to this schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"

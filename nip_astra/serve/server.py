@@ -48,7 +48,11 @@ def serve(
     with open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
         with open_app(models, settings, protocols) as app:
-            listening.listen(_BACKLOG)
+            try:
+                listening.listen(_BACKLOG)
+            except OSError as error:
+                # Another service was bound to the port meanwhile, and listens first.
+                raise _unavailable(settings, error) from error
             on_start(settings)
             HttpServer(http_config(app)).run(sockets=[listening])
 
@@ -64,8 +68,12 @@ def open_socket(settings: ServiceSettings) -> socket.socket:
         listening.bind((settings.host, settings.port))
     except OSError as error:
         listening.close()
-        raise ConfigurationError(
-            f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}. "
-            "Give another --port, or 0 for a free one."
-        ) from error
+        raise _unavailable(settings, error) from error
     return listening
+
+
+def _unavailable(settings: ServiceSettings, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot listen on {settings.host}, port {settings.port}: {error.strerror or error}. "
+        "Give another --port, or 0 for a free one."
+    )

@@ -453,16 +453,15 @@ class TextReply:
 
     def _tops(self, progress: Progress) -> list[list[tuple[str, float]]]:
         """Return the most likely alternatives of each token, as texts with log-probabilities."""
-        rows = [(record.before, token) for record in progress.tokens for token, _ in record.top]
-        decode = self.tokenizer.batch_decode
-        befores = decode([list(before) for before, _ in rows])
-        afters = decode([[*before, token] for before, token in rows])
-        texts = iter(
-            # A character may be complete only with the token.
-            after[len(before.rstrip("\ufffd")) :]
-            for before, after in zip(befores, afters, strict=True)
-        )
-        return [[(next(texts), logprob) for _, logprob in record.top] for record in progress.tokens]
+        records, decode = progress.tokens, self.tokenizer.batch_decode
+        befores = decode([list(record.before) for record in records])
+        # A character may be complete only with the token.
+        starts = [len(before.rstrip("\ufffd")) for before in befores]
+        afters = iter(decode([[*one.before, token] for one in records for token, _ in one.top]))
+        return [
+            [(next(afters)[start:], logprob) for _, logprob in record.top]
+            for record, start in zip(records, starts, strict=True)
+        ]
 
     def _completion(self, place: int, progress: Progress, offset: int) -> Reply:
         logprobs = None
@@ -884,6 +883,8 @@ class _TextRoutes:
                     # Text that may become a call is held back.
                     if choice.get("delta", True) or step.tokens or step.finish_reason:
                         yield _event(reply.chunk(choice, **fields))
+                    # Neither the backlog of a slow reader nor a closed connection waits.
+                    await asyncio.sleep(0)
                     one = await anext(progress, None)
                 if body.includes_usage:
                     usage = _usage_of(requests, sum(num_tokens.values()))

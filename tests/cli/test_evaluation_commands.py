@@ -207,6 +207,11 @@ def test_plants_are_of_their_own_target(cli: CommandLine, run: Path, tiny_scenar
     for name, is_own in (("test", True), ("test-attacker", False)):
         again = score(run / "evaluations" / name, "own", name=f"{name}-again", is_trusted=True)
         assert (again.figures["plants"] is not None) is is_own
+    # An evaluation cannot replace the conversations that it rates.
+    before = rows_of(run, "test")
+    with pytest.raises(ConfigurationError, match="--name"):
+        score(run / "evaluations" / "test", "own", name="test", overwrite=True, is_trusted=True)
+    assert rows_of(run, "test") == before
 
 
 def picky_scorer(cli: CommandLine) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ import pytest
 
 import nip_astra as na
 from nip_astra.errors import DataError, RunDirectoryError
-from nip_astra.evaluation.api import Matrix
+from nip_astra.evaluation.api import Matrix, locate
 from nip_astra.evaluation.exports import Material, write_parquet_file
+from nip_astra.experiment_settings import ExperimentSettings
 from tests.kit.command_line import plugins_forgotten_after
 from tests.kit.experiments import run_in
 from tests.kit.resuming import short_experiment
@@ -124,8 +125,10 @@ def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path)
     for call in (na.evaluate, na.compare):
         with pytest.raises(na.ConfigurationError, match="text_protocol"):
             call([runs / "protocol", runs / "text_protocol"])
+    settings = ExperimentSettings(runs_dir=str(runs))
     with pytest.raises(na.NipAstraError, match="'nowhere'"):
-        na.evaluate("nowhere", settings={"runs_dir": str(runs)})
+        na.evaluate("nowhere", settings=settings)
+    assert locate("task/checkpoints/latest", settings) == runs / "task" / "checkpoints" / "latest"
 
 
 @pytest.mark.usefixtures("no_plugins_left")

@@ -134,9 +134,6 @@ class FakeFineTuning(FineTuningService):
             self.jobs[job_id] = done
         return self.jobs[job_id]
 
-    async def cancel(self, job_id: str) -> FineTuningJob:
-        raise NotImplementedError
-
 
 def build_text_game(
     name: str,

@@ -13,6 +13,7 @@ from nip_astra.language_models.services import fine_tuning
 from nip_astra.language_models.services.chat import ChatAnswer
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running
 
@@ -24,9 +25,9 @@ LIKED = fine_tuning.PreferenceExample(
 )
 
 
-def client(service: Running, **fields: Any) -> OpenAIChatModel:
+def client(service: Running, **fields: Any) -> RetryingChatModel:
     values = {"base_url": service.base_url, "model": "tiny"} | fields
-    return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
+    return RetryingChatModel.load(OpenAIChatModel.Parameters(**values), scenario_dir=None)
 
 
 def test_a_local_model_answers_alike(

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.serve import completions
 from nip_astra.serve.completions import CompletionStore
 from tests.language_models.services.requests import ask as ask_model
@@ -67,7 +68,9 @@ def test_requests_without_a_name_are_logged_and_forgotten(service: Running) -> N
 
 def test_a_chat_model_names_its_requests(service: Running) -> None:
     values = {"model": "tiny", "base_url": service.base_url, "samples_per_request": 2}
-    model = OpenAIChatModel(OpenAIChatModel.Parameters(**values))
+    model = RetryingChatModel.load(
+        OpenAIChatModel.Parameters(**values, limits={"concurrency": 1}), scenario_dir=None
+    )
     num_before = len(service.completions.log())
     first, again = (ask_model(model, saying("hi", num_samples=3, key="run/1")) for _ in range(2))
     assert texts(first[0]) == texts(again[0])

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
 from nip_astra.errors import ConfigurationError, ServiceError
+from nip_astra.serve import app
 from nip_astra.serve.local_service import start_service
-from nip_astra.serve.server import open_socket
+from nip_astra.serve.server import open_socket, serve
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import process_start
 from tests.kit.command_line import CommandLine, refused
@@ -79,6 +81,22 @@ def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -
     while process_start(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert process_start(pid) is None
+
+
+def test_a_port_that_another_service_takes_meanwhile_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with open_socket(ServiceSettings(port=0)) as other:
+
+        @contextmanager
+        def open_app(*_: object) -> Iterator[None]:
+            other.listen()
+            yield
+
+        monkeypatch.setattr(app, "open_app", open_app)
+        settings = ServiceSettings(port=other.getsockname()[1])
+        with pytest.raises(ConfigurationError, match="--port"):
+            serve({"tiny": "folder"}, settings, on_start=print)
 
 
 def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.language_models.sequences import Progress
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from nip_astra.serve.served_models import Engine
+from nip_astra.serve.text_routes import EngineClient
 from tests.kit.messages import says
 from tests.serve.running import Running, running
 
@@ -182,6 +185,24 @@ def test_token_ids_are_all_that_were_drawn(client: openai.OpenAI, options: dict[
     ).choices
     assert completed.prompt_token_ids == [7, 8]
     assert 1 <= len(completed.token_ids) <= 5
+
+
+def test_a_closed_stream_with_a_backlog_keeps_no_request_waiting(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    async def backlog(_: EngineClient, engine: Engine, requests: Any) -> AsyncIterator[Any]:
+        while not is_over.is_set():
+            yield 0, Progress(requests[0], 0, "text")
+
+    monkeypatch.setattr(EngineClient, "stream", backlog)
+    try:
+        with ask(client, stream=True) as chunks:
+            next(chunks)
+        assert client.with_options(timeout=5).models.list()
+    finally:
+        is_over.set()
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -278,8 +278,9 @@ class Conversations(EvaluationFamily):
             "failure_threshold": threshold,
         }
         total = num_ratings(episodes, ordinary, judges.scorers)
+        parts = folder, configuration, judges.scorers, settings, request
         with (
-            rating_anew(folder, configuration, judges.scorers, settings, request) as services,
+            rating_anew(*parts, source=source.parent) as services,
             open_progress("Rating", total),
         ):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)

@@ -186,8 +186,14 @@ def rating_anew(
     scorers: Mapping[str, Scorer],
     settings: ExperimentSettings,
     request: EvaluationRequest,
+    *,
+    source: Path,
 ) -> Iterator[dict[str, Any]]:
-    """Open the folder of an evaluation that rates stored texts, and the scorers' chat models."""
+    """Open the folder of an evaluation that rates texts of `source`, and scorers' chat models."""
+    if folder.path.resolve() == source.resolve():
+        raise ConfigurationError(
+            f"{source} holds the texts to rate. Give the new evaluation another --name."
+        )
     is_new = folder.open(configuration, is_overwritten=request.overwrite)
     services = open_services(scorers.values(), settings)
     resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)

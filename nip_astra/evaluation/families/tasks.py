@@ -281,14 +281,9 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
         figures["accuracy_if_unknown_failed"] = num_right / len(rows)
         figures["accuracy_if_unknown_passed"] = (num_right + num_unknown) / len(rows)
     spread = paired_difference(tally.rewards, tally.problems, is_bounded=False).estimate
-    if not math.isfinite(spread.low):
-        return figures
-    with_interval: dict[str, Any] = {}
-    for figure, value in figures.items():
-        with_interval[figure] = value
-        if figure == "mean_reward":
-            with_interval["mean_reward_interval"] = [spread.low, spread.high]
-    return with_interval
+    if math.isfinite(spread.low):
+        figures["mean_reward_interval"] = [spread.low, spread.high]
+    return figures
 
 
 def _problems(rows: Sequence[Row]) -> list[_Problem]:

@@ -212,7 +212,8 @@ class TextProtocols(EpisodeFamily):
             "scorers": {key: scorer.parameters.to_dict() for key, scorer in scorers.items()},
             "threshold": threshold,
         }
-        with rating_anew(folder, configuration, scorers, settings, request) as services:
+        parts = folder, configuration, scorers, settings, request
+        with rating_anew(*parts, source=source.path) as services:
             rollouts = NestedArrayDict.load(file)
             answers = rate_answers(rollouts, source.figures["agents"], scorers, open_progress)
         (folder.path / SCORES).write_bytes(encode_rows(answers))

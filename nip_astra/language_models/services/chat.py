@@ -413,7 +413,7 @@ class ChatModel(ABC):
 
     @abstractmethod
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        """Answer a request. Concurrent calls are allowed.
+        """Answer a request of up to `samples_at_once` samples. Concurrent calls are allowed.
 
         Raises
         ------

@@ -161,10 +161,6 @@ class FineTuningService(ABC):
     async def job(self, job_id: str) -> FineTuningJob:
         """Return the current state of a job; an unknown one counts as failed."""
 
-    @abstractmethod
-    async def cancel(self, job_id: str) -> FineTuningJob:
-        """Cancel a job that has not ended."""
-
     def place_of(self, model: str) -> str:
         """Return the path of a model with local files, else its name."""
         return model
@@ -260,12 +256,6 @@ class OpenAIFineTuning(FineTuningService):
                 return FineTuningJob(job_id, JobStatus.FAILED, error=gone)
 
         return await self._with_retries(attempt, f"report the job {job_id!r}")
-
-    async def cancel(self, job_id: str) -> FineTuningJob:
-        async def attempt() -> FineTuningJob:
-            return _job_of(await self._connection.client().fine_tuning.jobs.cancel(job_id))
-
-        return await self._with_retries(attempt, f"cancel the job {job_id!r}")
 
     async def close(self) -> None:
         await self._connection.close()

@@ -206,11 +206,10 @@ class OpenAIConnection:
                 f"the account of {self.what} at {self.base_url} has nothing left to spend "
                 f"({shown}). Add funds, then resume the run."
             ) from error
-        if status in PASSING or status >= 500:
-            wait = _seconds(error.response.headers.get("Retry-After", ""))
-            is_limit = status == 429
-            reason = FailureReason.RATE_LIMITED if is_limit else FailureReason.UNAVAILABLE
-            return ChatFailure(reason, shown, wait)
+        if (reason := passing_reason(status)) is not None:
+            return ChatFailure(
+                reason, shown, _seconds(error.response.headers.get("Retry-After", ""))
+            )
         if has_format and any(word in error.response.text.lower() for word in FORMAT_WORDS):
             return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
         is_wrong = status in MISCONFIGURED and not _is_flagged(error.body)
@@ -235,6 +234,14 @@ def read_key(variable: str | None, parameter: str) -> str | None:
             f"set {parameter} to null if the service needs none."
         )
     return key
+
+
+def passing_reason(status: object) -> FailureReason | None:
+    """Return the reason of a failure that may pass, by its status; None for other statuses."""
+    if status == 429:
+        return FailureReason.RATE_LIMITED
+    may_pass = isinstance(status, int) and (status in PASSING or status >= 500)
+    return FailureReason.UNAVAILABLE if may_pass else None
 
 
 def _is_flagged(body: object) -> bool:

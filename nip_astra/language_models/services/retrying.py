@@ -166,15 +166,15 @@ class UsageLog:
                 "COALESCE(SUM(cost), 0.0) FROM requests"
             ).fetchone()
             kept, found = self._total.read(), Usage(*row)
-            self._spent = Usage._make(map(max, kept, found))
-            if self._spent != kept:
-                self._total.write(self._spent)
-        if self._spent.requests > found.requests:
+            self.spent = Usage._make(map(max, kept, found))
+            if self.spent != kept:
+                self._total.write(self.spent)
+        if self.spent.requests > found.requests:
             logger.warning(
                 "%s lacks %d of %d requests; the budget counts them, tables of usage do not",
                 path,
-                self._spent.requests - found.requests,
-                self._spent.requests,
+                self.spent.requests - found.requests,
+                self.spent.requests,
             )
 
     @classmethod
@@ -187,10 +187,6 @@ class UsageLog:
             log = _OPEN_LOGS[path.resolve()] = cls(path)
         return log
 
-    @property
-    def spent(self) -> Usage:
-        return self._spent
-
     async def reserve(self, most: Usage, budget: Budget) -> None:
         """Reserve the maximum usage of a request; wait for open requests if necessary.
 
@@ -198,7 +194,7 @@ class UsageLog:
         """
         while True:
             with self._lock:
-                exceeded = _exceeded(self._spent.plus(self._reserved).plus(most), budget)
+                exceeded = _exceeded(self.spent.plus(self._reserved).plus(most), budget)
                 if exceeded is None:
                     self._reserved = self._reserved.plus(most)
                     return
@@ -206,8 +202,8 @@ class UsageLog:
                     name, limit = exceeded
                     raise BudgetExhaustedError(
                         f"the next request could exceed {name}={limit:g}, after "
-                        f"{self._spent.requests} requests, {self._spent.tokens} tokens and a cost "
-                        f"of {self._spent.cost:.4g}. Continue with a larger limit: nip-astra "
+                        f"{self.spent.requests} requests, {self.spent.tokens} tokens and a cost "
+                        f"of {self.spent.cost:.4g}. Continue with a larger limit: nip-astra "
                         f"resume RUN --settings {name}=<more> (or the same command for an "
                         "evaluation)"
                     )
@@ -221,7 +217,7 @@ class UsageLog:
                 return
             tokens = record.prompt_tokens + record.completion_tokens
             took = Usage(1, tokens, record.cost or 0.0)
-            self._spent = self._spent.plus(took)
+            self.spent = self.spent.plus(took)
             marks = ", ".join("?" * (len(_COLUMNS) + 1))
             values = (time.time(), *astuple(record))
             with self._transaction():

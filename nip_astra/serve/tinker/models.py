@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services.tinker_training import LORA_ALPHA
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.serve.requests import wrong
@@ -27,8 +28,6 @@ from nip_astra.serve.tinker.messages import Datum, ForwardBackward, Likeliest, l
 from nip_astra.serve.tinker.store import Checkpoint, LoraShape, RunRecord
 from nip_astra.serve.training import Base, Bases, HostedModel
 
-LORA_ALPHA = 32.0
-"""LoRA alpha, as in Tinker's service."""
 ROLE = "policy"
 PLACES_AT_ONCE = 1024
 

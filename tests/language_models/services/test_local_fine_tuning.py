@@ -1,4 +1,4 @@
-"""Fine-tuning jobs in this process: cancelled, refused, damaged, moved."""
+"""Fine-tuning jobs in this process: refused, damaged, moved."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from nip_astra.errors import CheckpointError, RunDirectoryError
 from nip_astra.language_models import fine_tuning
@@ -65,35 +63,6 @@ def _submit(
 
 def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
     return asyncio.run(service.job(job_id))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "number"),
-    [(torch.optim.AdamW, "step", 2), (HuggingFaceLanguageModel, "save_pretrained", 1)],
-    ids=["in a step", "while its model is written"],
-)
-def test_a_cancelled_job_ends_after_its_step_without_a_model_and_stays_cancelled(
-    owner: type, name: str, number: int, open_service: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = open_service()
-    job_id = _submit(service)
-    call, numbers = getattr(owner, name), count(1)
-
-    def cancelled(*given: Any) -> Any:
-        if next(numbers) == number:
-            asyncio.run(service.cancel(job_id))
-        return call(*given)
-
-    monkeypatch.setattr(owner, name, cancelled)
-    ended = _train(service, job_id)
-    assert (ended.status, ended.model, next(numbers)) == (JobStatus.CANCELLED, None, number + 1)
-    assert _train(service, job_id).status is JobStatus.CANCELLED
-    assert asyncio.run(service.cancel(job_id)).status is JobStatus.CANCELLED
-    assert not list(service.directory.rglob("*.safetensors"))
-    monkeypatch.undo()
-    other = _submit(service, key="other")
-    assert _train(service, other).status is JobStatus.SUCCEEDED
-    assert asyncio.run(service.cancel(other)).status is JobStatus.SUCCEEDED
 
 
 LONG = "a " * 96

@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError
-from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    FailureReason,
+    FinishReason,
+    LimitParameters,
+)
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from tests.kit.chat_stub import ChatStub, Reply, chat_stub
 from tests.kit.messages import says
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
@@ -74,19 +80,22 @@ def test_samples_are_requested_singly_with_own_seeds_or_together() -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:
         return completion(*["x"] * body.get("n", 1))
 
+    def several(stub: ChatStub, **parameters: Any) -> RetryingChatModel:
+        return RetryingChatModel(build(stub, **parameters), LimitParameters(num_retries=0))
+
     with chat_stub(answer) as stub:
-        (outcome,) = ask(build(stub), saying("hi", num_samples=3, seed=7))
+        (outcome,) = ask(several(stub), saying("hi", num_samples=3, seed=7))
         assert texts(outcome) == ["x"] * 3
         assert outcome.usage == (21, 9)
         alone = {body["seed"] for body in stub.requests}
-        ask(build(stub), saying("hi", num_samples=2, first_sample=1, seed=7))
+        ask(several(stub), saying("hi", num_samples=2, first_sample=1, seed=7))
         again = {body["seed"] for body in stub.requests[3:]}
         assert (len(alone), 7 in alone, again < alone) == (3, True, True)
-        (outcome,) = ask(build(stub, samples_per_request=2), saying("hi", num_samples=3))
+        (outcome,) = ask(several(stub, samples_per_request=2), saying("hi", num_samples=3))
         assert sorted(body.get("n", 1) for body in stub.requests[5:]) == [1, 2]
         assert texts(outcome) == ["x"] * 3
     with chat_stub([completion("a", "b")]) as stub:
-        (outcome,) = ask(build(stub, samples_per_request=3), saying("hi", num_samples=3))
+        (outcome,) = ask(several(stub, samples_per_request=3), saying("hi", num_samples=3))
     assert texts(outcome) == ["a", "b", "<malformed>"]
 
 
@@ -107,9 +116,20 @@ IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
             pytest.approx(1e6, rel=0.01),
         ),
         (Reply(400, body="unknown field response_format"), "unknown_form", 0.0),
+        (Reply(200, body='{"error": {"code": 502, "message": "gone"}}'), "unavailable", 0.0),
+        (Reply(200, body='{"error": {"code": 429, "message": "busy"}}'), "rate_limited", 0.0),
+        (completion("half an ans", finish_reason="error"), "unavailable", 0.0),
         (Reply(403, body=json.dumps({"error": FLAGGED})), "refused", 0.0),
     ],
-    ids=["busy", "busy_until", "unknown_form", "flagged"],
+    ids=[
+        "busy",
+        "busy_until",
+        "unknown_form",
+        "gone_behind",
+        "busy_behind",
+        "broken_off",
+        "flagged",
+    ],
 )
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:
     """Beside the faults of `tests.kit.misbehaving`."""

@@ -52,11 +52,8 @@ class JobStub:
         if path == "/v1/fine_tuning/jobs":
             is_new = method == "POST"
             return self._create(json.loads(body)) if is_new else _page(self.jobs[::-1], query)
-        name = path.removeprefix("/v1/fine_tuning/jobs/").removesuffix("/cancel")
-        job = next((job for job in self.jobs if job["id"] == name), None)
-        if job is not None and path.endswith("/cancel"):
-            job["status"] = "cancelled"
-        return job
+        name = path.removeprefix("/v1/fine_tuning/jobs/")
+        return next((job for job in self.jobs if job["id"] == name), None)
 
     def _upload(self, body: bytes) -> dict[str, Any]:
         result = re.search(
@@ -197,8 +194,8 @@ def test_failures_that_may_pass_are_retried_and_others_are_errors() -> None:
         with pytest.raises(ServiceError, match=r"'job-0': status 500 .* \(6 attempts\)"):
             use(stub, "job", "job-0")
         stub.faults = [400]
-        with pytest.raises(ServiceError, match="cancel the job 'job-0': status 400"):
-            use(stub, "cancel", "job-0")
+        with pytest.raises(ServiceError, match="report the job 'job-0': status 400"):
+            use(stub, "job", "job-0")
         assert use(stub, "job", "job-9").status is JobStatus.FAILED
         stub.faults = [401]
         with pytest.raises(ConfigurationError, match="base_url"):
@@ -217,7 +214,8 @@ def test_the_status_and_the_end_of_a_job_are_reported() -> None:
         job |= {"status": "failed", "fine_tuned_model": None}
         job["error"] = {"code": "x", "message": "no memory", "param": None}
         assert use(stub, "job", "job-0").error == "no memory"
-        assert use(stub, "cancel", "job-0").status is JobStatus.CANCELLED
+        job["status"] = "cancelled"
+        assert use(stub, "job", "job-0").status is JobStatus.CANCELLED
         job["status"] = "dreaming"
         dreaming = use(stub, "job", "job-0")
         assert dreaming.status is JobStatus.FAILED

@@ -45,7 +45,7 @@ from nip_astra.language_models.services.chat import (
     register_chat_model,
     render_chat,
 )
-from nip_astra.language_models.structured import answer_schema, json_grammar
+from nip_astra.language_models.structured import answer_schema, json_rule
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
@@ -189,7 +189,7 @@ class LocalChatModel(ChatModel):
         schema = answer_schema(request.response_format)
         if schema is None:
             return None
-        grammar = json_grammar(schema)
+        grammar = f"start: {json_rule(schema)}"
         self.language_model.grammars.matcher(grammar)
         return grammar
 

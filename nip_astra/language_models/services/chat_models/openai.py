@@ -26,15 +26,21 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
     estimate_usage,
-    join_outcomes,
     register_chat_model,
 )
-from nip_astra.language_models.services.http_client import OpenAIConnection, read_key
+from nip_astra.language_models.services.http_client import (
+    OpenAIConnection,
+    passing_reason,
+    read_key,
+)
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ChatModelType
+
+UNFINISHED = ("error", "abort")
+"""Finish reasons of OpenRouter and vLLM for an answer that the service did not complete."""
 
 
 @register_chat_model(ChatModelType.OPENAI)
@@ -134,18 +140,13 @@ class OpenAIChatModel(ChatModel):
     ) -> OpenAIChatModel:
         return cls(parameters, scenario_dir=scenario_dir, device=device)
 
-    async def answer(self, request: ChatRequest) -> ChatOutcome:
-        parts = request.parts(self.samples_at_once)
-        outcomes = await asyncio.gather(*map(self._send, parts))
-        return join_outcomes(outcomes)
-
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
         if self._own is not None:
             await asyncio.to_thread(self._own.stop)
 
-    async def _send(self, request: ChatRequest) -> ChatOutcome:
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
         connection = await self._open()
         completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
@@ -167,7 +168,11 @@ class OpenAIChatModel(ChatModel):
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
             shown = connection.shown(json.dumps(found))
-            return _failed(request, FailureReason.MALFORMED, f"{shown!r} is not a chat completion")
+            fault = found.get("error") if isinstance(found, dict) else None
+            # OpenRouter's status is 200 although the service behind it failed.
+            reason = passing_reason(fault.get("code")) if isinstance(fault, dict) else None
+            reason = reason or FailureReason.MALFORMED
+            return _failed(request, reason, f"{shown!r} is not a chat completion")
         missing = ChatFailure(
             FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
         )
@@ -216,6 +221,8 @@ def _read_choice(choice: Any) -> ChatAnswer | ChatFailure:
     if not isinstance(message, dict):
         return ChatFailure(FailureReason.MALFORMED, "the answer has no message")
     text, refusal = message.get("content"), message.get("refusal")
+    if choice.get("finish_reason") in UNFINISHED:
+        return ChatFailure(FailureReason.UNAVAILABLE, "the service failed within the answer")
     try:
         finish = FinishReason(choice.get("finish_reason"))
     except ValueError:
