@@ -60,6 +60,8 @@ class ToolCallParser:
 
     def __init__(self) -> None:
         self._pending = ""
+        self._num_read = 0
+        """Characters after an opening tag in which no closing tag ends a call."""
         self._has_calls = False
         self._is_json: bool | None = None
 
@@ -102,7 +104,8 @@ class ToolCallParser:
                 self._pending = "" if is_last else before[len(text) :]
                 yield from [text] if text else []
                 return
-            found = _first_calls(rest, is_last=is_last)
+            found = _first_calls(rest, self._num_read, is_last=is_last)
+            self._num_read = 0 if found is not None else max(0, len(rest) - len(CLOSE) + 1)
             if found is not None and not found[0]:
                 # Not a call: the tag is text, and so is what follows it.
                 text = self._pending[: len(before) + len(OPEN) + found[1]]
@@ -116,9 +119,9 @@ class ToolCallParser:
             yield from calls
 
 
-def _first_calls(rest: str, *, is_last: bool) -> tuple[list[ToolCall], int] | None:
+def _first_calls(rest: str, start: int, *, is_last: bool) -> tuple[list[ToolCall], int] | None:
     """Return the calls after an opening tag and their end; None if more text is needed."""
-    end = rest.find(CLOSE)
+    end = rest.find(CLOSE, start)
     while end >= 0:
         calls = _calls_in(rest[:end])
         if calls is not None:

@@ -141,6 +141,11 @@ def open_training(
     with ExitStack() as stack:
         if "tinker" in protocols:
             require_messages()
+            if not (settings.token() or "tml-").startswith("tml-"):
+                raise ConfigurationError(
+                    f"the token in {settings.token_variable} does not begin with 'tml-', as "
+                    "Tinker's SDK requires of every key. Give one that does."
+                )
             # A text service may use the folder above.
             folder = settings.state_folder() / "tinker"
             stack.enter_context(_held(folder, "Tinker's checkpoints"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
 from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, failed_progress
 from nip_astra.language_models.sampling import find_banned_ids, find_end_ids
 from nip_astra.language_models.sequences import GenerationRequest, Listener, Progress
+from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.sources import (
     computing_dtype,
     find_tokenizer,
@@ -32,12 +34,14 @@ from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_u
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.serve.requests import not_found
+from nip_astra.serve.requests import not_found, wrong
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
+MAX_KNOWN_PROMPTS = 256
+"""Number of recent conversations of each model whose tokens are kept."""
 
 
 class Engine:
@@ -91,6 +95,11 @@ class Engine:
     def tool_form(self) -> ToolForm | None:
         """Return the format of tool calls; None if its chat template shows no tools."""
         return tool_form(self.tokenizer)
+
+    @cached_property
+    def known_prompt(self) -> Callable[[str], tuple[int, ...]]:
+        """Return `prompt_of`, with a cache: samplers send one conversation many times."""
+        return lru_cache(MAX_KNOWN_PROMPTS)(partial(prompt_of, self.tokenizer))
 
     @property
     def num_waiting(self) -> int:
@@ -244,6 +253,26 @@ def load_engine(
     precision = computing_dtype(module, dtype, device, trainable=False)
     round_weights(module, precision)
     return Engine(module, find_tokenizer(path, None, None), precision, limits)
+
+
+def prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+    """Return the tokens before the assistant's next message, by the tokenizer's template.
+
+    `conversation` is messages and tools as JSON.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise wrong(
+            "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
+            "model.",
+            "messages",
+            "no_chat_template",
+        )
+    messages, tools = json.loads(conversation)
+    try:
+        text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
+    except ModelLoadError as error:
+        raise wrong(str(error), "messages", "refused_by_template") from error
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def find_model(path: str) -> str:

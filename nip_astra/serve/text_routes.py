@@ -9,10 +9,9 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter
 from pydantic import Field, field_validator, model_validator
@@ -24,11 +23,9 @@ from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
     ModelAbilityError,
-    ModelLoadError,
     counted,
 )
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
-from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.structured import answer_schema, json_rule
 from nip_astra.language_models.tool_calls import ToolCall, ToolCallParser, ToolForm, call_rules
 from nip_astra.serve.completions import CompletionStore
@@ -43,13 +40,11 @@ from nip_astra.serve.requests import (
     read_body,
     wrong,
 )
-from nip_astra.serve.served_models import Engine, ServedModel, ServedModels
+from nip_astra.serve.served_models import Engine, ServedModel, ServedModels, prompt_of
 from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
 """Number of characters from which a text is tokenised in a thread."""
-MAX_KNOWN_PROMPTS = 256
-"""Recent conversations of each model whose tokens are kept: samplers send one prompt many times."""
 MAX_STOPS = 4
 MAX_TOOLS = 128
 _CLIENT_LEFT = 499
@@ -706,8 +701,6 @@ class _TextRoutes:
     ) -> None:
         self._models, self._store = models, completions
         self._client = EngineClient(settings)
-        self._known_prompts: WeakKeyDictionary[Engine, Callable[[str], tuple[int, ...]]]
-        self._known_prompts = WeakKeyDictionary()
 
     async def models(self) -> Response:
         cards = [served.card for served in self._models.all()]
@@ -747,15 +740,11 @@ class _TextRoutes:
     async def _chat_prompt(
         self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> Sequence[int]:
-        """Return the tokens of a conversation; those of recent ones are cached."""
+        """Return the tokens of a conversation."""
         conversation = json.dumps([messages, tools])
         if len(conversation) > LONG_TEXT:
-            return await asyncio.to_thread(_prompt_of, engine.tokenizer, conversation)
-        known = self._known_prompts.get(engine)
-        if known is None:
-            known = lru_cache(MAX_KNOWN_PROMPTS)(partial(_prompt_of, engine.tokenizer))
-            self._known_prompts[engine] = known
-        return known(conversation)
+            return await asyncio.to_thread(prompt_of, engine.tokenizer, conversation)
+        return engine.known_prompt(conversation)
 
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
@@ -922,26 +911,6 @@ def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
     except ConfigurationError as error:
         text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
         raise wrong(text, param, "invalid_value") from error
-
-
-def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
-    """Return the tokens before the assistant's next message, by the tokenizer's template.
-
-    `conversation` is messages and tools as JSON.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise wrong(
-            "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
-            "model.",
-            "messages",
-            "no_chat_template",
-        )
-    messages, tools = json.loads(conversation)
-    try:
-        text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
-    except ModelLoadError as error:
-        raise wrong(str(error), "messages", "refused_by_template") from error
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nip_astra.language_models import tool_calls
 from nip_astra.language_models.sources import load_tokenizer
 from nip_astra.language_models.tool_calls import (
     ToolCall,
@@ -15,6 +16,7 @@ from nip_astra.language_models.tool_calls import (
     parse_tool_calls,
     tool_form,
 )
+from tests.kit.recording import record_calls
 from tests.kit.tiny import make_byte_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
@@ -84,6 +86,16 @@ def test_text_is_not_held_back_longer_than_needed() -> None:
     assert list(parser.push("so 4 <")) == ["so 4"]
     assert list(parser.push(" 5, ")) == [" < 5,"]
     assert list(parser.push(TAGGED)) == [CALL]
+
+
+def test_closing_tags_within_an_argument_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = record_calls(monkeypatch, tool_calls, "_calls_in")
+    text = '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 20
+    parser = ToolCallParser()
+    for letter in text + '"}}</tool_call>':
+        calls = list(parser.push(letter))
+    assert calls == [ToolCall("f", {"a": "</tool_call>" * 20})]
+    assert len(reads) == 21
 
 
 def test_a_template_either_shows_tools_or_is_known_not_to(tiny_model_dir: Path) -> None:

@@ -451,6 +451,14 @@ def test_a_token_and_an_address_are_needed(protocol: str, monkeypatch: pytest.Mo
     if protocol == "http":
         with pytest.raises(errors.ConfigurationError, match="needs base_url"):
             task_trainer("remote_api_grpo", f"{SECTION}.backend=http")
+        return
+    # The SDK would send no such key.
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    with (
+        pytest.raises(errors.ConfigurationError, match=r"SERVICE_TOKEN.*tml-"),
+        training_server([protocol], token_variable="SERVICE_TOKEN"),
+    ):
+        pass
 
 
 @pytest.mark.slow
@@ -584,13 +592,14 @@ class StoppedQueue:
             self.is_open.set()
 
 
-def test_an_operation_that_takes_too_long_is_reported(queue: StoppedQueue) -> None:
-    with training_server(["http"]) as server:
-        service = trainer_at(server, "http", PATIENT).service
-        connection = service.connection
-        connection.options = connection.options.model_copy(update={"operation_timeout": 0.1})
-        with queue.shut(), pytest.raises(errors.ServiceUnreachableError, match="operation_timeout"):
-            service.compute_logprobs(*ROW)
+def test_an_operation_that_takes_too_long_is_reported(
+    server: TrainingServer, queue: StoppedQueue
+) -> None:
+    service = trainer_at(server, "http", PATIENT).service
+    connection = service.connection
+    connection.options = connection.options.model_copy(update={"operation_timeout": 0.1})
+    with queue.shut(), pytest.raises(errors.ServiceUnreachableError, match="operation_timeout"):
+        service.compute_logprobs(*ROW)
 
 
 @pytest.mark.parametrize(

@@ -226,42 +226,35 @@ class UsageLog:
 
     def set_aside(self, label: str) -> None:
         """Exclude the usage under a label from everything but the budget."""
-        with self._lock, guarded(self.path):
-            self._database.execute(
-                "UPDATE requests SET label = label || ' (before)' WHERE label = ?", (label,)
-            )
-            self._database.execute("DELETE FROM remembered WHERE label = ?", (label,))
+        self._run("UPDATE requests SET label = label || ' (before)' WHERE label = ?", label)
+        self._run("DELETE FROM remembered WHERE label = ?", label)
 
     def count_cached(self, label: str, num_samples: int) -> None:
-        with self._lock, guarded(self.path):
-            self._database.execute(
-                "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
-                "DO UPDATE SET num_samples = num_samples + excluded.num_samples",
-                (label, num_samples),
-            )
+        self._run(
+            "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
+            "DO UPDATE SET num_samples = num_samples + excluded.num_samples",
+            *(label, num_samples),
+        )
 
     def use(self, label: str, model: str) -> ServiceUse:
         """Return the usage under a label."""
-        with self._lock, guarded(self.path):
-            totals = self._database.execute(
-                f"SELECT {', '.join(_TOTALS.values())} FROM requests WHERE label = ?", (label,)
-            ).fetchone()
-            failures = self._database.execute(_FAILURES, (label,)).fetchall()
-            cached = self._database.execute(
-                "SELECT num_samples FROM remembered WHERE label = ?", (label,)
-            ).fetchone()
-            rows = self._database.execute(
-                "SELECT seconds FROM requests WHERE label = ? AND outcome = 'answered'", (label,)
-            ).fetchall()
+        columns, of_label = ", ".join(_TOTALS.values()), "FROM requests WHERE label = ?"
+        (totals,) = self._run(f"SELECT {columns} {of_label}", label)
+        cached = self._run("SELECT num_samples FROM remembered WHERE label = ?", label)
+        rows = self._run(f"SELECT seconds {of_label} AND outcome = 'answered'", label)
         seconds = sorted(row[0] for row in rows)
         return ServiceUse(
             model,
             **dict(zip(_TOTALS, totals, strict=True)),
-            num_remembered=cached[0] if cached else 0,
-            failures=dict(failures),
+            num_remembered=cached[0][0] if cached else 0,
+            failures=dict(self._run(_FAILURES, label)),
             median_seconds=statistics.median(seconds) if seconds else None,
             p95_seconds=seconds[int(0.95 * (len(seconds) - 1))] if seconds else None,
         )
+
+    def _run(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock, guarded(self.path):
+            return self._database.execute(statement, values).fetchall()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
