@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -103,8 +104,10 @@ def _become_worker(first: int) -> None:
     end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
-    # Torch would wait for threads that only the first process has.
+    # Torch would wait for threads that only the first process has; so would the destructors of its
+    # objects, such as those of lost process groups.
     torch.set_num_threads(1)
+    gc.freeze()
     # A progress bar's lock may have been held at the fork and is never released here.
     logging.disable()
     if sys.stdout is not None:

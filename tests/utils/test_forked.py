@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -60,6 +61,29 @@ def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here
 
     assert call_at_once([lambda: len(seen), add]) == [1, 2]
     assert seen == [1]
+
+
+def test_objects_lost_here_are_not_destroyed_there() -> None:
+    destroyed = []
+
+    class Lost:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            destroyed.append(os.getpid())
+
+    def collect() -> list[int]:
+        gc.collect()
+        return destroyed
+
+    gc.disable()
+    try:
+        Lost()
+        # The destructor of a process group would wait for threads that only this process has.
+        assert call_at_once([list, collect]) == [[], []]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
