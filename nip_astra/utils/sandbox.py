@@ -487,6 +487,8 @@ def _command(limits: SandboxLimits, info: int, filtering: int | None = None) -> 
     inner = [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *("--new-session", "--clearenv", "--hostname", "sandbox"),
+        # Where an interpreter with a shared library would look for it is not in the sandbox.
+        *("--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib"),
         *(() if is_root else ("--info-fd", str(info))),
         *(() if filtering is None else ("--seccomp", str(filtering))),
         *_libraries(["/usr/lib", "/usr/lib64"]),

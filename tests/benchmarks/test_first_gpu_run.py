@@ -38,7 +38,7 @@ def test_each_row_is_measured_and_agrees_with_the_cpu(
     assert [(r["part"], r["row"]) for r in records] == [(row.part, row.name) for row in rows]
     for record in records:
         assert record["status"] == "measured"
-        assert record["versions"]["torch"] == torch.__version__
+        assert torch.__version__.startswith(record["versions"]["torch"])
         assert all(record[name] for name in ("is_small", "device", "peak_bytes"))
         assert record.get("agrees", True)
     by_name = {record["row"]: record["figures"] for record in records}
