@@ -209,7 +209,7 @@ if os.fork() == 0:
     os.setsid()
     libc.prctl(1, 0)
     if os.fork() == 0:
-        os.execv(sys.executable, [MARK, '-c', 'import time; time.sleep(60)'])
+        os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', MARK])
     time.sleep(60)
 libc.prctl(1, 0)
 time.sleep(0.2)
@@ -272,7 +272,7 @@ def _becomes(is_so: Callable[[], bool], seconds: float) -> bool:
 def _is_running(mark: str) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_bytes().startswith(mark.encode()):
+            if path.read_bytes().endswith(f"{mark}\0".encode()):
                 return True
         except OSError:
             continue
