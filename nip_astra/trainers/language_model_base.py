@@ -209,8 +209,8 @@ class LanguageModelTrainer(TensorDictTrainer):
         metric, known = f"dev/{self.training.dev_metric}", self.declared_figures()
         if self.training.eval_period and known and not any(fnmatchcase(metric, n) for n in known):
             of_dev = [name.removeprefix("dev/") for name in known if name.startswith("dev/")]
-            advice = "They are figures of this trainer's dev evaluations."
-            raise UnknownNameError("training.dev_metric", self.training.dev_metric, of_dev, advice)
+            advice = "Name one by training.dev_metric."
+            raise UnknownNameError("dev_metric", self.training.dev_metric, of_dev, advice)
         self._noted: dict[str, float] = {}
         self.policy = self.build_policy()
         self.modules = torch.nn.ModuleDict(self.build_modules())
