@@ -134,15 +134,14 @@ class PlayedEpisode:
                 introduction = ""
         return found
 
-    def is_full(self, agent: ConversationAgent) -> bool:
-        """Mark the episode as cut if its last turn alone exceeds the policy's window."""
+    def fits(self, agent: ConversationAgent) -> bool:
+        """Return whether the last turn leaves the policy room for its next one."""
         chat = agent.conversation_format.with_tools(self.toolbox.described)
         try:
             chat.fit(self.turns, num_tokens=agent.room)
         except ContextLengthError:
-            self.is_cut = True
-            return True
-        return False
+            return False
+        return True
 
     def read(self, context: Sequence[int]) -> None:
         """Continue with a context; start a new trajectory if it does not extend the last."""
@@ -296,7 +295,9 @@ def _take_turns(
         sampled.append((generation, [one.spans[-1][-1] for one in active]))
         if turn + 1 == plan.max_turns:
             break
-        are_open = [not one.is_over and not one.is_full(agent) for one in active]
+        are_open = [not one.is_over and one.fits(agent) for one in active]
+        for one, is_open in zip(active, are_open, strict=True):
+            one.is_cut |= not (is_open or one.is_over)
         active = list(compress(active, are_open))
         if not active:
             break
