@@ -232,7 +232,7 @@ def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
         files[file.relative_to(folder).as_posix()] = {
-            "sha256": _digest(file),
+            "sha256": digest_of_file(file),
             "size": file.stat().st_size,
         }
     manifest = {
@@ -270,7 +270,7 @@ def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
         file = path / name
         if not file.is_file():
             return {}, f"{name} is missing"
-        if file.stat().st_size != expected["size"] or _digest(file) != expected["sha256"]:
+        if file.stat().st_size != expected["size"] or digest_of_file(file) != expected["sha256"]:
             return {}, f"{name} is corrupt"
     return manifest, ""
 
@@ -291,7 +291,8 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(file: Path) -> str:
+def digest_of_file(file: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

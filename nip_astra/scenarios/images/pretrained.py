@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from nip_astra.checkpoints.store import digest_of_file
 from nip_astra.errors import (
     ConfigurationError,
     DataError,
@@ -109,8 +110,8 @@ def embed_all(
     if parameters.cache_dir is not None:
         key = embedding_key(parameters)
         code = digest_of_code({__name__, model_class.__module__})
-        files = [path.read_bytes() for path in model_class.files(parameters, scenario_dir)]
-        parts = [code, digest_of_tensors(images), *(hashlib.sha256(f).hexdigest() for f in files)]
+        files = map(digest_of_file, model_class.files(parameters, scenario_dir))
+        parts = [code, digest_of_tensors(images), *files]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         folder = Path(parameters.cache_dir).expanduser()
         path = folder / f"{key}_{digest[:24]}.safetensors"
