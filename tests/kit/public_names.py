@@ -93,7 +93,7 @@ def imported_from_package(tree: ast.Module, root: str) -> list[str]:
 
 def statements_of(guide: Path) -> list[Statement]:
     """Return the rows of a guide's table of names."""
-    section = prose(guide).partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
+    section = f"\n{prose(guide)}".partition(f"\n{HEADING}\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     statements = []
     for row in rows[2:]:
