@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
-from nip_astra.language_models.tool_calls import tool_form
+from nip_astra.language_models.message_format import MessageFormat, detect_format
 from nip_astra.rollouts.messages import Turn
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class ConversationFormat(ABC):
     """Tokens that end a turn in this format, besides the model's own end token."""
     supports_tools: bool = False
     """Whether contexts show tools to the reading model."""
+    message_format: MessageFormat = MessageFormat()
+    """The format of the reading model's own turns."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -53,7 +55,10 @@ class ConversationFormat(ABC):
         """Return the tokens before the reading model's next turn."""
 
     def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
-        """Return the format for a model that reads tools, each in OpenAI's form as JSON."""
+        """Return the format for a model that reads tools, each in OpenAI's form as JSON.
+
+        Raises `ModelAbilityError` if the chat template shows tools, but its calls cannot be read.
+        """
         return self
 
     @abstractmethod
@@ -136,10 +141,16 @@ class ChatFormat(ConversationFormat):
         self._by_tools: dict[tuple[str, ...], ChatFormat] = {(): self}
 
     @cached_property
+    def message_format(self) -> MessageFormat:  # type: ignore[override]  # of the template
+        return detect_format(self.tokenizer)
+
+    @property
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
-        return tool_form(self.tokenizer) is not None
+        return self.message_format.supports_tools
 
     def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
+        if described:
+            self.message_format.require_tools()
         if described not in self._by_tools:
             own = copy(self)
             own._tools, own._glue_by_roles = described, {}
