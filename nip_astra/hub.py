@@ -76,8 +76,9 @@ def push_to_hub(
 ) -> str:
     """Publish the trained model of a run with a model card, and return its address.
 
-    Weights, tokenizer, card and the run's own parameters are published, and no token, absolute
-    path, text of a model or other file of the run. The hub's own login is used: `hf auth login`, or HF_TOKEN.
+    Weights, tokenizer, card and the parameters that the user set are published, and no token,
+    absolute path, text of a model or other file of the run. The hub's own login is used:
+    `hf auth login`, or HF_TOKEN.
 
     Parameters
     ----------
