@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from nip_astra.errors import (
 from nip_astra.evaluation.api import locate
 from nip_astra.evaluation.families.base import run_of
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.content import HUB
 from nip_astra.parameters.files import flatten, set_value
 from nip_astra.report import summary
 from nip_astra.report.records import (
@@ -297,13 +298,18 @@ def _base_models(run: RunRecord) -> list[str]:
     sections = [mapping(section) for section in run.hyper_params.values()]
     agents = [mapping(section.get(role)) for section in sections for role in _TRAINED_ROLES]
     models = [mapping(agent.get("language_model")).get("model") for agent in agents]
-    return [model for model in dict.fromkeys(map(text, models)) if _HUB_ID.fullmatch(model)]
+    return _hub_ids(map(text, models))
 
 
 def _hub_datasets(run: RunRecord) -> list[str]:
     """Return the ids on the hub of the data sets that were read."""
-    names = [name.partition(":")[0] for _, name in _named_data(run)]
-    return [name for name in dict.fromkeys(names) if _HUB_ID.fullmatch(name)]
+    names = [name.removeprefix(HUB).partition(":")[0] for _, name in _named_data(run)]
+    return _hub_ids(names)
+
+
+def _hub_ids(names: Iterable[str]) -> list[str]:
+    distinct = dict.fromkeys(name.removeprefix(HUB) for name in names)
+    return [name for name in distinct if _HUB_ID.fullmatch(name)]
 
 
 def _table(run: RunRecord) -> Iterator[str]:
