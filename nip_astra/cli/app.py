@@ -208,6 +208,9 @@ def run(given: Mapping[str, Any]) -> None:
 def resume(
     given: Mapping[str, Any],
     run: Annotated[str, run_argument("Run id, or run directory, e.g. runs/<run id>.")],
+    allow_changed_data: Annotated[
+        bool, typer.Option("--allow-changed-data", help="Continue although data files changed.")
+    ] = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
     settings = settings_of(given)
@@ -220,7 +223,15 @@ def resume(
     with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.run import resume_experiment
     plugins, is_trusted = given["plugin"] or [], given["trust"]
-    print_outcome(resume_experiment(run, plugins=plugins, is_trusted=is_trusted, **settings))
+    print_outcome(
+        resume_experiment(
+            run,
+            plugins=plugins,
+            is_trusted=is_trusted,
+            allow_changed_data=allow_changed_data,
+            **settings,
+        )
+    )
 
 
 @app.command(name="check-resume")
@@ -230,6 +241,12 @@ def check_resume(
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", min=1, help="Iterations to which loops are cut; by default 4."
+        ),
+    ] = None,
     runs_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
     ] = None,
@@ -248,7 +265,12 @@ def check_resume(
     try:
         settings = settings_of({**given, "runs_dir": None})
         found = resume_check.check_resume(
-            resolved, kept, num_kills=kills, on_kill=show_kill, **settings
+            resolved,
+            kept,
+            num_kills=kills,
+            max_iterations=iterations or resume_check.MAX_ITERATIONS,
+            on_kill=show_kill,
+            **settings,
         )
     except NipAstraError:
         if runs_dir is None:
@@ -262,6 +284,10 @@ def check_resume(
     killed = counted(len(found.kills), "killed run")
     if found.is_equal:
         write_line(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
+        if found.num_resumed:
+            write_line(f"{found.num_resumed} of them trained further from a checkpoint")
+        else:
+            write_line("nothing was resumed: use more --kills or --iterations")
         if runs_dir is None:
             shutil.rmtree(kept)
         return

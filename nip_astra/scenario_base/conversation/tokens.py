@@ -14,10 +14,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
-from nip_astra.language_models.tool_calls import tool_form
+from nip_astra.language_models.message_format import MessageFormat, detect_format
+from nip_astra.rollouts.messages import Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
@@ -25,22 +26,6 @@ MAX_KEPT_TEXTS = 4096
 """Texts whose tokens a format keeps."""
 MAX_KEPT_LENGTH = 1000
 """Characters of a text above which its tokens are not kept."""
-
-
-class Turn(NamedTuple):
-    """A turn, in the tokens of the model that reads it."""
-
-    is_own: bool
-    """Whether it is a turn of the reading model."""
-    ids: tuple[int, ...]
-    """Content tokens, without role markers and end token."""
-    special_role: Literal["system", "tool"] | None = None
-    """A system message, which opens a conversation, or the result of a tool."""
-
-    @property
-    def role(self) -> str:
-        """Return the role in the chat template of the reading model."""
-        return self.special_role or ("assistant" if self.is_own else "user")
 
 
 @dataclass(frozen=True)
@@ -58,6 +43,8 @@ class ConversationFormat(ABC):
     """Tokens that end a turn in this format, besides the model's own end token."""
     supports_tools: bool = False
     """Whether contexts show tools to the reading model."""
+    message_format: MessageFormat = MessageFormat()
+    """The format of the reading model's own turns."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -68,7 +55,10 @@ class ConversationFormat(ABC):
         """Return the tokens before the reading model's next turn."""
 
     def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
-        """Return the format for a model that reads tools, each in OpenAI's form as JSON."""
+        """Return the format for a model that reads tools, each in OpenAI's form as JSON.
+
+        Raises `ModelAbilityError` if the chat template shows tools, but its calls cannot be read.
+        """
         return self
 
     @abstractmethod
@@ -128,6 +118,10 @@ class ConversationFormat(ABC):
             f"{num_tokens} tokens of context. Shorten the prompt, or lower max_new_tokens."
         )
 
+    def longest_turn(self, num_tokens: int) -> int:
+        """Return the most tokens of another speaker's turn that a context of `num_tokens` holds."""
+        return max(num_tokens - len(self.context([Turn("user")])), 0)
+
 
 class ChatFormat(ConversationFormat):
     """The tokenizer's chat template; the reading model is `assistant`, the other `user`.
@@ -151,10 +145,16 @@ class ChatFormat(ConversationFormat):
         self._by_tools: dict[tuple[str, ...], ChatFormat] = {(): self}
 
     @cached_property
+    def message_format(self) -> MessageFormat:  # type: ignore[override]  # of the template
+        return detect_format(self.tokenizer)
+
+    @property
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
-        return tool_form(self.tokenizer) is not None
+        return self.message_format.supports_tools
 
     def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
+        if described:
+            self.message_format.require_tools()
         if described not in self._by_tools:
             own = copy(self)
             own._tools, own._glue_by_roles = described, {}
@@ -272,6 +272,10 @@ class PlainFormat(ConversationFormat):
             return FittedContext(whole, 0)
         rest = super().fit(turns, num_tokens=num_tokens - len(self._separator))
         return FittedContext([*self._separator, *rest.ids], rest.num_dropped_turns)
+
+    def longest_turn(self, num_tokens: int) -> int:
+        # Older turns are left out, see `fit`.
+        return super().longest_turn(num_tokens - (0 if self._start else len(self._separator)))
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
         return len(self._separator)

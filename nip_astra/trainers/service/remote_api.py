@@ -77,7 +77,7 @@ class RemoteApiTrainer(ServiceTrainer):
         )
         if not self._is_checked:
             check_takes(self._prepare_trajectories, "trajectories", "metrics")
-        prepared = self._prepare_trajectories(trajectories, metrics)
+        prepared = self._call_hook(trajectories, metrics)
         if not self._is_checked:
             prepared = check_trajectories(
                 prepared,
@@ -106,6 +106,12 @@ class RemoteApiTrainer(ServiceTrainer):
                 batch.values[HAS_GIVEN_OLD] = torch.ones(len(batch))
         self.dump("prepared_trajectories", batch)
         return self.learnt_samples(batch), metrics
+
+    def _call_hook(
+        self, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> list[Trajectory]:
+        """Return the result of `_prepare_trajectories`, not yet checked."""
+        return self._prepare_trajectories(trajectories, metrics)
 
     def loss(self, batch: TensorDict) -> LossOutput:
         options = self.parameters.policy_loss
@@ -236,8 +242,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
                 "a task with solutions, or train by reward with remote_api_grpo."
             )
         agent = self.agent
-        turns = [agent.turn(one.role, one.text) for one in opening_of(environment)]
-        (context,) = agent.contexts([turns])
+        (context,) = agent.contexts([agent.tokenize(opening_of(environment))])
         solution = agent.encode_turn(environment.solution)
         spans = [TokenSpan(context), TokenSpan(solution, [0.0] * len(solution))]
         trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)
