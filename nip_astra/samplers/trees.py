@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     pad_right,
     require_finite,
 )
+from nip_astra.language_models.services.reasons import FAILED_ATTACKER, SKIPPED, is_error
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
@@ -39,7 +40,6 @@ from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import (
-    SKIPPED,
     ChatAgent,
     ChatReply,
     TextAttacker,
@@ -550,7 +550,7 @@ class _TreeGrowth:
         replies = dict(zip(map(id, is_open), attacker.probe(read, seeds), strict=True))
         for child in is_open:
             failure = replies[id(child)].failure
-            child.failure = None if failure is None else f"attacker {failure}"
+            child.failure = None if failure is None else f"{FAILED_ATTACKER}{failure}"
         return [replies[id(child)].text if id(child) in replies else "" for child in children]
 
     def _tokenized(self, texts: Sequence[str]) -> Generation:
@@ -569,7 +569,7 @@ class _TreeGrowth:
         for child in children:
             reply = by_child.get(id(child), ChatReply("", child.failure))
             child.failure, child.is_refused = reply.failure, reply.is_refused
-            ids = self.reader.conversation_format.encode(reply.text)
+            ids = self.reader.encode_heard(reply.text)
             child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
             child.texts = [*child.texts, reply.text]
 
@@ -579,12 +579,12 @@ class _TreeGrowth:
         """Add a language model's responses."""
         for child in children:
             ids, text = child.attacker_turns[-1].ids, child.texts[-1]
-            read = ids if self._share_tokens else target.conversation_format.encode(text)
+            read = ids if self._share_tokens else target.encode_heard(text)
             child.target_turns = [*child.target_turns, Turn(False, read)]
         response_ids = target.content_ids(self._respond(target, children))
         response_texts = target.decode(response_ids)
         for child, ids, text in zip(children, response_ids, response_texts, strict=True):
-            read = ids if self._share_tokens else self.reader.conversation_format.encode(text)
+            read = ids if self._share_tokens else self.reader.encode_heard(text)
             child.target_turns = [*child.target_turns, Turn(True, ids)]
             child.attacker_turns = [*child.attacker_turns, Turn(False, read)]
             child.texts = [*child.texts, text if child.failure is None else ""]
@@ -670,13 +670,13 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     """Rate every response, and every probe and response together, in one call.
 
-    The score of a failed response is NaN and an error; scores after it are NaN.
+    The score of a failed response is NaN, and an error if a service failed; scores after it are NaN.
     """
     failures = tree.failures_of_nodes()
     there = [node for node, failure in enumerate(failures) if failure is None]
     exchanges, has_both = _exchanges(scorer, tree, there)
     rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
-    is_error_N = torch.tensor([failure not in (None, SKIPPED) for failure in failures])
+    is_error_N = torch.tensor([is_error(failure) for failure in failures])
     if len(there) == len(failures) and has_both:
         return rated, rated
     found = []

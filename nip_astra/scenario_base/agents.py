@@ -151,6 +151,18 @@ class ConversationAgent:
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
+    def encode_heard(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of another speaker's turn, cut where the window holds no more.
+
+        Another model's tokens are of other lengths, so its turn may have more in this model's.
+        """
+        ids = self.conversation_format.encode(text)
+        if len(ids) <= self.room // 2:
+            return ids
+        longest = self.conversation_format.longest_turn(self.room)
+        self.num_truncated_contexts += len(ids) > longest
+        return ids[:longest]
+
     def encode_turn(self, text: str) -> list[int]:
         """Return the tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)
