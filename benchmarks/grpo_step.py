@@ -434,7 +434,7 @@ class TrlTask:
             for problem in range(first, first + self.groups):
                 environment = self.task.environment("train", problem)
                 (message,) = environment.reset()
-                context = self.agent.contexts([[self.agent.turn(message.role, message.text)]])
+                context = self.agent.contexts([self.agent.tokenize([message])])
                 prompt = self.agent.language_model.tokenizer.decode(context[0])
                 rows += [{"prompt": prompt, "environment": environment}] * self.size
             batches.append(self.step.trainer._generate_and_score_completions(rows))

@@ -30,9 +30,10 @@ from nip_astra.language_models.adapters import add_adapter
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.rl_objectives.rewards import ast_reward
+from nip_astra.rollouts.messages import Turn
 from nip_astra.samplers.trees import RewardParameters
 from nip_astra.scenario_base.agents import ConversationAgentParameters
-from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
+from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scorers.base import Scorer, build_scorer
 
 
@@ -183,8 +184,8 @@ class PlainAst:
         trees = []
         for prompt in prompts:
             start = _Conversation(
-                [Turn(False, self.attacker.chat.encode(prompt))],
-                [Turn(True, self.target.chat.encode(prompt))],
+                [Turn("user", ids=self.attacker.chat.encode(prompt))],
+                [Turn("assistant", ids=self.target.chat.encode(prompt))],
             )
             trees.append(self._grow(start, width, depth))
         return trees
@@ -194,7 +195,7 @@ class PlainAst:
             return []
         context = self.attacker.chat.context(conversation.attacker)
         probes = self.attacker.generate([context] * width)
-        turns_B = [[*conversation.target, Turn(False, tuple(probe))] for probe in probes]
+        turns_B = [[*conversation.target, Turn("user", ids=tuple(probe))] for probe in probes]
         contexts_B = [self.target.chat.context(turns) for turns in turns_B]
         responses = self.target.generate(contexts_B)
         probe_texts, response_texts = self.attacker.decode(probes), self.target.decode(responses)
@@ -203,8 +204,12 @@ class PlainAst:
         nodes = []
         for branch, (probe, response) in enumerate(zip(probes, responses, strict=True)):
             after = _Conversation(
-                [*conversation.attacker, Turn(True, tuple(probe)), Turn(False, tuple(response))],
-                [*turns_B[branch], Turn(True, tuple(response))],
+                [
+                    *conversation.attacker,
+                    Turn("assistant", ids=tuple(probe)),
+                    Turn("user", ids=tuple(response)),
+                ],
+                [*turns_B[branch], Turn("assistant", ids=tuple(response))],
             )
             nodes.append(
                 PlainNode(

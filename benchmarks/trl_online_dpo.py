@@ -17,7 +17,8 @@ from our_ast import DTYPES, OurAst, Setting
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.resolving.resolution import ResolvedExperiment
-from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
+from nip_astra.rollouts.messages import Turn
+from nip_astra.scenario_base.conversation.tokens import ChatFormat
 
 
 def measure(setting: Setting, precision: str, repeats: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _trl_seconds(
     tokenizer, lora = load_tokenizer(*source), agent.language_model.lora
     # The attacker's context before its probe.
     chat = ChatFormat(tokenizer, system_prompt=agent.system_prompt)
-    contexts = [chat.context([Turn(False, chat.encode(prompt))]) for prompt in prompts]
+    contexts = [chat.context([Turn("user", ids=chat.encode(prompt))]) for prompt in prompts]
     peft = {"lora_alpha": lora.alpha, "target_modules": lora.target_modules} if lora else {}
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")

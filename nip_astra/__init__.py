@@ -162,6 +162,9 @@ if TYPE_CHECKING:
         compute_position_id_with_mask as compute_position_id_with_mask,
     )
     from nip_astra.rollouts.batch import padding_data as padding_data
+    from nip_astra.rollouts.messages import Message as Message
+    from nip_astra.rollouts.messages import ToolCall as ToolCall
+    from nip_astra.rollouts.messages import Turn as Turn
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
@@ -180,7 +183,6 @@ if TYPE_CHECKING:
     from nip_astra.samplers.trees import TreeSampler as TreeSampler
     from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
     from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
-    from nip_astra.scenario_base.conversation.tokens import Turn as Turn
     from nip_astra.scenario_base.protocol.combined import CombinedAgents as CombinedAgents
     from nip_astra.scenario_base.protocol.datapoint_views import Choice as Choice
     from nip_astra.scenario_base.protocol.datapoint_views import DatapointView as DatapointView
@@ -244,7 +246,6 @@ if TYPE_CHECKING:
     from nip_astra.scenarios.tensordict_base import TensorDictScenario as TensorDictScenario
     from nip_astra.scorers.base import SCORERS as SCORERS
     from nip_astra.scorers.base import Exchange as Exchange
-    from nip_astra.scorers.base import Message as Message
     from nip_astra.scorers.base import Scorer as Scorer
     from nip_astra.scorers.base import build_scorer as build_scorer
     from nip_astra.scorers.base import register_scorer as register_scorer

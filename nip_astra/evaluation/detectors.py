@@ -33,8 +33,9 @@ from nip_astra.evaluation.outcomes import (
     reaches,
 )
 from nip_astra.evaluation.storage import Episode
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import RECORD_KEY, columns_of_record
-from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.utils.intervals import design_effect, exact_rate_interval
 from nip_astra.utils.seeding import derive_seed
 
@@ -318,7 +319,7 @@ def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
         fault = f"is not JSON: {error}"
     if fault is not None:
         raise DataError(f"line {place} of the labelled responses in {path} {fault}. {_ADVICE}")
-    before = (Message("assistant", row.get("prompt")), Message("user", row.get("probe")))
+    before = (Turn("assistant", row.get("prompt")), Turn("user", row.get("probe")))
     history = tuple(message for message in before if message.text is not None)
     exchange = Exchange(row["response"], history, columns=columns_of_record(row))
     return LabelledResponse(exchange, row["is_failure"])

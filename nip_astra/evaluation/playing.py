@@ -40,12 +40,13 @@ from nip_astra.language_models.base import (
     pad_left,
 )
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import columns_of_record
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.chat_agent import ChatAgent, TextAttacker
-from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.utils.seeding import SeedPart, derived_generator
 
 logger = logging.getLogger(__name__)
@@ -502,19 +503,19 @@ def scored_by(name: str, episode: Episode) -> Episode:
     ]
 
 
-def _response(row: Row, before: tuple[Message, ...]) -> Exchange:
-    history = (*before, Message("user", row["probe"]))
+def _response(row: Row, before: tuple[Turn, ...]) -> Exchange:
+    history = (*before, Turn("user", row["probe"]))
     return Exchange(row["response"], history, columns=columns_of_record(row))
 
 
-def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:
+def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Turn, ...]]]:
     """Yield each row with the messages before its probe."""
     for episode in episodes:
-        before: tuple[Message, ...] = (Message("assistant", str(episode[0]["prompt"])),)
+        before: tuple[Turn, ...] = (Turn("assistant", str(episode[0]["prompt"])),)
         for row in episode:
             yield row, before
             probe, response = str(row["probe"]), str(row["response"])
-            before = (*before, Message("user", probe), Message("assistant", response))
+            before = (*before, Turn("user", probe), Turn("assistant", response))
 
 
 def _known(score: float) -> float | None:

@@ -23,6 +23,7 @@ from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sequences import overlap
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.structured import json_rule
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.safe_text import valid_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -30,18 +31,6 @@ MARK = "[TOOL_CALLS]"
 MARKS = (MARK, "[CALL_ID]", "[ARGS]")
 """Mistral's marks: of calls, of a call's identity, and of its arguments."""
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?={)")
-
-
-class ToolCall(NamedTuple):
-    """A tool call by a model."""
-
-    name: str
-    arguments: dict[str, Any]
-
-    def as_message_part(self, identity: str) -> dict[str, Any]:
-        """Return the call as in the `tool_calls` of an assistant's message, in OpenAI's format."""
-        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
-        return {"id": identity, "type": "function", "function": function}
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:

@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     TokenModel,
 )
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.samplers.executor import (
     Executor,
@@ -39,7 +40,6 @@ from nip_astra.samplers.executor import (
     cut_problems,
 )
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
@@ -57,7 +57,6 @@ from nip_astra.scenario_base.tasks.base import (
     toolbox_of,
 )
 from nip_astra.scenario_base.tasks.tools import NO_TOOLS, Outcome, Toolbox
-from nip_astra.scorers.base import Message
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 logger = logging.getLogger(__name__)
@@ -120,19 +119,19 @@ class PlayedEpisode:
         """Maximum number of concurrent environments of this kind."""
         return getattr(self.episode.environment, "concurrency", 1)
 
-    def observe(self, messages: Sequence[Message], *, has_template: bool) -> list[tuple[str, str]]:
-        """Add messages to the episode; return roles and texts for the next context."""
+    def observe(self, messages: Sequence[Turn], *, has_template: bool) -> list[Turn]:
+        """Add messages to the episode; return them as the policy reads them."""
         introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
         self.episode.messages += messages
-        found = []
+        read = []
         for role, own in groupby(messages, key=lambda message: message.role):
             texts = [one.text for one in own]
             if role == "tool" and not has_template:
                 role, texts = "user", ["\n".join(texts)]
             for text in texts:
-                found.append((role, introduction + text))
+                read.append(Turn(role, introduction + text))
                 introduction = ""
-        return found
+        return read
 
     def fits(self, agent: ConversationAgent) -> bool:
         """Return whether the last turn leaves the policy room for its next one."""
@@ -155,17 +154,17 @@ class PlayedEpisode:
 def observe_together(
     agent: ConversationAgent,
     episodes: Sequence[PlayedEpisode],
-    messages: Sequence[Sequence[Message]],
+    messages: Sequence[Sequence[Turn]],
 ) -> None:
     """Add messages to episodes and to their next contexts; each text is encoded once."""
     has_template = agent.conversation_format.supports_tools
-    texts = [
+    read = [
         one.observe(some, has_template=has_template)
         for one, some in zip(episodes, messages, strict=True)
     ]
-    turns = iter(agent.turns([pair for own in texts for pair in own]))
-    for one, own in zip(episodes, texts, strict=True):
-        one.turns += islice(turns, len(own))
+    turns = iter(agent.tokenize([turn for turns_of_one in read for turn in turns_of_one]))
+    for one, turns_of_one in zip(episodes, read, strict=True):
+        one.turns += islice(turns, len(turns_of_one))
 
 
 def trajectories_of(played: Sequence[PlayedEpisode]) -> list[Trajectory]:
@@ -351,10 +350,10 @@ def _act(
     for index, (one, text) in enumerate(zip(episodes, texts, strict=True)):
         length = lengths[index]
         one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
-        one.turns.append(Turn(True, contents[index]))
+        one.turns.append(Turn("assistant", text, ids=contents[index]))
         one.is_cut |= length == len(contents[index])
         one.num_turns += 1
-        one.episode.messages.append(Message("assistant", text))
+        one.episode.messages.append(Turn("assistant", text))
     reactions = _reactions(episodes, texts, agent)
     for one, (reaction, counts) in zip(episodes, reactions, strict=True):
         if counts:
@@ -552,7 +551,7 @@ def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
             vars(one)
             | {
                 "episode": None,
-                "messages": [list(message) for message in one.episode.messages],
+                "messages": [message.to_plain() for message in one.episode.messages],
                 "toolbox": None,
                 "tool_counts": dict(one.episode.tool_counts),
                 "figures": one.episode.figures,
@@ -582,7 +581,7 @@ def _from_plain(
 
     found = []
     for unplayed, fields in zip(episodes, plain["episodes"], strict=True):
-        messages = [Message(role, text) for role, text in fields.pop("messages")]
+        messages = [Turn.from_plain(message) for message in fields.pop("messages")]
         environment = unplayed.episode.environment
         counts = Counter(fields.pop("tool_counts"))
         fields["episode"] = Episode(
@@ -621,5 +620,5 @@ def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None
         )
 
 
-def _without_results(messages: Sequence[Message]) -> list[Message]:
-    return [Message(role, "" if role == "tool" else text) for role, text in messages]
+def _without_results(messages: Sequence[Turn]) -> list[Turn]:
+    return [replace(turn, text="") if turn.role == "tool" else turn for turn in messages]

@@ -35,6 +35,7 @@ from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.batch import cat_widened
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
@@ -45,8 +46,7 @@ from nip_astra.scenario_base.chat_agent import (
     TextAttacker,
     TextConversation,
 )
-from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
+from nip_astra.scorers.base import Exchange, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 GLUE_TOKENS = 32
@@ -186,7 +186,9 @@ class TreeSampler:
             longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
             opening = 0
             if longest is not None:
-                (context,) = agent.contexts([[Turn(agent.role == "target", longest)]])
+                (context,) = agent.contexts(
+                    [[Turn("assistant" if agent.role == "target" else "user", ids=longest)]]
+                )
                 opening = len(context)
             num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
@@ -448,14 +450,17 @@ class _TreeGrowth:
         openings: list[list[Turn]] = [[] for _ in prompts]
         if not isinstance(self.target, ChatAgent):
             openings = [
-                [Turn(True, ids)] for ids in self.target.conversation_format.encode_all(prompts)
+                [Turn("assistant", prompt, ids=ids)]
+                for prompt, ids in zip(
+                    prompts, self.target.conversation_format.encode_all(prompts), strict=True
+                )
             ]
         parents = [
             _OpenConversation(
                 path=str(first + episode),
                 episode=episode,
                 node=-1,
-                attacker_turns=[Turn(False, read[episode])],
+                attacker_turns=[Turn("user", prompt, ids=read[episode])],
                 target_turns=openings[episode],
                 texts=[prompt],
             )
@@ -497,7 +502,7 @@ class _TreeGrowth:
         ]
         probes, texts = self._probe(contexts, children, depth)
         for child, ids, text in zip(children, self.reader.content_ids(probes), texts, strict=True):
-            child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
+            child.attacker_turns = [*child.attacker_turns, Turn("assistant", text, ids=ids)]
             child.texts = [*child.texts, text]
         if isinstance(self.target, ChatAgent):
             with self.timed("target"):
@@ -569,8 +574,8 @@ class _TreeGrowth:
         for child in children:
             reply = by_child.get(id(child), ChatReply("", child.failure))
             child.failure, child.is_refused = reply.failure, reply.is_refused
-            ids = self.reader.encode_heard(reply.text)
-            child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
+            ids = self.reader.heard_ids(reply.text)
+            child.attacker_turns = [*child.attacker_turns, Turn("user", reply.text, ids=ids)]
             child.texts = [*child.texts, reply.text]
 
     def _reply_in_tokens(
@@ -579,14 +584,14 @@ class _TreeGrowth:
         """Add a language model's responses."""
         for child in children:
             ids, text = child.attacker_turns[-1].ids, child.texts[-1]
-            read = ids if self._share_tokens else target.encode_heard(text)
-            child.target_turns = [*child.target_turns, Turn(False, read)]
+            read = target.heard_ids(text, ids if self._share_tokens else None)
+            child.target_turns = [*child.target_turns, Turn("user", text, ids=read)]
         response_ids = target.content_ids(self._respond(target, children))
         response_texts = target.decode(response_ids)
         for child, ids, text in zip(children, response_ids, response_texts, strict=True):
-            read = ids if self._share_tokens else self.reader.encode_heard(text)
-            child.target_turns = [*child.target_turns, Turn(True, ids)]
-            child.attacker_turns = [*child.attacker_turns, Turn(False, read)]
+            read = self.reader.heard_ids(text, ids if self._share_tokens else None)
+            child.target_turns = [*child.target_turns, Turn("assistant", text, ids=ids)]
+            child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=read)]
             child.texts = [*child.texts, text if child.failure is None else ""]
 
     def _respond(
@@ -696,14 +701,14 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
         both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
         return [*responses, *both], False
     # A scorer that reads the conversation sees the probe when it rates the response.
-    histories: list[tuple[Message, ...]] = []
+    histories: list[tuple[Turn, ...]] = []
     places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
     for (parent, episode), probe in zip(places, tree.probes, strict=True):
         if parent < 0:
-            before: tuple[Message, ...] = (Message("assistant", tree.prompts[episode]),)
+            before: tuple[Turn, ...] = (Turn("assistant", tree.prompts[episode]),)
         else:
-            before = (*histories[parent], Message("assistant", tree.responses[parent]))
-        histories.append((*before, Message("user", probe)))
+            before = (*histories[parent], Turn("assistant", tree.responses[parent]))
+        histories.append((*before, Turn("user", probe)))
     episodes = tree.nodes["episode"].tolist()
     return [
         Exchange(

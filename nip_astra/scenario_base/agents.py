@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -28,13 +28,13 @@ from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import decode_all
 from nip_astra.parameters.conditions import where_above, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import (
     ChatFormat,
     ConversationFormat,
     FittedContext,
     PlainFormat,
-    Turn,
 )
 from nip_astra.scenario_base.text.models import (
     PureTextSharedModelGroup as PureTextSharedModelGroup,
@@ -151,38 +151,32 @@ class ConversationAgent:
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
-    def encode_heard(self, text: str) -> tuple[int, ...]:
+    def heard_ids(self, text: str, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the tokens of another speaker's turn, cut where the window holds no more.
 
-        Another model's tokens are of other lengths, so its turn may have more in this model's.
+        Parameters
+        ----------
+        ids : tuple of int, optional
+            Its tokens, if this model shares those of the speaker; else the text is tokenised, and
+            may have more tokens than it had for the speaker.
         """
-        ids = self.conversation_format.encode(text)
-        if len(ids) <= self.room // 2:
-            return ids
+        whole = self.conversation_format.encode(text) if ids is None else ids
+        if len(whole) <= self.room // 2:
+            return whole
         longest = self.conversation_format.longest_turn(self.room)
-        self.num_truncated_contexts += len(ids) > longest
-        return ids[:longest]
+        self.num_truncated_contexts += len(whole) > longest
+        return whole[:longest]
 
     def encode_turn(self, text: str) -> list[int]:
         """Return the tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]
 
-    def turn(self, role: str, text: str) -> Turn:
-        """Tokenise a message as a turn for this agent; the role is that of its chat template."""
-        (turn,) = self.turns([(role, text)])
-        return turn
-
-    def turns(self, messages: Sequence[tuple[str, str]]) -> list[Turn]:
-        """Tokenise messages, as role and text, as turns; see `turn`."""
-        texts = list(dict.fromkeys(text for _, text in messages))
+    def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:
+        """Return turns with the tokens of their texts; roles are those of the chat template."""
+        texts = list(dict.fromkeys(turn.text for turn in turns))
         ids = dict(zip(texts, self.conversation_format.encode_all(texts), strict=True))
-        return [
-            Turn(False, ids[text], "system" if role == "system" else "tool")
-            if role in ("system", "tool")
-            else Turn(role == "assistant", ids[text])
-            for role, text in messages
-        ]
+        return [replace(turn, ids=ids[turn.text]) for turn in turns]
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -204,7 +198,7 @@ class ConversationAgent:
         """Raise `ContextLengthError` for the first prompt that exceeds the window."""
         encoded = self.conversation_format.encode_all(prompts)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
-            turn = Turn(is_own=self.role == "target", ids=ids)
+            turn = Turn("assistant" if self.role == "target" else "user", prompt, ids=ids)
             num_tokens = len(self.conversation_format.context([turn]))
             if num_tokens > self.room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."

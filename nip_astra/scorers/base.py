@@ -41,13 +41,11 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import loaded_plugins
 from nip_astra.progress import counting
+from nip_astra.rollouts.messages import Message as Message
+from nip_astra.rollouts.messages import Role, ToolCall, Turn
 from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
-
-Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-"""Author of a message: "user" is the attacker, "assistant" the target; a system message opens the
-conversation of a task, and tools answer calls in it."""
 
 Verdict: TypeAlias = float | ScorerError | None
 """Result of a scorer's hook for a text: a number from 0 to 1, None for no verdict, or the error of
@@ -93,29 +91,27 @@ def time_limit(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6))
 
 
-class Message(NamedTuple):
-    """A turn of a conversation."""
-
-    role: Role
-    text: str
-
-
 class Exchange(NamedTuple):
     """A text to rate, with its context in the conversation."""
 
     text: str
     """The text to rate."""
-    history: tuple[Message, ...] = ()
-    """Messages before it, oldest first."""
+    history: tuple[Turn, ...] = ()
+    """Turns before it, oldest first."""
     role: Role = "assistant"
     """Author of the text: "assistant" is the target, "user" the attacker."""
     columns: Columns = ()
     """Further columns of the conversation's row in the prompt dataset."""
+    reasoning: str | None = None
+    """What its author thought before the text, for scorers with `reads_reasoning`; None without a
+    thought. It is not part of the text to rate."""
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of tools in the rated message."""
 
     @property
-    def conversation(self) -> tuple[Message, ...]:
+    def conversation(self) -> tuple[Turn, ...]:
         """The history followed by the text."""
-        return (*self.history, Message(self.role, self.text))
+        return (*self.history, Turn(self.role, self.text, self.reasoning, self.calls))
 
 
 class Ratings(NamedTuple):
@@ -138,6 +134,8 @@ class Scorer:
 
     reads_history: bool = False
     """Whether a score depends on the history and the role."""
+    reads_reasoning: bool = False
+    """Whether a score depends on the reasoning before the text."""
 
     class Parameters(PolymorphicParameters):
         """Parameters of every scorer; a subclass adds its own."""
@@ -269,7 +267,16 @@ class Scorer:
         return digests
 
     def _key(self, exchange: Exchange) -> bytes:
-        read = exchange if self.reads_history else exchange.text
+        read: Any = exchange.text
+        if self.reads_history:
+            history = [
+                [turn.role, turn.text, *([turn.calls] if turn.calls else [])]
+                for turn in exchange.history
+            ]
+            calls = [exchange.calls] if exchange.calls else []
+            read = [exchange.text, history, exchange.role, exchange.columns, *calls]
+        if self.reads_reasoning and exchange.reasoning is not None:
+            read = [read, {"reasoning": exchange.reasoning}]
         return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
 
     def _checked_verdicts(self, exchanges: list[Exchange]) -> list[Verdict]:

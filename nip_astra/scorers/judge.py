@@ -30,6 +30,7 @@ from nip_astra.language_models.services.retrying import RetryingChatModel, with_
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ScorerType
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 
 RUBRIC = """\
@@ -177,8 +178,8 @@ class JudgeScorer(Scorer):
             columns=COLUMNS if exchange.columns else "",
         )
         material: dict[str, Any] = {
-            "history": [message._asdict() for message in exchange.history],
-            "turn_to_rate": {"role": exchange.role, "text": exchange.text},
+            "history": [_shown_turn(turn) for turn in exchange.history],
+            "turn_to_rate": _shown_turn(exchange.conversation[-1]),
         }
         if exchange.columns:
             material["columns"] = dict(exchange.columns)
@@ -202,6 +203,12 @@ class JudgeScorer(Scorer):
             temperature=parameters.temperature,
             response_format=None if parameters.response_format == "text" else form,
         )
+
+
+def _shown_turn(turn: Turn) -> dict[str, Any]:
+    """Return what the judge reads of a turn: not its reasoning."""
+    calls = [call._asdict() for call in turn.calls]
+    return {"role": turn.role, "text": turn.text, **({"calls": calls} if calls else {})}
 
 
 class MalformedAnswerError(ValueError):

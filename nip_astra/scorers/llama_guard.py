@@ -24,7 +24,8 @@ from nip_astra.language_models.sources import (
 )
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
-from nip_astra.scorers.base import Exchange, Message, Verdict, register_scorer
+from nip_astra.rollouts.messages import Turn
+from nip_astra.scorers.base import Exchange, Verdict, register_scorer
 from nip_astra.scorers.classifier import ModelScorer
 
 ADVICE = (
@@ -34,7 +35,7 @@ ADVICE = (
 MAX_BLANKS = 4
 """Whitespace tokens that a guard may generate before its answer."""
 _NO_ANSWER = -1.0
-HARMLESS = Exchange("I am fine, thank you.", (Message("user", "Hello, how are you?"),))
+HARMLESS = Exchange("I am fine, thank you.", (Turn("user", "Hello, how are you?"),))
 
 
 @register_scorer(ScorerType.LLAMA_GUARD)
@@ -126,7 +127,7 @@ class LlamaGuardScorer(ModelScorer):
             verdicts[number] = None if score == _NO_ANSWER else score
         return verdicts
 
-    def _judged_part(self, exchange: Exchange) -> list[Message]:
+    def _judged_part(self, exchange: Exchange) -> list[Turn]:
         """Return the conversation up to the judged turn; empty if there is none."""
         turns = [one for one in exchange.conversation if one.role in ("user", "assistant")]
         role = self.parameters.role or exchange.role
@@ -252,7 +253,7 @@ class GuardPrompts:
         problems = []
         for uses_parts in (False, True):
             self._uses_parts = uses_parts
-            turns = [Message("user", _MARKS[0]), Message("assistant", _MARKS[1])]
+            turns = [Turn("user", _MARKS[0]), Turn("assistant", _MARKS[1])]
             try:
                 shown = self._render(turns, tokenize=False)
             except Exception as error:
@@ -266,7 +267,7 @@ class GuardPrompts:
             f"{reason}. Give a model of the Llama Guard type."
         )
 
-    def fit(self, conversation: Sequence[Message], max_tokens: int) -> list[int] | None:
+    def fit(self, conversation: Sequence[Turn], max_tokens: int) -> list[int] | None:
         """Return the prompt's tokens, without the oldest turns if needed; None if none fits."""
         for start in range(len(conversation)):
             ids: list[int] = self._render(self._alternating(conversation[start:]), tokenize=True)
@@ -274,14 +275,14 @@ class GuardPrompts:
                 return ids
         return None
 
-    def _alternating(self, conversation: Sequence[Message]) -> list[Message]:
+    def _alternating(self, conversation: Sequence[Turn]) -> list[Turn]:
         """Return turns that begin with the user, with consecutive turns of one role joined."""
-        turns: list[Message] = []
+        turns: list[Turn] = []
         if conversation[0].role == "assistant":
-            turns.append(Message("user", self._preamble))
+            turns.append(Turn("user", self._preamble))
         for message in conversation:
             if turns and turns[-1].role == message.role:
-                message = Message(message.role, f"{turns.pop().text}\n{message.text}")
+                message = Turn(message.role, f"{turns.pop().text}\n{message.text}")
             turns.append(message)
         return turns
 
@@ -291,7 +292,7 @@ class GuardPrompts:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
-    def _render(self, turns: Sequence[Message], *, tokenize: bool) -> Any:
+    def _render(self, turns: Sequence[Turn], *, tokenize: bool) -> Any:
         messages = [
             {
                 "role": turn.role,

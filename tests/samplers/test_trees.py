@@ -13,11 +13,11 @@ from nip_astra.errors import ConfigurationError, NonFiniteOutputError
 from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.rollouts.tree import merge_trees
 from nip_astra.samplers.trees import rate_nodes
 from nip_astra.scenario_base.chat_agent import FixedProbes
-from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
 from tests.kit.experiments import trainer_of
 from tests.kit.scorers import ScorerOf
@@ -194,7 +194,7 @@ def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
     for node in range(tree.num_nodes):
         prompt = tree.prompts[int(tree.nodes["episode"][node])]
         words = [i for i in tree.nodes["probe"][node].tolist() if i > 5]
-        turns = [Turn(True, speech.encode(prompt)), Turn(False, tuple(words))]
+        turns = [Turn("assistant", ids=speech.encode(prompt)), Turn("user", ids=tuple(words))]
         context = speech.context(turns)
         context = context[: speech.last_turn_span(turns, context)[0]]
         module = target.language_model.module

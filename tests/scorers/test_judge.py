@@ -74,7 +74,7 @@ def test_its_request_holds_the_conversation_as_material_with_the_rubric() -> Non
     assert system["role"] == "system"
     assert says(system["content"], "0: fine. 5: not.", "from 0 to 5")
     assert json.loads(user["content"]) == {
-        "history": [message._asdict() for message in HISTORY],
+        "history": [{"role": turn.role, "text": turn.text} for turn in HISTORY],
         "turn_to_rate": {"role": "assistant", "text": 'no "quotes" é'},
     }
     form = body["response_format"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nip_astra.scorers.base import Message
+from nip_astra.rollouts.messages import Turn
 
 SEPARATOR = "\n"
 """Separator of turns in the text of a conversation; models read the turns separately."""
@@ -83,9 +83,9 @@ def turns_of(text: str) -> tuple[str, ...]:
     return text.turns if isinstance(text, Conversation) else (text,)
 
 
-def history_of(text: str) -> tuple[Message, ...]:
+def history_of(text: str) -> tuple[Turn, ...]:
     """Return the turns of a conversation as scorers read them."""
     return tuple(
-        Message("user" if index % 2 else "assistant", str(turn))
+        Turn("user" if index % 2 else "assistant", str(turn))
         for index, turn in enumerate(turns_of(text))
     )

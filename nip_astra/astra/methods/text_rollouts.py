@@ -19,7 +19,8 @@ from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.astra.core.scorer import rater_of
 from nip_astra.astra.core.system import System
 from nip_astra.astra.core.texts import history_of
-from nip_astra.scorers.base import Exchange, Message, Ratings
+from nip_astra.rollouts.messages import Turn
+from nip_astra.scorers.base import Exchange, Ratings
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 SPOKEN_TOKENS = 64
@@ -61,10 +62,10 @@ def rate_turns(
     if rater is None or not count:
         none = Ratings(torch.full((count,), torch.nan), torch.zeros(count, dtype=torch.bool))
         return none, none
-    histories: list[tuple[Message, ...]] = [() for _ in probes]
+    histories: list[tuple[Turn, ...]] = [() for _ in probes]
     if rater.reads_history:
         histories = [
-            (*history_of(context), Message("user", str(probe)))
+            (*history_of(context), Turn("user", str(probe)))
             for context, probe in zip(contexts, probes, strict=True)
         ]
     exchanges = [Exchange(str(r), h) for r, h in zip(responses, histories, strict=True)]

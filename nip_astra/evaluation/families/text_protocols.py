@@ -392,7 +392,8 @@ def rate_answers(
     ScorerError
         When a scorer fails and is not to be skipped.
     """
-    from nip_astra.scorers.base import Exchange, Message
+    from nip_astra.rollouts.messages import Turn
+    from nip_astra.scorers.base import Exchange
 
     answers: list[Answer] = []
     exchanges = []
@@ -401,7 +402,7 @@ def rate_answers(
         if rollouts["agents", "is_filled"][n, r, a]:
             continue
         history = tuple(
-            Message("assistant" if one["role"] == "assistant" else "user", one["content"])
+            Turn("assistant" if one["role"] == "assistant" else "user", one["content"])
             for one in json.loads(rollouts["agents", "prompt"][n, r, a])
             if one["role"] != "system"
         )

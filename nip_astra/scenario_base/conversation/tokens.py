@@ -14,10 +14,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
 from nip_astra.language_models.tool_calls import tool_form
+from nip_astra.rollouts.messages import Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
@@ -25,22 +26,6 @@ MAX_KEPT_TEXTS = 4096
 """Texts whose tokens a format keeps."""
 MAX_KEPT_LENGTH = 1000
 """Characters of a text above which its tokens are not kept."""
-
-
-class Turn(NamedTuple):
-    """A turn, in the tokens of the model that reads it."""
-
-    is_own: bool
-    """Whether it is a turn of the reading model."""
-    ids: tuple[int, ...]
-    """Content tokens, without role markers and end token."""
-    special_role: Literal["system", "tool"] | None = None
-    """A system message, which opens a conversation, or the result of a tool."""
-
-    @property
-    def role(self) -> str:
-        """Return the role in the chat template of the reading model."""
-        return self.special_role or ("assistant" if self.is_own else "user")
 
 
 @dataclass(frozen=True)
@@ -131,7 +116,7 @@ class ConversationFormat(ABC):
 
     def longest_turn(self, num_tokens: int) -> int:
         """Return the most tokens of another speaker's turn that a context of `num_tokens` holds."""
-        return max(num_tokens - len(self.context([Turn(is_own=False, ids=())])), 0)
+        return max(num_tokens - len(self.context([Turn("user")])), 0)
 
 
 class ChatFormat(ConversationFormat):

@@ -16,6 +16,7 @@ from pydantic import Field
 from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
+from nip_astra.rollouts.messages import Role, Turn
 from nip_astra.rollouts.prompts import Columns
 from nip_astra.safe_text import valid_text
 from nip_astra.scenario_base.tasks.tools import (
@@ -25,7 +26,7 @@ from nip_astra.scenario_base.tasks.tools import (
     Toolbox,
     ToolUseParameters,
 )
-from nip_astra.scorers.base import Exchange, Message, Role, Scorer
+from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 Value = TypeVar("Value")
@@ -37,7 +38,7 @@ Split = Literal["train", "dev", "test"]
 class Reaction(NamedTuple):
     """Response of an environment to a message of the policy."""
 
-    messages: Sequence[Message] = ()
+    messages: Sequence[Turn] = ()
     """Messages of the environment or a tool; empty at the end of the episode."""
     reward: float | None = None
     """Reward of the episode, at its end; None if a scorer decides it."""
@@ -86,7 +87,7 @@ class Environment(ABC):
         raise NotImplementedError(f"define the classmethod draw of {cls.__name__}")
 
     @abstractmethod
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         """Start the episode and return its first messages."""
 
     @abstractmethod
@@ -102,7 +103,7 @@ class Episode:
     """Messages and reward of an episode, for records and scorers."""
 
     environment: Environment
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Turn] = field(default_factory=list)
     """All turns in order; those of the policy have the role "assistant"."""
     reward: float | None = None
     """None without a verdict."""
@@ -205,7 +206,7 @@ def is_stateless(environment: Environment) -> bool:
     return bool(vars(type(environment)).get("is_stateless", False))
 
 
-def opening_of(environment: Environment) -> list[Message]:
+def opening_of(environment: Environment) -> list[Turn]:
     """Return the first messages of an environment."""
     messages = _messages(environment, "reset", _called(environment, "reset", environment.reset))
     if not messages:
@@ -269,7 +270,7 @@ def reaction_to_calls(
             value = "\n".join(message.text for message in reaction.messages)
         plain.append(Outcome(value, one.error))
     texts, counts = toolbox.texts(plain, agent.num_tokens, agent.room)
-    return Reaction([Message("tool", text) for text in texts], is_over=False), counts
+    return Reaction([Turn("tool", text) for text in texts], is_over=False), counts
 
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
@@ -291,17 +292,17 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
         ) from error
 
 
-def _messages(owner: object, hook: str, value: Any) -> list[Message]:
-    expected = "a list of Message(role, text), with the role 'user' or 'assistant'"
+def _messages(owner: object, hook: str, value: Any) -> list[Turn]:
+    expected = "a list of Turn(role, text), with the role 'user' or 'assistant'"
     if not isinstance(value, list | tuple) and (
         isinstance(value, str) or not isinstance(value, Sequence)
     ):
         raise wrong_result(owner, hook, value, expected)
     for message in value:
-        is_message = isinstance(message, Message) and isinstance(message.text, str)
+        is_message = isinstance(message, Turn) and isinstance(message.text, str)
         if not is_message or message.role not in get_args(Role):
             raise wrong_result(owner, hook, message, expected)
-    return [Message(message.role, valid_text(message.text)) for message in value]
+    return [Turn(message.role, valid_text(message.text)) for message in value]
 
 
 def _reward(owner: object, hook: str, value: Any) -> float | None:

@@ -12,6 +12,7 @@ from nip_astra.errors import ContextLengthError, DataError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import TaskType
+from nip_astra.rollouts.messages import Role, Turn
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
@@ -29,7 +30,7 @@ from nip_astra.scenario_base.tasks.rewards import (
     WeightedRewards,
     is_right,
 )
-from nip_astra.scorers.base import Message, Role, Scorer, ScorerParameters, build_scorer
+from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.utils.seeding import derived_generator
 
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 512
@@ -46,7 +47,7 @@ class RowEnvironment(Environment):
         self.prompt, self.solution, self.match = prompt, answer, match
         self.columns, self.row = prompt.columns, prompt.row
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         return messages_of(self.prompt)
 
     def step(self, message: str) -> Reaction:
@@ -56,10 +57,10 @@ class RowEnvironment(Environment):
         return Reaction(reward=float(is_right(message, self.solution, contains=contains)))
 
 
-def messages_of(prompt: Prompt) -> list[Message]:
+def messages_of(prompt: Prompt) -> list[Turn]:
     """Return the messages of a prompt that open the conversation."""
     given = prompt.messages or (("user", str(prompt)),)
-    return [Message(cast(Role, role), text) for role, text in given]
+    return [Turn(cast(Role, role), text) for role, text in given]
 
 
 @register_task(TaskType.DATASET)
@@ -192,7 +193,7 @@ class DatasetTask(Task):
                 # Messages must suit the chat template, too.
                 if not row.messages and len(str(row).encode(errors="replace")) <= room // 2:
                     continue
-                turns = [policy.turn(one.role, one.text) for one in messages_of(row)]
+                turns = policy.tokenize(messages_of(row))
                 try:
                     policy.conversation_format.fit(turns, num_tokens=room)
                 except ContextLengthError as error:

@@ -17,6 +17,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Reaction,
@@ -26,7 +27,6 @@ from nip_astra.scenario_base.tasks.base import (
     register_task,
     wrong_result,
 )
-from nip_astra.scorers.base import Message
 from nip_astra.scorers.python import find_function
 
 TEXTARENA = "textarena:"
@@ -40,12 +40,12 @@ class GymnasiumEnvironment(Environment):
         self._return = 0.0
         self.columns = (("seed", seed),)
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         self._return = 0.0
         found = self._environment.reset(seed=self._seed)
         if not isinstance(found, tuple) or len(found) != 2:
             raise wrong_result(self._environment, "reset", found, "an observation and a dict")
-        return [Message("user", self._text("reset", found[0]))]
+        return [Turn("user", self._text("reset", found[0]))]
 
     def step(self, message: str) -> Reaction:
         found = self._environment.step(message)
@@ -56,7 +56,7 @@ class GymnasiumEnvironment(Environment):
         self._return += float(reward)
         if is_terminated or is_truncated:
             return Reaction(reward=self._return)
-        return Reaction([Message("user", self._text("step", observation))], is_over=False)
+        return Reaction([Turn("user", self._text("step", observation))], is_over=False)
 
     def close(self) -> None:
         close = getattr(self._environment, "close", None)

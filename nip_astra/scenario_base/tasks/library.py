@@ -11,6 +11,7 @@ import torch
 from pydantic import Field
 
 from nip_astra.parameters.types import TaskType
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Reaction,
@@ -19,7 +20,6 @@ from nip_astra.scenario_base.tasks.base import (
     register_environment,
 )
 from nip_astra.scenario_base.tasks.tools import register_tool
-from nip_astra.scorers.base import Message
 
 
 @register_environment(TaskType.ARITHMETIC)
@@ -48,8 +48,8 @@ class ArithmeticEnvironment(Environment):
         self.solution = str(answer)
         self.columns = (("problem", problem), ("answer", answer))
 
-    def reset(self) -> Sequence[Message]:
-        return [Message("user", f"{self.problem}=")]
+    def reset(self) -> Sequence[Turn]:
+        return [Turn("user", f"{self.problem}=")]
 
     def step(self, message: str) -> Reaction:
         number = re.fullmatch(r"\s*(-?\d{1,18})\s*", message, flags=re.ASCII)
@@ -109,9 +109,9 @@ class CountdownEnvironment(Environment):
         self.valid_reward = valid_reward
         self.columns = (("numbers", " ".join(map(str, sorted(numbers)))), ("target", target))
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         numbers = " ".join(map(str, self.numbers))
-        return [Message("user", f"make {self.target} from {numbers}")]
+        return [Turn("user", f"make {self.target} from {numbers}")]
 
     def step(self, message: str) -> Reaction:
         parsed = value_of(message)
@@ -217,9 +217,9 @@ class GuessNumberEnvironment(Environment):
         self.num_turns = 0
         self.columns = (("hidden", hidden), ("start", start), ("most", most))
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         self.num_turns = 0
-        return [Message("user", f"guess {self.start} to {self.start + self.most - 1}")]
+        return [Turn("user", f"guess {self.start} to {self.start + self.most - 1}")]
 
     def step(self, message: str) -> Reaction:
         self.num_turns += 1
@@ -229,7 +229,7 @@ class GuessNumberEnvironment(Environment):
         if self.num_turns == self.max_turns:
             return Reaction(reward=0.0)
         hint = "number?" if guess is None else "higher" if int(guess[1]) < self.hidden else "lower"
-        return Reaction([Message("user", hint)], is_over=False)
+        return Reaction([Turn("user", hint)], is_over=False)
 
 
 VOWELS = "aeiou"
@@ -268,8 +268,8 @@ class PigLatinEnvironment(Environment):
         self.solution = " ".join(map(pig_latin, words))
         self.columns = (("words", " ".join(words)),)
 
-    def reset(self) -> Sequence[Message]:
-        return [Message("user", " ".join(self.words))]
+    def reset(self) -> Sequence[Turn]:
+        return [Turn("user", " ".join(self.words))]
 
     def step(self, message: str) -> Reaction:
         words, right = message.split(), str(self.solution).split()

@@ -22,6 +22,7 @@ from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import CheckedName, PlainText
 from nip_astra.parameters.types import TaskType
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
@@ -30,7 +31,6 @@ from nip_astra.scenario_base.tasks.base import (
     Split,
     register_task,
 )
-from nip_astra.scorers.base import Message
 from nip_astra.scorers.python import find_function
 from nip_astra.utils.background_loop import BackgroundLoop
 
@@ -165,7 +165,7 @@ class OpenEnvEnvironment(Environment):
         self._session: Any = None
         self._return: float | None = None
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         self._session, self._return = self._open(), None
         return [self._message(self._session.reset(self._seed))]
 
@@ -174,7 +174,7 @@ class OpenEnvEnvironment(Environment):
             result = self._session.step({self._fields.action: message})
         except RejectedActionError as error:
             self.figures["rejected_actions"] += 1
-            return Reaction([Message("user", f"Error: {error}"[:300])], is_over=False)
+            return Reaction([Turn("user", f"Error: {error}"[:300])], is_over=False)
         except ServiceUnreachableError:
             self.figures["lost"] += 1
             return Reaction()
@@ -189,14 +189,14 @@ class OpenEnvEnvironment(Environment):
         if session is not None:
             session.close()
 
-    def _message(self, result: Result) -> Message:
+    def _message(self, result: Result) -> Turn:
         text = result.observation.get(self._fields.observation)
         if not isinstance(text, str):
             raise TaskError(
                 f"the observation has no text {self._fields.observation!r}, but "
                 f"{str(dict(result.observation))[:80]}. Set task.task.observation_field."
             )
-        return Message("user", text)
+        return Turn("user", text)
 
 
 @register_task(TaskType.OPENENV)

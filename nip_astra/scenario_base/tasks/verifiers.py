@@ -21,6 +21,7 @@ from nip_astra.language_models.tool_calls import parse_tool_calls
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
@@ -31,7 +32,6 @@ from nip_astra.scenario_base.tasks.base import (
     register_task,
 )
 from nip_astra.scenario_base.tasks.tools import Tool, tool_of
-from nip_astra.scorers.base import Message
 from nip_astra.utils.background_loop import BackgroundLoop
 
 _TASKSETS = "verifiers.v1.tasksets"
@@ -54,7 +54,7 @@ class VerifiersEnvironment(Environment):
             for tool in tools_of(toolset.__class__)
         ]
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         """Return the prompt; a system prompt is prepended to its first message, as in verifiers."""
         self._loop.run(self._set_up())
         return self._opening(self.task.data.prompt)
@@ -64,7 +64,7 @@ class VerifiersEnvironment(Environment):
             await toolset.setup()
             await toolset.setup_task(self.task.data)
 
-    def _opening(self, prompt: Any) -> list[Message]:
+    def _opening(self, prompt: Any) -> list[Turn]:
         data = self.task.data
         given = _plain(prompt)
         system = [text for role, text in given if role == "system"]
@@ -79,7 +79,7 @@ class VerifiersEnvironment(Environment):
         if system:
             turns[0][1] = "\n\n".join([*system, turns[0][1]])
         self._num_opening = len(turns)
-        return [Message("assistant" if r == "assistant" else "user", text) for r, text in turns]
+        return [Turn("assistant" if r == "assistant" else "user", text) for r, text in turns]
 
     def _call(self, toolset: Any, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a method of a toolset, which reads and writes this episode's state."""
@@ -108,7 +108,7 @@ class PlayedEnvironment(VerifiersEnvironment):
         self._env = env
         self._player: _Player | None = None
 
-    def reset(self) -> Sequence[Message]:
+    def reset(self) -> Sequence[Turn]:
         self._player = _Player(self.task, self.state)
         turn = self._loop.run(self._player.start(self._env))
         if turn is None:
@@ -122,7 +122,7 @@ class PlayedEnvironment(VerifiersEnvironment):
             return Reaction(reward=float(self._player.trace.reward))
         if turn is _BARE:
             raise DataError(f"the environment of the task {self.task.key} sent a turn without text")
-        return Reaction([Message("user", text) for _, text in _plain(turn)], is_over=False)
+        return Reaction([Turn("user", text) for _, text in _plain(turn)], is_over=False)
 
     def close(self) -> None:
         player, self._player = self._player, None
@@ -160,11 +160,11 @@ class _Player:
 
         given = _BARE if message is None else message
         sent = self.task.data.prompt if given is _BARE else given
-        messages = [Message(role, text) for role, text in _plain(sent)]  # type: ignore[arg-type]
+        messages = [Turn(role, text) for role, text in _plain(sent)]  # type: ignore[arg-type]
         add_messages(self.trace, messages, first_own=len(messages))
         self._turns.put_nowait(given)
         reply = await self._replies.get()
-        add_messages(self.trace, [Message("assistant", reply)])
+        add_messages(self.trace, [Turn("assistant", reply)])
         return Segment(messages=[AssistantMessage(content=reply)], root_reply=reply)
 
     # ---- of the policy
@@ -210,7 +210,7 @@ def trace_of(task: Any, state: Any) -> Any:
     )
 
 
-def add_messages(trace: Any, messages: Sequence[Message], *, first_own: int = 0) -> None:
+def add_messages(trace: Any, messages: Sequence[Turn], *, first_own: int = 0) -> None:
     """Append messages to a trace, and mark those of the policy as sampled."""
     from verifiers import v1
 

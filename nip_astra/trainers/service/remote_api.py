@@ -232,8 +232,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
                 "a task with solutions, or train by reward with remote_api_grpo."
             )
         agent = self.agent
-        turns = [agent.turn(one.role, one.text) for one in opening_of(environment)]
-        (context,) = agent.contexts([turns])
+        (context,) = agent.contexts([agent.tokenize(opening_of(environment))])
         solution = agent.encode_turn(environment.solution)
         spans = [TokenSpan(context), TokenSpan(solution, [0.0] * len(solution))]
         trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)

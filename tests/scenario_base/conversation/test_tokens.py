@@ -6,8 +6,9 @@ import pytest
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
 from nip_astra.language_models.sources import decode_all
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.conversation import tokens as tokens_module
-from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat, Turn
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat
 from tests.kit.messages import says
 from tests.kit.tiny import make_tokenizer
 
@@ -16,7 +17,10 @@ TEXTS = ["hello", "how are you", "fine thanks .", "the cat sat"]
 
 def _turns(chat: ChatFormat | PlainFormat, first_is_own: bool) -> list[Turn]:
     owners = [first_is_own, not first_is_own] * 2
-    return [Turn(own, chat.encode(text)) for own, text in zip(owners, TEXTS, strict=True)]
+    return [
+        Turn("assistant" if own else "user", ids=chat.encode(text))
+        for own, text in zip(owners, TEXTS, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("first_is_own", [True, False])
@@ -25,8 +29,7 @@ def test_context_equals_the_rendered_template(first_is_own: bool) -> None:
     chat = ChatFormat(tokenizer)
     turns = _turns(chat, first_is_own)
     messages = [
-        {"role": "assistant" if turn.is_own else "user", "content": text}
-        for turn, text in zip(turns, TEXTS, strict=True)
+        {"role": turn.role, "content": text} for turn, text in zip(turns, TEXTS, strict=True)
     ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat.context(turns) == tokenizer.encode(text, add_special_tokens=False)
@@ -68,7 +71,7 @@ def test_the_last_turn_stays_as_sampled_and_is_located_in_its_context(
     if separator is not None:
         speech = PlainFormat(tokenizer, separator=separator)
     # Unlike the tokenizer on any text: an unknown word in the middle.
-    turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
+    turns = [*_turns(speech, True), Turn("user", ids=(7, 1, 8))]
     fitted = speech.fit(turns, num_tokens=8)
     assert fitted.num_dropped_turns >= 3
     assert len(fitted.ids) <= 8
@@ -97,11 +100,13 @@ def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
 def test_a_preamble_lets_the_user_speak_first_and_a_refused_system_role_is_explained() -> None:
     tokenizer = make_tokenizer()
     chat = ChatFormat(tokenizer, preamble="hello")
-    ids = chat.context([Turn(True, chat.encode("good day")), Turn(False, chat.encode("fine"))])
+    ids = chat.context(
+        [Turn("assistant", ids=chat.encode("good day")), Turn("user", ids=chat.encode("fine"))]
+    )
     assert tokenizer.decode(ids).startswith("<bos> <user> hello <end> <assistant> good day")
     chat = ChatFormat(tokenizer, system_prompt="be good")
     with pytest.raises(ModelLoadError, match=r"no system role here.*remove system_prompt"):
-        chat.context([Turn(False, (7,))])
+        chat.context([Turn("user", ids=(7,))])
 
 
 def test_a_tokenizer_without_template_or_first_token_is_refused_where_it_needs_one() -> None:
@@ -116,7 +121,7 @@ def test_a_tokenizer_without_template_or_first_token_is_refused_where_it_needs_o
 def test_plain_turns_stand_one_after_the_other() -> None:
     tokenizer = make_tokenizer()
     plain = PlainFormat(tokenizer, separator=".")
-    turns = [Turn(False, plain.encode("hello")), Turn(True, plain.encode("fine"))]
+    turns = [Turn("user", ids=plain.encode("hello")), Turn("assistant", ids=plain.encode("fine"))]
     assert tokenizer.decode(plain.context(turns)) == "hello . fine ."
     assert plain.end_ids == tuple(tokenizer.encode(".", add_special_tokens=False))
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
 from nip_astra.errors import ConfigurationError
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation.tokens import Turn
 
 
 class Reader:
@@ -60,7 +60,8 @@ class Reader:
                     f"{_shown(texts)}. Attacker and target alternate after the opening; write "
                     "conversation + probe + response, without role markers such as 'User: '."
                 )
-            turns.append(Turn(is_own=is_own, ids=self._content_ids(role, text, speaker)))
+            ids = self._content_ids(role, text, speaker)
+            turns.append(Turn("assistant" if is_own else "user", str(text), ids=ids))
         return turns
 
     def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:

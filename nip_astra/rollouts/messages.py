@@ -1,0 +1,101 @@
+"""Turns of conversations: the messages of models, environments and tools.
+
+Every part that handles a message uses `Turn`. A model's message is split once into reasoning, text
+and calls of tools, where it is decoded or received. Scorers, rewards, tools, judges and histories
+use text and calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+"""Author of a turn. For a scorer "user" is the attacker and "assistant" the target; for a reading
+model "assistant" is the model itself and "user" its counterpart. A system turn opens the
+conversation of a task, and tools answer calls in it."""
+
+
+class ToolCall(NamedTuple):
+    """A tool call by a model."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def as_message_part(self, identity: str) -> dict[str, Any]:
+        """Return the call as in the `tool_calls` of an assistant's message, in OpenAI's format."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        return {"id": identity, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation.
+
+    Attributes
+    ----------
+    role : Role
+        Its author.
+    text : str
+        What others read: the message without reasoning and calls.
+    reasoning : str or None
+        What a model thought before its text; None without a thought.
+    calls : tuple of ToolCall
+        Its calls of tools, in order. A call within the reasoning is none.
+    is_missing : bool
+        Whether the answer ended before its text began, or within its reasoning: then there is no
+        answer, which is neither a success nor a failure.
+    ids : tuple of int
+        Tokens, without role markers and end token, of the model that wrote or reads it; empty where
+        there are none. A model's own turn includes its reasoning and calls.
+    num_reasoning_ids : int
+        Number of the first `ids` that belong to the reasoning and its markers.
+    logprobs : tuple of float or None
+        Log-probability of each of `ids` under the model that sampled them, nats.
+    loss_mask : tuple of bool or None
+        Whether each of `ids` is learned from; None for all tokens that a policy sampled.
+    """
+
+    role: Role
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    is_missing: bool = False
+    ids: tuple[int, ...] = ()
+    num_reasoning_ids: int = 0
+    logprobs: tuple[float, ...] | None = None
+    loss_mask: tuple[bool, ...] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        """Unpack to role and text, which is what most scorers and tasks of users read."""
+        return iter((self.role, self.text))
+
+    def to_plain(self) -> list[Any]:
+        """Return role and text, and what else a reader of the message sees, as JSON values."""
+        more: dict[str, Any] = {}
+        if self.reasoning is not None:
+            more["reasoning"] = self.reasoning
+        if self.calls:
+            more["calls"] = [[call.name, call.arguments] for call in self.calls]
+        if self.is_missing:
+            more["is_missing"] = True
+        return [self.role, self.text, *([more] if more else [])]
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Any]) -> Turn:
+        """Return the turn of `to_plain`."""
+        role, text, *rest = plain
+        more: Mapping[str, Any] = rest[0] if rest else {}
+        return cls(
+            role,
+            text,
+            more.get("reasoning"),
+            tuple(ToolCall(name, arguments) for name, arguments in more.get("calls", ())),
+            more.get("is_missing", False),
+        )
+
+
+Message: TypeAlias = Turn
+"""The name of a turn in tasks and scorers of users: `Message(role, text)`."""
