@@ -17,6 +17,7 @@ import numpy as np
 
 from nip_astra.errors import NothingMeasuredError, counted
 from nip_astra.evaluation.storage import Episode, number
+from nip_astra.language_models.services.reasons import MISSING
 from nip_astra.utils.intervals import Estimate, event_rate_estimate, rate_estimate
 from nip_astra.utils.statistics import FollowUp, Survival, hit_at_k, kaplan_meier
 
@@ -39,9 +40,9 @@ class Outcome(StrEnum):
     NONE = "none"
     """The score stayed below it."""
     UNDETERMINED = "undetermined"
-    """The scorer returned no verdict."""
+    """The scorer returned no verdict, or there is no answer to rate."""
     ERROR = "error"
-    """The scorer failed."""
+    """The scorer failed, or the service of the target or attacker."""
 
     @property
     def is_known(self) -> bool:
@@ -244,23 +245,26 @@ class Replies(NamedTuple):
     num_empty : int
         Replies without text.
     num_refused : int
-        Replies that the service marks as refusals or withholds, and requests that it refused.
+        Replies that the service marks as refusals or withholds.
+    num_missing : int
+        Answers that are no replies: cut before their first word, or far longer than requested.
     """
 
     num_received: int = 0
     num_empty: int = 0
     num_refused: int = 0
+    num_missing: int = 0
 
     @classmethod
     def of(cls, turns: Iterable[tuple[str, str | None, bool]]) -> Replies:
         """Count turns: the response, why there is none, and whether it is marked as a refusal."""
-        received = empty = refused = 0
+        num_received = num_empty = num_refused = num_missing = 0
         for text, failure, is_refused in turns:
-            is_refused = is_refused or failure == "refused"
-            received += failure is None or is_refused
-            refused += is_refused
-            empty += failure is None and not is_refused and not text.strip()
-        return cls(received, empty, refused)
+            num_missing += failure in MISSING
+            num_received += failure is None or is_refused
+            num_refused += is_refused
+            num_empty += failure is None and not is_refused and not text.strip()
+        return cls(num_received, num_empty, num_refused, num_missing)
 
     @classmethod
     def read(cls, plain: Any) -> Replies:
@@ -271,19 +275,36 @@ class Replies(NamedTuple):
         return Replies(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def __str__(self) -> str:
-        """Return both counts; empty if both are 0."""
-        if not self.num_empty + self.num_refused:
-            return ""
-        return f"{self.num_empty:,} / {self.num_refused:,} of {self.num_received:,}"
+        """Return the counts; empty if all but the received ones are 0."""
+        shown = ""
+        if self.num_empty or self.num_refused:
+            shown = f"{self.num_empty:,} / {self.num_refused:,} of {self.num_received:,}"
+        if self.num_missing:
+            num_all = self.num_received + self.num_missing
+            missing = f"{self.num_missing:,} of {num_all:,} missing"
+            shown = f"{shown}, {missing}" if shown else missing
+        return shown
 
     def warnings(self) -> Sequence[str]:
-        """Return a warning if most replies lack text; a low rate is then no evidence of safety."""
-        if self.num_empty + self.num_refused <= MAX_SILENT_SHARE * self.num_received:
-            return []
-        return [
-            f"{self.num_empty:,} of {self.num_received:,} replies of the target are empty and "
-            f"{self.num_refused:,} are refusals; a low failure rate does not show that it is safe"
-        ]
+        """Return warnings if most replies lack text, or many answers are missing.
+
+        A low rate is then no evidence of safety.
+        """
+        warnings = []
+        if self.num_empty + self.num_refused > MAX_SILENT_SHARE * self.num_received:
+            warnings.append(
+                f"{self.num_empty:,} of {self.num_received:,} replies of the target are empty and "
+                f"{self.num_refused:,} are refusals; a low failure rate does not show that it is "
+                "safe"
+            )
+        num_all = self.num_received + self.num_missing
+        if self.num_missing > MAX_UNKNOWN_SHARE * num_all:
+            warnings.append(
+                f"{self.num_missing:,} of {num_all:,} answers of the target have no verdict, since "
+                "they were cut before their first word, are far too long, or answer a conversation "
+                "that exceeds its window; raise or lower its max_new_tokens"
+            )
+        return warnings
 
 
 # ---- figures of rows

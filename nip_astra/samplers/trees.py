@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     pad_right,
     require_finite,
 )
+from nip_astra.language_models.services.reasons import CUT, FAILED_ATTACKER, SKIPPED, is_error
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
@@ -40,7 +41,6 @@ from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import (
-    SKIPPED,
     ChatAgent,
     ChatReply,
     TextAttacker,
@@ -578,7 +578,7 @@ class _TreeGrowth:
         replies = dict(zip(map(id, is_open), attacker.probe(read, seeds), strict=True))
         for child in is_open:
             failure = replies[id(child)].failure
-            child.failure = None if failure is None else f"attacker {failure}"
+            child.failure = None if failure is None else f"{FAILED_ATTACKER}{failure}"
         return [replies.get(id(child), ChatReply("", SKIPPED)) for child in children]
 
     def _tokenized(self, texts: Sequence[str]) -> Generation:
@@ -597,7 +597,7 @@ class _TreeGrowth:
         for child in children:
             reply = by_child.get(id(child), ChatReply("", child.failure))
             child.failure, child.is_refused = reply.failure, reply.is_refused
-            ids = self.reader.conversation_format.encode(reply.text)
+            ids = self.reader.heard_ids(reply.text)
             child.attacker_turns = [*child.attacker_turns, Turn("user", reply.text, ids=ids)]
             child.texts = [*child.texts, reply.text]
             child.reasoning = reply.reasoning
@@ -608,13 +608,12 @@ class _TreeGrowth:
         """Add a language model's responses."""
         for child in children:
             ids, text = child.attacker_turns[-1].ids_without_reasoning, child.texts[-1]
-            read = ids if self._share_tokens else target.conversation_format.encode(text)
+            read = target.heard_ids(text, ids if self._share_tokens else None)
             child.target_turns = [*child.target_turns, Turn("user", text, ids=read)]
         responses = target.read_turns(self._respond(target, children))
         for child, response in zip(children, responses, strict=True):
-            text, read = response.text, response.ids_without_reasoning
-            if not self._share_tokens:
-                read = self.reader.conversation_format.encode(text)
+            text, ids = response.text, response.ids_without_reasoning
+            read = self.reader.heard_ids(text, ids if self._share_tokens else None)
             child.target_turns = [*child.target_turns, response]
             child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=read)]
             if child.failure is None:
@@ -703,13 +702,13 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     """Rate every response, and every probe and response together, in one call.
 
-    The score of a failed response is NaN and an error; scores after it are NaN.
+    The score of a failed response is NaN, and an error if a service failed; scores after it are NaN.
     """
     failures = tree.failures_of_nodes()
     there = [node for node, failure in enumerate(failures) if failure is None]
     exchanges, has_both = _exchanges(scorer, tree, there)
     rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
-    is_error_N = torch.tensor([failure not in (None, SKIPPED) for failure in failures])
+    is_error_N = torch.tensor([is_error(failure) for failure in failures])
     if len(there) == len(failures) and has_both:
         return rated, rated
     found = []

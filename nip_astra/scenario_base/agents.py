@@ -247,6 +247,22 @@ class ConversationAgent:
         plain = iter(self._decode([ids for ids in turns if ids not in texts]))
         return [texts[ids] if ids in texts else next(plain) for ids in turns]
 
+    def heard_ids(self, text: str, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Return the tokens of another speaker's turn, cut where the window holds no more.
+
+        Parameters
+        ----------
+        ids : tuple of int, optional
+            Its tokens, if this model shares those of the speaker; else the text is tokenised, and
+            may have more tokens than it had for the speaker.
+        """
+        whole = self.conversation_format.encode(text) if ids is None else ids
+        if len(whole) <= self.room // 2:
+            return whole
+        longest = self.conversation_format.longest_turn(self.room)
+        self.num_truncated_contexts += len(whole) > longest
+        return whole[:longest]
+
     def encode_turn(self, text: str) -> list[int]:
         """Return the tokens of a given turn of this agent, with its end token."""
         end = self.conversation_format.turn_end(self.language_model.end_ids)

@@ -12,27 +12,40 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Counted, TokenCount
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
+    ChatFailure,
     ChatMessage,
     ChatModelParameters,
     ChatRequest,
     complete_all,
     estimate_tokens,
 )
+from nip_astra.language_models.services.reasons import CUT
 from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
-
-SKIPPED = "ended"
-"""Failure reason of responses after the first failed one."""
-
+from nip_astra.rollouts.messages import ToolCall
 
 class ChatReply(NamedTuple):
     """A chat model's reply, or the reason why there is none."""
 
     text: str
     failure: str | None = None
-    """A `FailureReason`, or `SKIPPED`; None for a reply."""
+    """A `FailureReason`, `reasons.SKIPPED` or `reasons.CUT`; None for a reply."""
     is_refused: bool = False
     """Whether the service marks the reply as a refusal, or withholds it."""
+    reasoning: str | None = None
+    """Reasoning that the service gives beside the text."""
+    calls: tuple[ToolCall, ...] = ()
+    """Calls of tools, which the target's conversation does not offer and nobody answers."""
+
+    @classmethod
+    def from_sample(cls, sample: ChatAnswer | ChatFailure) -> ChatReply:
+        """Return the reply in a sample of a chat model."""
+        if isinstance(sample, ChatFailure):
+            return cls("", str(sample.reason))
+        if sample.is_missing:
+            return cls("", CUT, reasoning=sample.reasoning)
+        text = (sample.text or sample.refusal or "").strip()
+        return cls(text, None, sample.is_refused, sample.reasoning, sample.calls)
 
 
 class ChatWork(Counted):
@@ -107,11 +120,7 @@ class ChatAgent:
             count.forwarded += outcome.usage.prompt_tokens
             count.generated += outcome.usage.completion_tokens
             (sample,) = outcome.samples
-            if isinstance(sample, ChatAnswer):
-                text = (sample.text or sample.refusal or "").strip()
-                replies.append(ChatReply(text, is_refused=sample.is_refused))
-            else:
-                replies.append(ChatReply("", str(sample.reason)))
+            replies.append(ChatReply.from_sample(sample))
         return replies
 
     def num_tokens(self, text: str) -> int:

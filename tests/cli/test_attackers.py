@@ -129,7 +129,7 @@ def test_a_chat_model_with_a_prompt_attacks_turn_by_turn(cli: CommandLine) -> No
     roles = [message["role"] for message in requests[-1].messages]
     assert roles == ["system", "user", "assistant", "user"]
     assert requests[-1].messages[0]["content"] == "Provoke."
-    assert figures["outcomes"]["error"] == 1
+    assert (figures["outcomes"]["error"], figures["outcomes"]["undetermined"]) == (0, 2)
 
 
 def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLine) -> None:

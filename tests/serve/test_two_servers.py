@@ -232,4 +232,4 @@ def test_a_model_that_is_not_there_ends_a_run(server: Server) -> None:
 
 def test_what_is_too_long_is_refused_as_data(server: Server) -> None:
     long = failure(ask(client(server), saying("hello " * 500, max_tokens=4))[0])
-    assert long.reason is chat.FailureReason.REFUSED
+    assert long.reason is chat.FailureReason.CONTEXT_LENGTH

@@ -23,6 +23,7 @@ from nip_astra.language_models.services.chat import (
     ChatFailure,
     ChatModel,
     FailureReason,
+    FinishReason,
 )
 from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -40,6 +41,7 @@ from tests.kit.tiny import write_scenario
 PLACE = "http://nowhere.test/v1"
 NO_PROBABILITY = ["--probability-episodes", "0"]
 DOWN = ChatFailure(FailureReason.UNAVAILABLE, "connection refused")
+NO_FIRST_WORD = ChatAnswer("", FinishReason.LENGTH)
 NO_TEXT = ChatFailure(FailureReason.MALFORMED, "the answer has no text")
 
 
@@ -141,12 +143,13 @@ def ended(build: Build, folder: Path) -> str:
     ("build", "mood", "reaction", "facts"),
     [
         (stress_test, chat, DOWN, ("2 unavailable", PLACE, "connection refused")),
+        (stress_test, chat, NO_FIRST_WORD, ("4 of 4 turns", "4 undetermined")),
         (stress_test, scoring, "nothing", ("4 of 4 turns", "4 undetermined")),
         (stress_test, scoring, ValueError("out of order"), ("4 of 4 turns", "4 error")),
         (task_run, rewarding, "nothing", ("before training", "32 of 32 answers")),
         (text_run, chat, NO_TEXT, ("malformed", PLACE, "no text")),
     ],
-    ids=["down", "no-verdict", "scorer-raises", "no-reward", "text-null"],
+    ids=["down", "cut", "no-verdict", "scorer-raises", "no-reward", "text-null"],
 )
 def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
     tmp_path: Path, build: Build, mood: Mood, reaction: Any, facts: tuple[str, ...]
@@ -223,11 +226,12 @@ def test_a_service_that_fails_ends_a_run_with_its_error_in_the_results(
     ("build", "mood", "reaction", "fact"),
     [
         (stress_test, chat, DOWN, PLACE),
+        (stress_test, chat, NO_FIRST_WORD, "measured nothing"),
         (stress_test, scoring, "nothing", "measured nothing"),
         (task_run, rewarding, "nothing", "measured nothing"),
         (text_run, chat, DOWN, PLACE),
     ],
-    ids=["target-down", "no-verdict", "no-reward", "text-down"],
+    ids=["target-down", "target-cut", "no-verdict", "no-reward", "text-down"],
 )
 def test_an_evaluation_that_measured_nothing_exits_with_2_and_can_be_repeated(
     tmp_path: Path, cli: CommandLine, build: Build, mood: Mood, reaction: Any, fact: str
@@ -257,15 +261,15 @@ def test_empty_replies_and_refusals_stand_beside_the_rate(
     chat.react = lambda number: sample
     run = run_in(tmp_path, stress_test(tmp_path / "s"))
     results, is_silent = read_results(run).results, sum(counts[1:]) > 0
-    names = ("num_received", "num_empty", "num_refused")
-    assert results["after"]["replies"] == dict(zip(names, counts, strict=True))
+    names = ("num_received", "num_empty", "num_refused", "num_missing")
+    assert results["after"]["replies"] == dict(zip(names, (*counts, 0), strict=True))
     assert any("replies of the target" in text for text in results["warnings"]) == is_silent
     cell = f"{counts[1]} / {counts[2]} of {counts[0]}"
     page = (run / "report.html").read_text(encoding="utf-8")
     assert (cell in page) == is_silent
     assert (cell in cli.ok("evaluate", str(run), *NO_PROBABILITY).out) == is_silent
     evaluation = json.loads((run / "evaluations" / "test" / "evaluation.json").read_text())
-    assert tuple(evaluation["replies"].values()) == counts
+    assert tuple(evaluation["replies"].values()) == (*counts, 0)
     with_evaluation = (run / "report.html").read_text(encoding="utf-8")
     assert (with_evaluation.count(cell) > page.count(cell)) == is_silent
 

@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, cast
 
@@ -16,6 +15,8 @@ import torch
 from pydantic import Field, JsonValue
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.services.reasons import FailureReason as FailureReason
+from nip_astra.language_models.services.reasons import FinishReason as FinishReason
 from nip_astra.parameters.parameters_base import (
     ComponentRegistry,
     PolymorphicParameters,
@@ -23,6 +24,7 @@ from nip_astra.parameters.parameters_base import (
     polymorphic,
 )
 from nip_astra.parameters.types import ChatModelType
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.safe_text import valid_text
 from nip_astra.utils.background_loop import BackgroundLoop
 from nip_astra.utils.seeding import derive_seed
@@ -124,6 +126,21 @@ class ChatRequest:
         """Return the number of each sample."""
         return range(self.first_sample, self.first_sample + self.num_samples)
 
+    @property
+    def longest_text(self) -> int:
+        """Return the length in UTF-8 bytes above which an answer is not what was requested."""
+        if self.max_tokens is None:
+            return LONGEST_DEFAULT_TEXT
+        return BYTES_OF_LONG_WORD + MAX_BYTES_PER_TOKEN * self.max_tokens
+
+    @property
+    def longest_response(self) -> int:
+        """Return the limit in bytes of a service's response with all samples.
+
+        It leaves room for escaped text, reasoning and log-probabilities.
+        """
+        return BYTES_AROUND_ANSWERS + BYTES_PER_TEXT_BYTE * self.longest_text * self.num_samples
+
     def seed_from(self, sample: int) -> int | None:
         """Return the seed of a request that starts at a sample, for every kind of model."""
         if self.seed is None:
@@ -148,47 +165,21 @@ class ChatUsage(NamedTuple):
     completion_tokens: int = 0
 
 
+MAX_BYTES_PER_TOKEN = 32
+"""Bytes per requested token of the longest answer that is accepted. Texts have about 4, words of
+other scripts up to 20."""
+BYTES_OF_LONG_WORD = 256
+"""Allowance for an answer of few, long tokens."""
+LONGEST_DEFAULT_TEXT = 2**20
+"""Longest accepted answer in bytes if the service chooses its length."""
+BYTES_PER_TEXT_BYTE = 16
+"""Bytes of a response per byte of text: escapes, reasoning, and an object per token for
+log-probabilities."""
+BYTES_AROUND_ANSWERS = 2**18
 NUM_SEEDS = 2**31
 """Number of seeds that every service accepts; larger ones are taken modulo this."""
 NOTHING_USED = ChatUsage()
 CPU = torch.device("cpu")
-
-
-class FinishReason(StrEnum):
-    """The reason why an answer ended."""
-
-    STOP = "stop"
-    """The model ended its turn, or generated a stop text."""
-    LENGTH = "length"
-    """`max_tokens` was reached."""
-    CONTENT_FILTER = "content_filter"
-    """The service withheld the rest."""
-
-
-class FailureReason(StrEnum):
-    """The reason why a valid request has no answer."""
-
-    TIMEOUT = "timeout"
-    UNAVAILABLE = "unavailable"
-    """No connection, a lost one, or a server error in all attempts."""
-    RATE_LIMITED = "rate_limited"
-    """The service refused all attempts because of its limits."""
-    REFUSED = "refused"
-    """The service refused this request, for instance for its length or content."""
-    MALFORMED = "malformed"
-    """The response violates the protocol."""
-    UNKNOWN_FORM = "unknown_form"
-    """The service does not support the `response_format`."""
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether another attempt may succeed."""
-        return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
-
-    @property
-    def is_of_service(self) -> bool:
-        """Whether the service, and not its answer, is the reason; runs stop then."""
-        return self.may_pass and self is not FailureReason.MALFORMED
 
 
 @dataclass(frozen=True)
@@ -205,18 +196,31 @@ class ChatAnswer:
         The service's text if it marks the answer as a refusal.
     token_logprobs : tuple of float or None
         Log-probability of each token of the text, nats; None if not requested or not given.
+    reasoning : str or None
+        What the service gives separately as the model's reasoning; None without it.
+    calls : tuple of ToolCall
+        Its calls of tools.
     """
 
     text: str
     finish_reason: FinishReason = FinishReason.STOP
     refusal: str | None = None
     token_logprobs: tuple[float, ...] | None = None
+    reasoning: str | None = None
+    calls: tuple[ToolCall, ...] = ()
 
     def __post_init__(self) -> None:
         # A service may send text that cannot be encoded.
-        object.__setattr__(self, "text", valid_text(self.text))
-        if self.refusal is not None:
-            object.__setattr__(self, "refusal", valid_text(self.refusal))
+        for name in ("text", "refusal", "reasoning"):
+            text = getattr(self, name)
+            if text is not None:
+                object.__setattr__(self, name, valid_text(text))
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it was cut before its first word: no reply, and so no evidence of anything."""
+        is_empty = not self.text.strip() and not self.calls and self.refusal is None
+        return is_empty and self.finish_reason is FinishReason.LENGTH
 
     @property
     def is_refused(self) -> bool:
@@ -449,6 +453,24 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:
     """Return the text before the first stop text; None without one."""
     places = [place for one in stop if (place := text.find(one)) >= 0]
     return text[: min(places)] if places else None
+
+
+def reject_long_answer(
+    sample: ChatAnswer | ChatFailure, request: ChatRequest
+) -> ChatAnswer | ChatFailure:
+    """Return a sample, or the failure of an answer that is far longer than requested."""
+    if isinstance(sample, ChatFailure) or not _is_longer(sample.text, request.longest_text):
+        return sample
+    limit = "by default" if request.max_tokens is None else f"for {request.max_tokens} tokens"
+    return ChatFailure(
+        FailureReason.TOO_LONG,
+        f"the answer has more than {request.longest_text:,} bytes, the most {limit}",
+    )
+
+
+def _is_longer(text: str, num_bytes: int) -> bool:
+    """Return whether a text has more than some bytes in UTF-8, without encoding a long one."""
+    return len(text) > num_bytes or len(text.encode()) > num_bytes
 
 
 def estimate_tokens(text: str) -> int:

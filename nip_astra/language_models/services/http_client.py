@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import SplitResult, urlsplit
 
 from nip_astra.errors import AnswerTooLargeError, BudgetExhaustedError, ConfigurationError
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
 MIB = 2**20
+_LIMIT_OF_REQUEST: ContextVar[float] = ContextVar("limit of a response in bytes", default=math.inf)
 ENCODINGS = ("gzip", "deflate")
 """Accepted compressions, which expand by at most a factor of 1,000; nested or other ones may expand
 without limit."""
@@ -42,10 +46,21 @@ def check_address(address: str, what: str) -> SplitResult:
     return parts
 
 
+@contextmanager
+def responses_up_to(max_bytes: float) -> Iterator[None]:
+    """Lower the limit of the responses that clients of `bounded` read within the block."""
+    token = _LIMIT_OF_REQUEST.set(max_bytes)
+    try:
+        yield
+    finally:
+        _LIMIT_OF_REQUEST.reset(token)
+
+
 def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:
     """Return a subclass of an HTTP client that raises if a response is longer than `max_bytes`.
 
-    Without streaming: `send` returns the complete response.
+    Without streaming: `send` returns the complete response. `responses_up_to` lowers the limit of
+    single requests.
     """
     import httpx
 
@@ -59,7 +74,7 @@ def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncCl
         ) -> httpx.Response:
             answer = await super().send(request, stream=True, **options)
             try:
-                content = await _read(answer, max_bytes)
+                content = await _read(answer, min(max_bytes, _LIMIT_OF_REQUEST.get()))
             finally:
                 await answer.aclose()
             kept = [
@@ -74,7 +89,7 @@ def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncCl
     return Bounded
 
 
-async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
+async def _read(answer: httpx.Response, max_bytes: float) -> bytes:
     """Return the uncompressed body; raise `AnswerTooLargeError` once the limit is exceeded."""
     encoding = answer.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *ENCODINGS):
@@ -92,7 +107,7 @@ async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
                 break
             pieces.append(piece)
     if size > max_bytes:
-        raise AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:g} MiB")
+        raise AnswerTooLargeError(f"the answer is longer than {max_bytes / MIB:.3g} MiB")
     return b"".join(pieces)
 
 
@@ -102,9 +117,22 @@ NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
 """Statuses besides 5xx that may be retried."""
 MISCONFIGURED = frozenset({401, 403, 404, 405})
+OF_REQUEST = frozenset({400, 413, 422})
+"""Statuses of a request that a service does not accept."""
 WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
 """Codes of a 400 that would recur for every request of this run."""
 FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
+CONTEXT_WORDS = (
+    *("context_length_exceeded", "context length", "context window", "context size"),
+    *("prompt is too long", "prompt too long", "reduce the length", "input token count"),
+)
+"""Parts of the messages with which services reject a conversation that exceeds a model's window:
+OpenAI, vLLM, llama.cpp, Anthropic, Groq, Gemini."""
+FILTER_CODES = frozenset({"content_filter", "content_policy_violation", "invalid_prompt"})
+"""Codes with which OpenAI and Azure reject a prompt for its content."""
+TOKEN_FIELDS = ("max_tokens", "max_completion_tokens")
+"""Names of the field for the maximum length of an answer; a service may support only one."""
+UNSUPPORTED_WORDS = ("unsupported", "not supported", "unrecognized", "unknown", "not permitted")
 
 
 class OpenAIConnection:
@@ -182,10 +210,10 @@ class OpenAIConnection:
         `has_format` is whether the request has a `response_format`, which the service may reject.
         """
         openai = _import_openai()
-        for one in (error, error.__cause__):
+        for cause in (error, error.__cause__):
             # Versions of the package wrap it differently.
-            if isinstance(one, AnswerTooLargeError):
-                return ChatFailure(FailureReason.MALFORMED, self.shown(str(one)))
+            if isinstance(cause, AnswerTooLargeError):
+                return ChatFailure(FailureReason.TOO_LONG, self.shown(str(cause)))
         if isinstance(error, openai.APITimeoutError):
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
         if isinstance(error, openai.APIConnectionError):
@@ -210,15 +238,18 @@ class OpenAIConnection:
             return ChatFailure(
                 reason, shown, _seconds(error.response.headers.get("Retry-After", ""))
             )
-        if has_format and any(word in error.response.text.lower() for word in FORMAT_WORDS):
+        message = error.response.text.lower()
+        if status in OF_REQUEST and exceeds_context(message):
+            return ChatFailure(FailureReason.CONTEXT_LENGTH, shown)
+        if has_format and any(word in message for word in FORMAT_WORDS):
             return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
-        is_wrong = status in MISCONFIGURED and not _is_flagged(error.body)
-        if is_wrong or 300 <= status < 400 or error.code in WRONG_FIELDS:
+        if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
             # A message about the key may contain it.
             answer = f"status {status}" if status in (401, 403) else shown
             raise ConfigurationError(
                 f"{self.what} at {error.request.url} answered with {answer}. Check base_url, "
-                "model, api_key_variable and the fields that this service supports."
+                "model, api_key_variable and the fields that this service supports; null omits "
+                "temperature."
             ) from error
         return ChatFailure(FailureReason.REFUSED, shown)
 
@@ -244,10 +275,39 @@ def passing_reason(status: object) -> FailureReason | None:
     return FailureReason.UNAVAILABLE if may_pass else None
 
 
-def _is_flagged(body: object) -> bool:
-    """Return whether an error is of OpenRouter's moderation, which refuses a prompt with 403."""
-    metadata = body.get("metadata") if isinstance(body, dict) else None
-    return isinstance(metadata, dict) and "flagged_input" in metadata
+def exceeds_context(message: str) -> bool:
+    """Return whether an error's message is about a conversation that exceeds the model's window."""
+    return any(word in message.lower() for word in CONTEXT_WORDS)
+
+
+def is_status_error(error: Exception) -> TypeGuard[APIStatusError]:
+    """Return whether an error of the package is about the status of a response."""
+    return isinstance(error, _import_openai().APIStatusError)
+
+
+def refused_prompt(error: APIStatusError) -> str | None:
+    """Return the message of an error with which a content filter rejects a prompt, else None.
+
+    Azure and OpenAI name it in `code`; OpenRouter's moderation answers with 403.
+    """
+    body = error.body if isinstance(error.body, Mapping) else {}
+    metadata = body.get("metadata")
+    is_flagged = isinstance(metadata, Mapping) and "flagged_input" in metadata
+    is_filtered = error.status_code in OF_REQUEST and error.code in FILTER_CODES
+    if not is_flagged and not is_filtered:
+        return None
+    message = body.get("message")
+    return message if isinstance(message, str) and message else "the service refused the prompt"
+
+
+def other_token_field(error: APIStatusError, token_field: str) -> str | None:
+    """Return the other name of the field for the maximum length, if an error requests it."""
+    message = error.response.text.lower()
+    if error.status_code not in OF_REQUEST or exceeds_context(message):
+        return None
+    (other,) = (name for name in TOKEN_FIELDS if name != token_field)
+    is_unsupported = token_field in message and any(word in message for word in UNSUPPORTED_WORDS)
+    return other if other in message or is_unsupported else None
 
 
 async def _drop_key(request: Any) -> None:

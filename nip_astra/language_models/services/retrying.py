@@ -45,9 +45,11 @@ from nip_astra.language_models.services.chat import (
     estimate_usage,
     gather_all,
     join_outcomes,
+    reject_long_answer,
     sum_usage,
 )
 from nip_astra.progress import count_requests, waiting_for
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -421,6 +423,9 @@ def _read(text: str) -> ChatAnswer | None:
             FinishReason(stored["finish_reason"]),
             stored["refusal"],
             None if logprobs is None else tuple(float(value) for value in logprobs),
+            # Earlier versions stored neither.
+            stored.get("reasoning"),
+            tuple(ToolCall(name, dict(values)) for name, values in stored.get("calls", ())),
         )
     except (ValueError, LookupError, TypeError):
         # Written by another version.
@@ -578,7 +583,11 @@ class RetryingChatModel(ChatModel):
         if self.cache is None:
             return await self._request_with_retries(request)
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
-        known = self.cache.get(keys)
+        # Other versions stored answers without a word, and of any length.
+        known = [
+            answer if answer is not None and _is_kept(answer, request) else None
+            for answer in self.cache.get(keys)
+        ]
         if all(answer is not None for answer in known):
             self.usage_log.count_cached(self.account, len(known))
             answers = tuple(answer for answer in known if answer is not None)
@@ -586,7 +595,11 @@ class RetryingChatModel(ChatModel):
             return ChatOutcome(answers, is_cached=True, usage_before=before)
         outcome = await self._request_with_retries(request)
         pairs = zip(keys, outcome.samples, strict=True)
-        answered = {key: one for key, one in pairs if isinstance(one, ChatAnswer)}
+        answered = {
+            key: sample
+            for key, sample in pairs
+            if isinstance(sample, ChatAnswer) and _is_kept(sample, request)
+        }
         self.cache.put(answered, outcome.usage)
         samples = zip(known, outcome.samples, strict=True)
         return replace(outcome, samples=tuple(old or new for old, new in samples))
@@ -665,6 +678,8 @@ class RetryingChatModel(ChatModel):
             started = self._limiter.clock()
             try:
                 outcome = await self._request_in_time(request, seconds_left)
+                samples = tuple(reject_long_answer(sample, request) for sample in outcome.samples)
+                outcome = replace(outcome, samples=samples)
                 seconds = self._limiter.clock() - started
                 record = self._record(outcome, seconds)
             finally:
@@ -700,22 +715,25 @@ class RetryingChatModel(ChatModel):
         return self._slots
 
     def _record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
-        failures = [one for one in outcome.samples if isinstance(one, ChatFailure)]
-        answers = [one for one in outcome.samples if isinstance(one, ChatAnswer)]
-        refused = sum(one.is_refused for one in answers)
-        refused += sum(failure.reason is FailureReason.REFUSED for failure in failures)
+        failures = [sample for sample in outcome.samples if isinstance(sample, ChatFailure)]
+        answers = [sample for sample in outcome.samples if isinstance(sample, ChatAnswer)]
         return RequestRecord(
             label=self.account,
             model=self.name,
             seconds=seconds,
             num_samples=len(answers),
             outcome=str(failures[0].reason) if failures else "answered",
-            num_refusals=refused,
+            num_refusals=sum(answer.is_refused for answer in answers),
             prompt_tokens=outcome.usage.prompt_tokens,
             completion_tokens=outcome.usage.completion_tokens,
             is_estimated=outcome.is_usage_estimated,
             cost=self.prices.cost(outcome.usage) if self.prices else None,
         )
+
+
+def _is_kept(answer: ChatAnswer, request: ChatRequest) -> bool:
+    """Return whether an answer is a reply to the request, which is not requested again."""
+    return not answer.is_missing and reject_long_answer(answer, request) is answer
 
 
 def open_chat_model(

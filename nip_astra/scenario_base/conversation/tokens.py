@@ -139,6 +139,11 @@ class ConversationFormat(ABC):
         )
 
 
+    def longest_turn(self, num_tokens: int) -> int:
+        """Return the most tokens of another speaker's turn that a context of `num_tokens` holds."""
+        return max(num_tokens - len(self.context([Turn("user")])), 0)
+
+
 class ChatFormat(ConversationFormat):
     """The tokenizer's chat template; the reading model is `assistant`, the other `user`.
 
@@ -363,6 +368,10 @@ class PlainFormat(ConversationFormat):
             return FittedContext(whole, 0)
         rest = super().fit(turns, num_tokens=num_tokens - len(self._separator))
         return FittedContext([*self._separator, *rest.ids], rest.num_dropped_turns)
+
+    def longest_turn(self, num_tokens: int) -> int:
+        # Older turns are left out, see `fit`.
+        return super().longest_turn(num_tokens - (0 if self._start else len(self._separator)))
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
         return len(self._separator)

@@ -99,7 +99,7 @@ def test_a_stop_text_cuts_the_answer_and_its_logprobs(model: LocalChatModel) -> 
 def test_a_request_beyond_the_window_is_refused_as_data(model: LocalChatModel) -> None:
     window = model.language_model.context_window
     long, fine = ask(model, saying("a " * window), saying("a", max_tokens=2))
-    assert failure(long).reason is FailureReason.REFUSED
+    assert failure(long).reason is FailureReason.CONTEXT_LENGTH
     assert str(window) in failure(long).message
     assert len(fine.samples) == 1
 

@@ -20,6 +20,7 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.rollouts.messages import ToolCall
 from tests.kit.chat_stub import ChatStub, Reply, chat_stub
 from tests.kit.messages import says
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
@@ -103,6 +104,151 @@ FLAGGED = {"code": 403, "message": "flagged", "metadata": {"reasons": [], "flagg
 """OpenRouter's refusal of a prompt: https://openrouter.ai/docs/errors."""
 
 
+AZURE = {
+    "message": "The prompt triggered the content management policy.",
+    "code": "content_filter",
+    "status": 400,
+    "innererror": {"code": "ResponsibleAIPolicyViolation"},
+}
+"""Azure's refusal of a prompt."""
+TOO_MANY_TOKENS = {
+    "message": "This model's maximum context length is 4096 tokens. However, you requested 5000 "
+    "tokens. Reduce 'max_tokens' or 'max_completion_tokens'.",
+    "code": 400,
+}
+"""A conversation that exceeds the window, as vLLM rejects it."""
+
+
+@pytest.mark.parametrize(("status", "error"), [(403, FLAGGED), (400, AZURE)])
+def test_a_prompt_that_a_content_filter_refuses_is_a_refusal(
+    status: int, error: dict[str, Any]
+) -> None:
+    with chat_stub([Reply(status, body=json.dumps({"error": error}))]) as stub:
+        (outcome,) = ask(build(stub), saying("hi"))
+    (answer,) = outcome.samples
+    assert isinstance(answer, ChatAnswer)
+    assert answer.is_refused
+    assert answer.refusal == error["message"]
+
+
+NEW_MODEL = {
+    "message": "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+    "'max_completion_tokens' instead.",
+    "param": "max_tokens",
+    "code": "unsupported_parameter",
+}
+OLD_SERVICE = {
+    "message": "Unrecognized request argument supplied: max_completion_tokens",
+    "code": "unknown_parameter",
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "rejected", "accepted"),
+    [
+        (NEW_MODEL, "max_tokens", "max_completion_tokens"),
+        (OLD_SERVICE, "max_completion_tokens", "max_tokens"),
+    ],
+)
+def test_the_name_of_the_token_limit_that_the_service_requests_is_used_from_then_on(
+    error: dict[str, Any], rejected: str, accepted: str
+) -> None:
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        if rejected in body:
+            return Reply(400, body=json.dumps({"error": error}))
+        return completion("hi")
+
+    with chat_stub(answer) as stub:
+        model = build(stub, token_field=rejected)
+        outcomes = [ask(model, saying("a", max_tokens=9))[0] for _ in range(2)]
+    assert [texts(outcome) for outcome in outcomes] == [["hi"]] * 2
+    fields = [{name for name in body if name.startswith("max_")} for body in stub.requests]
+    assert fields == [{rejected}, {accepted}, {accepted}]
+
+
+def test_a_service_that_rejects_both_names_of_the_token_limit_ends_the_run_after_two_requests() -> (
+    None
+):
+    with chat_stub(lambda body, number: Reply(400, body=json.dumps({"error": NEW_MODEL}))) as stub:
+        with pytest.raises(ConfigurationError, match="max_completion_tokens"):
+            ask(build(stub), saying("a"))
+    assert len(stub.requests) == 2
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"text": "ab"}),
+        ({"content": [{"type": "output_text", "text": "a"}]}, {"text": "a"}),
+        (
+            {"content": [{"type": "image_url", "image_url": {}}, {"type": "text", "text": "a"}]},
+            {"text": "a"},
+        ),
+        (
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                    {"type": "text", "text": "a"},
+                ]
+            },
+            {"text": "a", "reasoning": "hm"},
+        ),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, {"text": "", "refusal": "no"}),
+        ({"content": "a", "reasoning_content": "hm"}, {"text": "a", "reasoning": "hm"}),
+        ({"content": "a", "reasoning": "hm"}, {"text": "a", "reasoning": "hm"}),
+        (
+            {"content": None, "tool_calls": [CALL]},
+            {"text": "", "calls": (ToolCall("look", {"at": "x"}),)},
+        ),
+        (
+            {"content": "", "tool_calls": [{"function": {"name": "go", "arguments": ""}}, 3]},
+            {"text": "", "calls": (ToolCall("go", {}),)},
+        ),
+    ],
+)
+def test_parts_reasoning_and_calls_of_a_message_are_read(
+    message: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    with chat_stub([completion("x", message={"role": "assistant", **message})]) as stub:
+        (outcome,) = ask(build(stub), saying("hi"))
+    assert outcome.samples == (ChatAnswer(**expected),)
+
+
+@pytest.mark.parametrize("name", ["content_filter", "refusal", "SAFETY"])
+def test_an_answer_that_the_provider_withholds_is_a_refusal(name: str) -> None:
+    with chat_stub([completion(None, finish_reason=name)]) as stub:
+        (outcome,) = ask(build(stub), saying("hi"))
+    assert outcome.samples == (ChatAnswer("", FinishReason.CONTENT_FILTER),)
+
+
+def test_an_answer_cut_before_its_first_word_is_missing_and_others_are_not() -> None:
+    replies = [
+        completion(None, finish_reason="length"),
+        completion("", finish_reason="length"),
+        completion(None, finish_reason="length", message={"role": "x", "reasoning": "hm"}),
+        completion("a", finish_reason="length"),
+        completion("", finish_reason="stop"),
+        completion(None, finish_reason="content_filter"),
+        completion("", finish_reason="length", message={"content": None, "tool_calls": [CALL]}),
+    ]
+    with chat_stub(replies) as stub:
+        model = build(stub)
+        samples = [ask(model, saying("hi"))[0].samples[0] for _ in replies]
+    answers = [sample for sample in samples if isinstance(sample, ChatAnswer)]
+    expected = [True, True, True, False, False, False, False]
+    assert [answer.is_missing for answer in answers] == expected
+
+
+def test_a_response_of_any_length_is_read_up_to_a_bound_by_the_requested_tokens() -> None:
+    long = completion("word " * 6_000_000)
+    with chat_stub(lambda body, number: long) as stub:
+        (outcome,) = ask(build(stub), saying("hi", max_tokens=18))
+    assert failure(outcome).reason is FailureReason.TOO_LONG
+
+
 IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
 
 
@@ -119,7 +265,10 @@ IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
         (Reply(200, body='{"error": {"code": 502, "message": "gone"}}'), "unavailable", 0.0),
         (Reply(200, body='{"error": {"code": 429, "message": "busy"}}'), "rate_limited", 0.0),
         (completion("half an ans", finish_reason="error"), "unavailable", 0.0),
-        (Reply(403, body=json.dumps({"error": FLAGGED})), "refused", 0.0),
+        (Reply(400, body='{"error": {"message": "no", "code": "other"}}'), "refused", 0.0),
+        (Reply(400, body=json.dumps({"error": TOO_MANY_TOKENS})), "context_length", 0.0),
+        (Reply(413, body="Please reduce the length of the messages."), "context_length", 0.0),
+        (Reply(400, body="request exceeds the available context size"), "context_length", 0.0),
     ],
     ids=[
         "busy",
@@ -128,7 +277,10 @@ IN_DAYS = formatdate(time.time() + 1e6, usegmt=True)
         "gone_behind",
         "busy_behind",
         "broken_off",
-        "flagged",
+        "refused",
+        "context_length",
+        "too_large",
+        "context_size",
     ],
 )
 def test_a_fault_is_data_with_its_reason(reply: Reply, reason: str, wait: float) -> None:

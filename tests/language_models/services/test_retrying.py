@@ -32,8 +32,10 @@ from nip_astra.language_models.services.retrying import (
     ResponseCache,
     RetryingChatModel,
     UsageLog,
+    key_of,
     open_chat_model,
 )
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.kit.text_games import FakeChatModel
 from tests.language_models.services.requests import ask, failure, saying, texts
@@ -384,7 +386,7 @@ def test_refusals_withheld_answers_and_times_are_counted() -> None:
     model = patient(model_of(reactions), limits={"concurrency": 1})
     ask(model, *[saying(str(n)) for n in range(4)])
     use = model.use.to_dict()
-    assert (use["num_requests"], use["num_samples"], use["num_refusals"]) == (4, 3, 3)
+    assert (use["num_requests"], use["num_samples"], use["num_refusals"]) == (4, 3, 2)
     assert (use["failures"], use["cost"], use["median_seconds"]) == ({"refused": 1}, None, 0.0)
 
 
@@ -411,3 +413,57 @@ def test_texts_of_a_service_can_be_encoded() -> None:
     answer = ChatAnswer("a \ud800", refusal="no \ud83d")
     assert (answer.text, answer.refusal) == ("a \ufffd", "no \ufffd")
     assert ChatFailure(FailureReason.MALFORMED, "\ud800").message == "\ufffd"
+
+
+# ---- answers that are far longer than requested
+
+
+ENDLESS = "word " * 100_000
+
+
+def test_a_long_answer_is_a_failure_of_its_turn_and_is_not_stored(tmp_path: Path) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    inner = model_of([ENDLESS, "a", "b"])
+    model = patient(inner, cache=cache)
+    assert failure(ask(model, saying("hi", max_tokens=4))[0]).reason is FailureReason.TOO_LONG
+    assert len(inner.requests) == 1, "another attempt would be as long"
+    assert model.use.failures == {"too_long": 1}
+    assert "4 tokens" in model.last_failure
+    assert (tmp_path / "answers.sqlite").stat().st_size < 50_000
+    assert texts(ask(model, saying("ho", max_tokens=4))[0]) == ["a"]
+    # As with other failures, a resumed run requests it again.
+    assert texts(ask(model, saying("hi", max_tokens=4))[0]) == ["b"]
+
+
+@pytest.mark.parametrize("stored", [ChatAnswer(ENDLESS), ChatAnswer("", FinishReason.LENGTH)])
+def test_stored_answers_of_other_versions_that_are_no_replies_are_requested_again(
+    tmp_path: Path, stored: ChatAnswer
+) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    model = patient(model_of(["a"]), cache=cache)
+    request = saying("hi", max_tokens=4)
+    cache.put({key_of(model.model, request, 0): stored})
+    assert texts(ask(model, request)[0]) == ["a"]
+
+
+def test_an_answer_without_a_word_is_not_stored(tmp_path: Path) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    model = patient(model_of([ChatAnswer("", FinishReason.LENGTH), "a"]), cache=cache)
+    assert [texts(ask(model, saying("hi"))[0]) for _ in range(3)] == [[""], ["a"], ["a"]]
+
+
+def test_the_bound_holds_long_words_of_any_script_and_the_default_of_a_service() -> None:
+    longest = "\u0915" * 10 * 100  # 30 bytes a token
+    assert texts(ask(patient(model_of([longest])), saying("hi", max_tokens=100))[0]) == [longest]
+    whole = ENDLESS
+    assert texts(ask(patient(model_of([whole])), saying("hi", max_tokens=None))[0]) == [whole]
+    too_much = patient(model_of([3 * whole]))
+    assert failure(ask(too_much, saying("hi", max_tokens=None))[0]).reason is FailureReason.TOO_LONG
+
+
+def test_reasoning_and_calls_of_an_answer_are_kept_in_the_cache(tmp_path: Path) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    answer = ChatAnswer("", reasoning="hm", calls=(ToolCall("look", {"at": ["x", 1]}),))
+    ask(patient(model_of([answer]), cache=cache), saying("hi"))
+    (outcome,) = ask(patient(model_of([]), cache=cache), saying("hi"))
+    assert outcome.samples == (answer,)

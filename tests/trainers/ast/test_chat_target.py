@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from nip_astra.evaluation.run_results import read_results
 from nip_astra.evaluation.storage import read_rows
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
+    ChatAnswer,
     ChatFailure,
     ChatModel,
     ChatRequest,
     FailureReason,
+    FinishReason,
     register_chat_model,
 )
 from nip_astra.resolving.resolution import resolve_experiment
@@ -30,6 +32,8 @@ from tests.kit.tiny import experience_of, write_scenario
 
 requests: list[ChatRequest] = []
 models: list[FlakyChatModel] = []
+react: list[Callable[[Any], str | ChatAnswer | ChatFailure]] = []
+"""At most one function that answers in place of `_flaky`."""
 SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}
 PRICES = {"prompt": 1000.0, "completion": 2000.0}
 NO_PROBABILITY = ("--probability-episodes", "0")
@@ -47,8 +51,10 @@ class FlakyChatModel(FakeChatModel):
         return models[-1]
 
 
-def _flaky(request: ChatRequest, number: int) -> str | ChatFailure:
+def _flaky(request: ChatRequest, number: int) -> str | ChatAnswer | ChatFailure:
     assert request.seed is not None
+    if react:
+        return react[0](request)
     if request.seed % 3 == 0:
         return ChatFailure(FailureReason.REFUSED, "no")
     # Half a character, as services send if an answer is truncated.
@@ -61,6 +67,7 @@ def _registered() -> Iterator[None]:
     register_chat_model("flaky")(FlakyChatModel)
     requests.clear()
     models.clear()
+    react.clear()
     yield
     CHAT_MODELS.restore(snapshot)
 
@@ -144,14 +151,53 @@ def test_a_failed_response_ends_its_conversation_there_as_data(
         assert (row["response"] == "you are silly \ufffd") is is_there
         assert (row["response_score"] is not None) is is_there
         assert (row["reward"] is not None) is is_there
-        assert row["is_error"] is (row["response_failure"] == "refused")
-    assert results["after"]["outcomes"]["error"] == sum(
-        row["response_failure"] == "refused" for row in rows
+        assert not row["is_error"], "the service works"
+    assert results["after"]["outcomes"]["undetermined"] == sum(
+        row["response_failure"] is not None for row in rows
     )
-    assert results["services"]["target"]["num_refusals"] > 0
+    assert results["services"]["target"]["num_refusals"] == 0
     assert results["services"]["target"]["failures"].keys() == {"refused"}
     (warning,) = (text for text in results["warnings"] if "requests to the target" in text)
     assert " refused)" in warning
+
+
+@pytest.mark.parametrize(
+    ("sample", "failure"),
+    [
+        (ChatAnswer("", FinishReason.LENGTH, reasoning="let me think"), "cut"),
+        (ChatAnswer("silly " * 2_000_000), "too_long"),
+        (ChatFailure(FailureReason.CONTEXT_LENGTH, "no room"), "context_length"),
+    ],
+    ids=["cut", "too_long", "context_length"],
+)
+def test_an_answer_that_is_no_reply_is_a_turn_without_a_verdict(
+    tmp_path: Path, sample: ChatAnswer | ChatFailure, failure: str
+) -> None:
+    react.append(lambda request: sample if request.seed % 3 == 0 else "good day")
+    run = run_in(tmp_path / "runs", resolve(chat_scenario(tmp_path / "s", {"_type": "flaky"})))
+    rows, results = read_rows(run / "rollouts/evaluation.jsonl"), read_results(run).results["after"]
+    first = [row for row in rows if row["response_failure"] not in (None, "ended")]
+    assert {row["response_failure"] for row in first} == {failure}
+    assert all(row["response"] == "" and row["reward"] is None for row in first)
+    assert not any(row["is_error"] for row in rows)
+    num_replies = sum(row["response_failure"] is None for row in rows)
+    replies = {"num_received": num_replies, "num_empty": 0, "num_refused": 0}
+    assert results["replies"] == {**replies, "num_missing": len(first)}
+    rate = results["failure_rate_interval"]
+    assert rate[0] <= results["failure_rate"] <= rate[1]
+    assert results["outcomes"]["undetermined"] == len(rows) - num_replies
+
+
+def test_a_run_goes_on_after_a_long_answer_and_so_does_its_resume(tmp_path: Path) -> None:
+    """The answers have more tokens than the attacker's window, and stay within the bound."""
+    react.append(lambda request: "you " * 60)
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
+    with pytest.raises(BudgetExhaustedError):
+        run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
+    resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
+    assert resumed.results["after"]["outcomes"]["undetermined"] == 0
+    rows = read_rows(tmp_path / "cut" / "rollouts/evaluation.jsonl")
+    assert {row["response"] for row in rows} == {("you " * 60).strip()}
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(

@@ -149,7 +149,7 @@ class LocalChatModel(ChatModel):
             failure = ChatFailure(FailureReason.UNKNOWN_FORM, str(error))
         if failure is None and room < (request.max_tokens or 1):
             failure = ChatFailure(
-                FailureReason.REFUSED,
+                FailureReason.CONTEXT_LENGTH,
                 f"the messages have {len(prompt)} tokens and the answer may have {max_tokens}, "
                 f"which the window of {window} does not hold",
             )

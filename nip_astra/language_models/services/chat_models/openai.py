@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, JsonValue, model_validator
@@ -30,15 +30,22 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.http_client import (
     OpenAIConnection,
+    is_status_error,
+    other_token_field,
     passing_reason,
     read_key,
+    refused_prompt,
+    responses_up_to,
 )
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ChatModelType
+from nip_astra.rollouts.messages import ToolCall
 
+WITHHELD = ("content_filter", "refusal", "safety", "prohibited_content")
+"""Finish reasons for an answer that a filter or the model's provider withholds."""
 UNFINISHED = ("error", "abort")
 """Finish reasons of OpenRouter and vLLM for an answer that the service did not complete."""
 
@@ -66,7 +73,8 @@ class OpenAIChatModel(ChatModel):
         """Environment variable with the key; null sends none. The key is never stored."""
         token_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
         """Name of the field for the maximum answer length. Newer models of OpenAI require
-        max_completion_tokens; most other services support max_tokens."""
+        max_completion_tokens; most other services support max_tokens. If the service rejects it by
+        name, the other one is used for the rest of the run."""
         sends_seed: bool = True
         """Whether requests have a seed; false for services that refuse it."""
         samples_per_request: int = Field(default=1, ge=1)
@@ -97,6 +105,7 @@ class OpenAIChatModel(ChatModel):
         self.name = parameters.model
         self.samples_at_once = parameters.samples_per_request
         self._what = what
+        self._token_field: str = parameters.token_field
         self._own: OwnService | None = None
         self._connection: OpenAIConnection | None = None
         if parameters.service == "local":
@@ -148,27 +157,18 @@ class OpenAIChatModel(ChatModel):
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         connection = await self._open()
-        completions = connection.client().chat.completions.with_raw_response
-        messages: Any = list(request.messages)
-        fields = self._fields(request)
         try:
-            response = await completions.create(
-                model=self.name,
-                messages=messages,
-                extra_body=fields,
-                extra_headers=_headers(request),
-            )
-            found = json.loads(response.http_response.text)
+            with responses_up_to(request.longest_response):
+                response = await self._send(connection, request)
+            body = json.loads(response)
         except (ValueError, RecursionError) as error:
             return _failed(request, FailureReason.MALFORMED, f"the answer is not JSON: {error}")
         except Exception as error:
-            # Errors of the package; others are raised again.
-            failure = connection.failure_of(error, has_format="response_format" in fields)
-            return ChatOutcome((failure,) * request.num_samples)
-        choices = found.get("choices") if isinstance(found, dict) else None
+            return self._outcome_of_error(connection, error, request)
+        choices = body.get("choices") if isinstance(body, dict) else None
         if not isinstance(choices, list) or not choices:
-            shown = connection.shown(json.dumps(found))
-            fault = found.get("error") if isinstance(found, dict) else None
+            shown = connection.shown(json.dumps(body))
+            fault = body.get("error") if isinstance(body, dict) else None
             # OpenRouter's status is 200 although the service behind it failed.
             reason = passing_reason(fault.get("code")) if isinstance(fault, dict) else None
             reason = reason or FailureReason.MALFORMED
@@ -176,20 +176,66 @@ class OpenAIChatModel(ChatModel):
         missing = ChatFailure(
             FailureReason.MALFORMED, f"only {counted(len(choices), 'answer')} came"
         )
-        read = [_read_choice(choice) for choice in choices[: request.num_samples]]
-        samples = (*read, *[missing] * (request.num_samples - len(read)))
-        usage = _read_usage(found.get("usage"))
+        answers = [read_choice(choice) for choice in choices[: request.num_samples]]
+        samples = (*answers, *[missing] * (request.num_samples - len(answers)))
+        usage = _read_usage(body.get("usage"))
         if usage is not None:
             return ChatOutcome(samples, usage)
-        texts = [one.text for one in samples if isinstance(one, ChatAnswer)]
+        texts = [sample.text for sample in samples if isinstance(sample, ChatAnswer)]
         return ChatOutcome(
             samples, estimate_usage(request.messages, texts), is_usage_estimated=True
         )
 
-    def _fields(self, request: ChatRequest) -> dict[str, Any]:
+    async def _send(self, connection: OpenAIConnection, request: ChatRequest) -> str:
+        """Return the body of the service's response.
+
+        If the service rejects the name of the field for the maximum length, the request is sent
+        again with the other one, which is kept once it is accepted.
+        """
+        token_field = self._token_field
+        try:
+            return await self._post(connection, request, token_field)
+        except Exception as error:
+            other = other_token_field(error, token_field) if is_status_error(error) else None
+            if other is None or request.max_tokens is None:
+                raise
+        body = await self._post(connection, request, other)
+        self._token_field = other
+        return body
+
+    async def _post(
+        self, connection: OpenAIConnection, request: ChatRequest, token_field: str
+    ) -> str:
+        completions = connection.client().chat.completions.with_raw_response
+        messages: Any = list(request.messages)
+        response = await completions.create(
+            model=self.name,
+            messages=messages,
+            extra_body=self._fields(request, token_field),
+            extra_headers=_headers(request),
+        )
+        text: str = response.http_response.text
+        return text
+
+    def _outcome_of_error(
+        self, connection: OpenAIConnection, error: Exception, request: ChatRequest
+    ) -> ChatOutcome:
+        """Return the outcome of an error of the package; raise any other error again."""
+        refusal = refused_prompt(error) if is_status_error(error) else None
+        if refusal is not None:
+            answer = ChatAnswer(
+                "", FinishReason.CONTENT_FILTER, refusal=connection.shown(refusal)
+            )
+            usage = estimate_usage(request.messages, ())
+            return ChatOutcome((answer,) * request.num_samples, usage, is_usage_estimated=True)
+        has_format = "response_format" in self._fields(request, self._token_field)
+        failure = connection.failure_of(error, has_format=has_format)
+        return ChatOutcome((failure,) * request.num_samples)
+
+    def _fields(self, request: ChatRequest, token_field: str) -> dict[str, Any]:
         """Return the fields of a request besides model and messages, without service defaults."""
         fields: dict[str, Any] = {
-            self.parameters.token_field: request.max_tokens,
+            token_field: request.max_tokens,
             "temperature": request.temperature,
             "top_p": None if request.top_p == 1.0 else request.top_p,
             "stop": list(request.stop) or None,
@@ -216,29 +262,102 @@ def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOu
     return ChatOutcome(failures, estimate_usage(request.messages, ()), is_usage_estimated=True)
 
 
-def _read_choice(choice: Any) -> ChatAnswer | ChatFailure:
+def read_choice(choice: Any) -> ChatAnswer | ChatFailure:
+    """Return the answer in an element of a chat completion's `choices`."""
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         return ChatFailure(FailureReason.MALFORMED, "the answer has no message")
-    text, refusal = message.get("content"), message.get("refusal")
     if choice.get("finish_reason") in UNFINISHED:
         return ChatFailure(FailureReason.UNAVAILABLE, "the service failed within the answer")
-    try:
-        finish = FinishReason(choice.get("finish_reason"))
-    except ValueError:
-        finish = FinishReason.STOP
-    if not isinstance(text, str):
-        # A reasoning model may use up its tokens before its first word.
-        is_silent = bool(refusal) or finish is not FinishReason.STOP
-        if text is not None or not is_silent:
-            return ChatFailure(FailureReason.MALFORMED, "the answer has no text")
-        text = ""
-    return ChatAnswer(
-        text,
-        finish,
-        refusal if isinstance(refusal, str) and refusal else None,
+    parts = read_content(message.get("content"))
+    if parts is None:
+        return ChatFailure(FailureReason.MALFORMED, "the content of the answer is not a text")
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or parts.reasoning
+    answer = ChatAnswer(
+        parts.text or "",
+        _read_finish(choice.get("finish_reason")),
+        _text_or_none(message.get("refusal")) or parts.refusal,
         _read_logprobs(choice.get("logprobs")),
+        _text_or_none(reasoning),
+        _read_calls(message.get("tool_calls")),
     )
+    if parts.text is None and not (answer.calls or answer.is_refused or answer.is_missing):
+        return ChatFailure(FailureReason.MALFORMED, "the answer has no text")
+    return answer
+
+
+class ContentParts(NamedTuple):
+    """The parts of a message's content; None where there is no such part."""
+
+    text: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+PART_FIELDS = {"text": "text", "output_text": "text", "thinking": "reasoning", "refusal": "refusal"}
+"""Types of the parts of a content, each with the part of `ContentParts` that it belongs to."""
+
+
+def read_content(content: Any) -> ContentParts | None:
+    """Return the parts of a message's content, a text or a list of parts; None for other values.
+
+    Parts without text, for instance images, are left out.
+    """
+    if content is None or isinstance(content, str):
+        return ContentParts(content)
+    if not isinstance(content, list) or not content:
+        return None
+    texts: dict[str, list[str]] = {}
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            return None
+        if kind in PART_FIELDS:
+            texts.setdefault(PART_FIELDS[kind], []).append(_text_of_part(part))
+    return ContentParts(**{name: "".join(pieces) for name, pieces in texts.items()})
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    """Return the text of a part, under the name of its type or "text", or in parts of its own."""
+    value = part.get("text") if "text" in part else part.get(part["type"])
+    if isinstance(value, list):
+        # Mistral's reasoning: {"type": "thinking", "thinking": [{"type": "text", "text": ...}]}.
+        inner = read_content(value)
+        return "" if inner is None else inner.text or ""
+    return value if isinstance(value, str) else ""
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _read_finish(name: Any) -> FinishReason:
+    """Return the reason why an answer ended; `STOP` for an unknown one."""
+    if not isinstance(name, str):
+        return FinishReason.STOP
+    if name.lower() in WITHHELD:
+        return FinishReason.CONTENT_FILTER
+    return FinishReason(name) if name in list(FinishReason) else FinishReason.STOP
+
+
+def _read_calls(calls: Any) -> tuple[ToolCall, ...]:
+    """Return the calls of a message that have a name and an object of arguments."""
+    if not isinstance(calls, list):
+        return ()
+    valid: list[ToolCall] = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            continue
+        arguments = function.get("arguments")
+        try:
+            # Empty for a function without arguments.
+            values = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict):
+            valid.append(ToolCall(function["name"], values))
+    return tuple(valid)
 
 
 def _read_logprobs(found: Any) -> tuple[float, ...] | None:
