@@ -14,16 +14,18 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, deserialize
 
+from nip_astra.checkpoints.store import CheckpointStore, inspect_folder
 from nip_astra.errors import ConfigurationError, RunDirectoryError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.files import flatten
@@ -34,22 +36,29 @@ from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, REPORT, RESULTS
 from nip_astra.tracking.run_lock import LOCK
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.forked import blocked_signals, fork
 from nip_astra.utils.seeding import derive_seed
 
-MAX_ITERATIONS = 2
-"""Maximum iterations of every loop of a run."""
+MAX_ITERATIONS = 4
+"""Default maximum iterations of every loop of a run: a fault may first show two iterations after a
+checkpoint."""
+IDLE_SECONDS = 300.0
+"""A run is killed and reported if it has not used the processor for so long."""
 SETTINGS: Mapping[str, Any] = {"progress": False, "wandb": "disabled", "checkpoint_period": 1}
 """Settings of all runs of a check."""
 RUN = "run"
 """Name of every run, each in its own folder."""
 _WATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "truncate", "ftruncate")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_END_OF_CHECKPOINT = re.compile(r"replace .*checkpoints/latest'")
+"""The operation after which a run is resumed from a new checkpoint."""
 _OWN_NAMES = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
 """Names that services give to jobs and models."""
 _OWN_KEYS = ("services", "run_key", "timings.jsonl")
 """Entries that depend on time or process."""
 
-Places = Callable[[int], Iterable[int]]
+Places = Callable[[Sequence[str]], Iterable[int]]
+"""Chooses the numbers of operations, counted from 1, before which runs are killed."""
 
 
 class KilledRun(NamedTuple):
@@ -61,11 +70,15 @@ class KilledRun(NamedTuple):
         The file operation before which it was killed, counted from 1.
     difference : str
         The first file and name that differ from the uninterrupted run; empty if all are equal.
+    num_resumed_iterations : int
+        Iterations that were trained after a checkpoint, or stages of a staged trainer. 0 if the
+        run began again or had been trained, which tests no state.
     """
 
     number: int
     operation: str
     difference: str
+    num_resumed_iterations: int
 
 
 class ResumeCheck(NamedTuple):
@@ -86,15 +99,33 @@ class ResumeCheck(NamedTuple):
     @property
     def is_equal(self) -> bool:
         """Whether all runs are equal."""
-        return not self.unlike and not any(one.difference for one in self.kills)
+        return not self.unlike and not any(kill.difference for kill in self.kills)
+
+    @property
+    def num_resumed(self) -> int:
+        """Number of kills after which at least one iteration was trained from a checkpoint."""
+        return sum(kill.num_resumed_iterations > 0 for kill in self.kills)
 
 
-def random_places(num_kills: int, seed: int) -> Places:
-    """Return a function that samples distinct operations at random."""
+def spread_places(num_kills: int, seed: int) -> Places:
+    """Return a function that samples distinct operations, equally many between any two checkpoints.
 
-    def places(count: int) -> list[int]:
+    Most operations of a run are those of its beginning and its end, after which nothing is resumed.
+    """
+
+    def places(operations: Sequence[str]) -> list[int]:
         draw = random.Random(derive_seed(seed, "kills"))
-        return sorted(draw.sample(range(1, count + 1), min(num_kills, count)))
+        intervals: list[list[int]] = [[]]
+        for number, operation in enumerate(operations, start=1):
+            intervals[-1].append(number)
+            if _END_OF_CHECKPOINT.match(operation):
+                intervals.append([])
+        for interval in intervals:
+            draw.shuffle(interval)
+        # The first of each interval, then the second of each, and so on.
+        rounds = zip_longest(*intervals)
+        numbers = [number for of_round in rounds for number in of_round if number is not None]
+        return sorted(numbers[:num_kills])
 
     return places
 
@@ -120,7 +151,8 @@ def check_resume(
         Gets one folder per run (`whole` for the uninterrupted one, else the kill's number)
         and the output of each process as `<number>.txt`.
     places : Callable, optional
-        From the number of operations to those to kill at; random ones by default.
+        From the operations of a run to those to kill at; random ones, spread over the intervals
+        between checkpoints, by default.
     max_iterations : int or None
         Iterations to which every loop is cut; None cuts none.
     on_kill : Callable
@@ -133,7 +165,7 @@ def check_resume(
     ConfigurationError
         When processes cannot be forked here, or a setting is one that a check sets itself.
     WorkerProcessError
-        When an uninterrupted run fails in a process of its own.
+        When an uninterrupted run fails in a process of its own, or makes no progress.
     """
     taken = sorted(settings_fields.keys() & {*SETTINGS, "run_id", "runs_dir", "test_run"})
     if taken:
@@ -142,14 +174,19 @@ def check_resume(
         raise ConfigurationError(
             f"check-resume forks processes, which {sys.platform} cannot. Run it on Linux."
         )
+    settings = {"num_threads": 1, **settings_fields, **SETTINGS}
+    if settings["num_threads"] != 1:
+        raise ConfigurationError(
+            f"check-resume cannot use {settings['num_threads']} threads: its processes are forked, "
+            "and keep to one. Leave num_threads out."
+        )
     resolved = experiment
     if isinstance(resolved, HyperParameters):
         resolved = resolve_experiment(hyper_params=resolved)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"num_threads": 1, **settings_fields, **SETTINGS}
     run = partial(_run, resolved, settings, folder)
-    with loops_cut_to(max_iterations):
+    with loops_cut_to(max_iterations), _one_thread():
         in_process = _can_be_forked(resolved, settings)
         for name in ("first", "whole"):
             _uninterrupted(partial(run, name), folder / f"{name}.txt", in_process=in_process)
@@ -157,20 +194,31 @@ def check_resume(
         expected = what_was_found(folder / "whole" / RUN)
         unlike = difference_of(what_was_found(folder / "first" / RUN), expected)
         kills: list[KilledRun] = []
-        places = places or random_places(num_kills, resolved.hyper_params.seed)
-        for number in () if unlike else places(len(operations)):
+        places = places or spread_places(num_kills, resolved.hyper_params.seed)
+        for number in () if unlike else places(operations):
             killed = partial(run, str(number), number)
             resume = partial(resume_or_restart, resolved, folder / str(number), settings)
-            difference = _kill(killed, resume, folder, number, expected)
-            kills.append(KilledRun(number, operations[number - 1], difference))
+            operation = operations[number - 1]
+            kills.append(_kill(killed, resume, folder, number, operation, expected))
             on_kill(kills[-1])
     return ResumeCheck(len(operations), unlike, kills)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run the block with one torch thread, so that this process begins none of OpenMP's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
-    """Return whether this process can fork after a run, which devices, threads and Ray prevent."""
-    one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
-    return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
+    """Return whether this process can fork after a run, which devices and Ray prevent."""
+    used = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
+    return resolve_device(used.device).type == "cpu" and not used.num_actors
 
 
 def _run(
@@ -191,7 +239,7 @@ def _uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> N
         _seed_generators()
         # Later processes inherit its imports.
         run()
-    elif status := in_a_fork(run, log):
+    elif status := in_a_fork(run, log, name=f"the run of {log.stem}"):
         raise WorkerProcessError(
             f"an uninterrupted run ended with {status}: {_last_line(log)}. Run it without "
             "check-resume first."
@@ -203,17 +251,35 @@ def _kill(
     resume: Callable[[], None],
     folder: Path,
     number: int,
+    operation: str,
     expected: Mapping[str, bytes],
-) -> str:
-    """Kill a run, resume it, and return the differences."""
+) -> KilledRun:
+    """Kill a run, resume it, and compare it."""
     log = folder / f"{number}.txt"
-    status, again = in_a_fork(run, log), in_a_fork(resume, log)
+    num_resumed = 0
+    try:
+        status = in_a_fork(run, log, name=f"the run to be killed at operation {number}")
+        num_before = _trained_iterations(folder / str(number) / RUN)
+        again = in_a_fork(resume, log, name=f"the run resumed after operation {number}")
+    except WorkerProcessError as error:
+        return KilledRun(number, operation, str(error), num_resumed)
+    if num_before is not None:
+        num_resumed = (_trained_iterations(folder / "whole" / RUN) or 0) - num_before
     difference = fault_of(folder / str(number), expected)
     if again:
         difference = f"the resumed run ended with {again}: {_last_line(log)}"
     elif status != -signal.SIGKILL:
         difference = f"the run ended with {status} and was not killed. {difference}"
-    return difference
+    return KilledRun(number, operation, difference, num_resumed)
+
+
+def _trained_iterations(run: Path) -> int | None:
+    """Return the iterations, or stages, in a run's newest checkpoint; None without one."""
+    checkpoint = CheckpointStore(run / "checkpoints").latest()
+    if checkpoint is None:
+        return None
+    manifest, _ = inspect_folder(checkpoint)
+    return int(manifest.get("step", 0))
 
 
 @contextmanager
@@ -253,23 +319,46 @@ def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
     return any(letter in mode for letter in "wax+")
 
 
-def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
-    """Do the work in a forked process and return its exit status; `log` receives its output."""
-    sys.stdout.flush()
-    process = os.fork()
-    if not process:
-        try:
-            _seed_generators()
-            if log is not None:
-                with log.open("ab") as file:
-                    os.dup2(file.fileno(), 1)
-                    os.dup2(file.fileno(), 2)
-            work()
-            os._exit(0)
-        except BaseException:
-            os.write(2, traceback.format_exc().encode(errors="replace"))
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+def in_a_fork(
+    work: Callable[[], object], log: Path | None = None, *, name: str = "a forked process"
+) -> int:
+    """Do the work in a forked process and return its exit status; `log` receives its output.
+
+    Raises
+    ------
+    WorkerProcessError
+        When it has not used the processor for `IDLE_SECONDS`; it is killed.
+    """
+    with blocked_signals():
+        child = fork(name, is_worker=False)
+    if child is None:
+        _work_and_exit(work, log)
+    try:
+        if not child.wait_while_working(IDLE_SECONDS):
+            raise WorkerProcessError(
+                f"{name} (process {child.pid}) did nothing for {IDLE_SECONDS:g} s and was killed. "
+                f"Read its output in {log}, or run it without check-resume."
+            )
+    finally:
+        child.kill()
+    assert child.code is not None
+    return child.code
+
+
+def _work_and_exit(work: Callable[[], object], log: Path | None) -> NoReturn:
+    """Do the work and end this forked process."""
+    try:
+        _seed_generators()
+        if log is not None:
+            with log.open("ab") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+        work()
+        os._exit(0)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode(errors="replace"))
+    finally:
+        os._exit(1)
 
 
 def _seed_generators() -> None:

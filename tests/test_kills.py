@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -12,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nip_astra import resume_check
+from nip_astra.errors import ConfigurationError, WorkerProcessError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import (
     RUN,
@@ -19,6 +23,7 @@ from nip_astra.resume_check import (
     check_resume,
     difference_of,
     fault_of,
+    in_a_fork,
     killed_at,
     what_was_found,
 )
@@ -38,7 +43,10 @@ def check_kills(trainer: str, folder: Path, every: int) -> ResumeCheck:
         else:
             resolved = short_experiment(trainer, folder / "scenario", num_iterations=2)
         check = check_resume(
-            resolved, folder, places=lambda count: range(1, count + 1, every), max_iterations=None
+            resolved,
+            folder,
+            places=lambda operations: range(1, len(operations) + 1, every),
+            max_iterations=None,
         )
     assert check.is_equal, check
     return check
@@ -173,6 +181,120 @@ NOISE = 0.0
 """
 
 
+FAULT_FROM_THE_THIRD_ITERATION = """
+import torch
+
+from nip_astra.trainers.registry import TRAINERS, register_trainer
+
+torch.linspace(0, 1, 4_000_000).cos()
+
+
+@register_trainer("late")
+class Late(TRAINERS.get("toy_trainer")):
+    num_done = 0
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        # A model of more than one thread is built before the run's number of threads holds.
+        self.weights = torch.linspace(0, 1, 4_000_000).cos()
+
+    def _save(self, done):
+        self.num_done += 1
+        if done > 2:
+            self.results["after"] = {"num_done": self.num_done}
+        super()._save(done)
+"""
+
+
+def checked_late(folder: Path, *, num_kills: int, max_iterations: int) -> ResumeCheck:
+    """Check a trainer that forgets from its third iteration on what happened before."""
+    (folder / "late.py").write_text(FAULT_FROM_THE_THIRD_ITERATION)
+    with plugins_forgotten_after(), toy_scenario_in(folder / "scenario") as scenario:
+        text = (scenario / "scenario.yaml").read_text()
+        (scenario / "scenario.yaml").write_text(text.replace("toy_trainer", "late"))
+        plugins = [str(scenario / "plugin.py"), str(folder / "late.py")]
+        resolved = resolve_experiment(trainer="late", scenario=str(scenario), plugins=plugins)
+        return check_resume(
+            resolved, folder / "runs", num_kills=num_kills, max_iterations=max_iterations
+        )
+
+
+def test_a_check_ends_where_a_parallel_region_was_run_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_check, "IDLE_SECONDS", 20.0)
+    torch.set_num_threads(2)
+    torch.linspace(0, 1, 4_000_000).cos()
+    check = checked_late(tmp_path, num_kills=3, max_iterations=2)
+    assert check.is_equal, check
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_the_default_threads_and_a_region_run_first(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(FAULT_FROM_THE_THIRD_ITERATION)
+    with toy_scenario_in(tmp_path / "scenario") as scenario:
+        text = (scenario / "scenario.yaml").read_text()
+        (scenario / "scenario.yaml").write_text(text.replace("toy_trainer", "late"))
+        words = ["check-resume", "--scenario", str(scenario), "--trainer", "late"]
+        words += ["--plugin", str(scenario / "plugin.py"), "--plugin", str(tmp_path / "late.py")]
+        words += ["--kills", "2", "--iterations", "2"]
+        environment = {name: os.environ[name] for name in os.environ if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-m", "nip_astra", *words],
+            env=environment,
+            timeout=200,
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": equal") == 2
+
+
+def test_a_fault_of_the_third_iteration_is_seen_and_resumed_iterations_are_counted(
+    tmp_path: Path,
+) -> None:
+    for name in ("short", "long"):
+        (tmp_path / name).mkdir()
+    short = checked_late(tmp_path / "short", num_kills=4, max_iterations=1)
+    assert short.is_equal
+    assert short.num_resumed == 0
+    # One kill in each interval: before, between and after the four checkpoints.
+    long = checked_late(tmp_path / "long", num_kills=5, max_iterations=4)
+    assert [kill.num_resumed_iterations for kill in long.kills] == [0, 3, 2, 1, 0]
+    assert not long.is_equal
+    assert long.num_resumed == 3
+
+
+def test_more_than_one_thread_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="2 threads"):
+        check_resume(resolve_experiment(trainer="ast_dpo"), tmp_path, num_threads=2)
+
+
+def test_a_process_without_progress_is_killed_and_reported(
+    monkeypatch: pytest.MonkeyPatch, forked: list[int]
+) -> None:
+    monkeypatch.setattr(resume_check, "IDLE_SECONDS", 0.1)
+    with pytest.raises(WorkerProcessError, match="a waiting run"):
+        in_a_fork(signal.pause, name="a waiting run")
+    (process,) = forked
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_forked_run_ends_with_a_signal_to_its_parent() -> None:
+    script = (
+        "import time; from nip_astra.resume_check import in_a_fork;"
+        "in_a_fork(lambda: (print('begun', flush=True), time.sleep(600)))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent:
+        assert parent.stdout.readline() == "begun\n"
+        parent.terminate()
+        # The child holds the pipe too, which ends when both have ended.
+        assert parent.communicate(timeout=60)[0] == ""
+
+
 def test_the_command_reports_state_that_a_trainer_forgets(cli: CommandLine) -> None:
     """Exit codes: 0 if all are equal, 1 if one differs, 2 if nothing could be run."""
     kept = cli.folder / "kept"
@@ -190,6 +312,8 @@ def test_the_command_reports_state_that_a_trainer_forgets(cli: CommandLine) -> N
 
     equal = check("a", "")
     assert (equal.code, equal.out.count(": equal")) == (0, 3)
+    assert "2 of them trained further" in equal.out
+    assert "nothing was resumed" in check("g", "", "--iterations", "1").out
     unequal = check("b", FORGETFUL, "--runs-dir", str(kept))
     assert unequal.code == 1
     assert "results.json: after.total" in unequal.out

@@ -57,8 +57,8 @@ OF_FUNCTIONS = (
     *("sweep_sampler", "pruner", "launcher"),
 )
 """Registries whose built-ins stand in one module and have no enum."""
-OTHERS = {"evaluation_family", "export_format", "metric", "tracker"}
-"""Have neither parameters nor an enum; see tests of evaluation and tracking."""
+OTHERS = {"call_form", "evaluation_family", "export_format", "metric", "tracker"}
+"""Have neither parameters nor an enum; see tests of message formats, evaluation and tracking."""
 OF_TYPES = (
     *("scorer", "language_model", "chat_model", "reward_term", "message_regressor"),
     *("pretrained_model", "rollout_analyser"),

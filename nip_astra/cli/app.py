@@ -230,6 +230,12 @@ def check_resume(
     kills: Annotated[
         int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
     ] = 10,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", min=1, help="Iterations to which loops are cut; by default 4."
+        ),
+    ] = None,
     runs_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
     ] = None,
@@ -248,7 +254,12 @@ def check_resume(
     try:
         settings = settings_of({**given, "runs_dir": None})
         found = resume_check.check_resume(
-            resolved, kept, num_kills=kills, on_kill=show_kill, **settings
+            resolved,
+            kept,
+            num_kills=kills,
+            max_iterations=iterations or resume_check.MAX_ITERATIONS,
+            on_kill=show_kill,
+            **settings,
         )
     except NipAstraError:
         if runs_dir is None:
@@ -262,6 +273,10 @@ def check_resume(
     killed = counted(len(found.kills), "killed run")
     if found.is_equal:
         write_line(f"{killed} of {counted(found.num_operations, 'file operation')}: all equal")
+        if found.num_resumed:
+            write_line(f"{found.num_resumed} of them trained further from a checkpoint")
+        else:
+            write_line("nothing was resumed: use more --kills or --iterations")
         if runs_dir is None:
             shutil.rmtree(kept)
         return

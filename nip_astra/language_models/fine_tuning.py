@@ -11,12 +11,13 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,6 +41,7 @@ from nip_astra.language_models.base import LANGUAGE_MODELS, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.services.fine_tuning import (
+    DEFAULTS,
     Examples,
     FineTuningJob,
     FineTuningOptions,
@@ -47,9 +49,12 @@ from nip_astra.language_models.services.fine_tuning import (
     JobStatus,
     LrSchedule,
     Method,
+    TrainedWeights,
+    without_weight,
 )
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.language_models.sources import find_tokenizer, load_causal_lm, resolve_model
+from nip_astra.language_models.tool_calls import tool_form
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
 from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
@@ -80,17 +85,45 @@ SMALL_PERIOD, LARGE_PERIOD = 1.0, 60.0
 
 
 class TrainingText(NamedTuple):
-    """A conversation and its training answers: one, or the preferred and the rejected one."""
+    """A conversation of which a model learns its own messages."""
 
-    messages: tuple[Mapping[str, str], ...]
-    answers: tuple[str, ...]
+    messages: tuple[Mapping[str, Any], ...]
+    """Messages in OpenAI's form. Those of the assistant are learned, except with a `weight` of
+    0."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the model reads, in OpenAI's form."""
+
+    @property
+    def learned(self) -> list[int]:
+        """Return the indices of the messages that are learned, in order."""
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if message["role"] == "assistant" and message.get("weight", 1) != 0
+        ]
+
+
+TrainingExample: TypeAlias = tuple[TrainingText, ...]
+"""A conversation, or those with the preferred and the rejected answer."""
+
+
+def preference_texts(
+    before: Sequence[Mapping[str, Any]],
+    answers: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> TrainingExample:
+    """Return one conversation for each answer, of which only the answer is learned."""
+    unlearned = [without_weight(message) for message in before]
+    return tuple(TrainingText((*unlearned, answer), tuple(tools)) for answer in answers)
 
 
 class TokenRow(NamedTuple):
-    """Tokens of a prompt, and those of an answer, including the end of the turn."""
+    """A conversation's tokens: those before its first learned message, and the others."""
 
     context: tuple[int, ...]
-    answer: tuple[int, ...]
+    ids: tuple[int, ...]
+    is_learned: tuple[bool, ...]
+    """Of `ids`: whether the model generates the token, the end of its turn included."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +141,7 @@ class FineTuningPlan:
     freeze_embeddings: bool
     lr_schedule: LrSchedule
     truncate_prompts: bool
+    trained_weights: TrainedWeights
     seed: int
     lora_rank: int | None
     """Rank of a new adapter; None trains all weights."""
@@ -117,6 +151,8 @@ class FineTuningPlan:
     device: str
     num_threads: int
     """CPU cores; they affect the last digits."""
+    last_message_only: bool = False
+    """Whether a supervised example teaches its last message alone, as in jobs of older versions."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FineTuningPlan:
@@ -126,7 +162,10 @@ class FineTuningPlan:
             "freeze_embeddings": False,
             "lr_schedule": "linear",
             "truncate_prompts": False,
+            "last_message_only": True,
         }
+        is_full = values.get("lora_rank") is None and values.get("start_from") is None
+        older["trained_weights"] = "all" if is_full else "adapter"
         return cls(**(older | dict(values)))
 
     @property
@@ -161,7 +200,7 @@ class FineTuning:
     def __init__(
         self,
         plan: FineTuningPlan,
-        texts: Sequence[TrainingText],
+        examples: Sequence[TrainingExample],
         model: HuggingFaceLanguageModel | None = None,
     ) -> None:
         self.plan = plan
@@ -172,7 +211,7 @@ class FineTuning:
             for layer in (module.get_input_embeddings(), module.get_output_embeddings()):
                 if layer is not None:
                     layer.requires_grad_(False)
-        self.rows = self._rows_of(texts)
+        self.rows = self._encode(examples)
         self.weights = [one for one in self.model.module.parameters() if one.requires_grad]
         self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
         self.optimizer = build_adamw([{"params": self.weights}], lr=self.lr)
@@ -189,10 +228,12 @@ class FineTuning:
                     pairs = self.rows[start : start + plan.batch_size]
                     self.reference += self._preferences(pairs)[0].tolist()
 
-    def _rows_of(self, texts: Sequence[TrainingText]) -> list[list[TokenRow]]:
+    def _encode(self, examples: Sequence[TrainingExample]) -> list[list[TokenRow]]:
+        if self.plan.last_message_only:
+            examples = [tuple(map(_with_last_message_only, example)) for example in examples]
         return token_rows(
             self.model.tokenizer,
-            texts,
+            examples,
             self.model.end_ids,
             window=self.model.context_window,
             truncate_prompts=self.plan.truncate_prompts,
@@ -200,8 +241,8 @@ class FineTuning:
 
     @property
     def num_tokens_trained(self) -> int:
-        """Number of answer tokens over all steps so far."""
-        per_epoch = sum(len(row.answer) for rows in self.rows for row in rows)
+        """Number of learned tokens over all steps so far."""
+        per_epoch = sum(sum(row.is_learned) for rows in self.rows for row in rows)
         return round(per_epoch * self.step / self.steps_per_epoch)
 
     def run(self) -> Iterator[StepReport]:
@@ -234,7 +275,7 @@ class FineTuning:
     def _loss(self, batch: TensorDict) -> LossOutput:
         chosen = batch["index"].tolist()
         if self.plan.method == "supervised":
-            return nll_loss(*self._logprobs([self.rows[index][0] for index in chosen]))
+            return nll_loss(*self._logprobs([row for index in chosen for row in self.rows[index]]))
         logratios_B, preferred = self._preferences([self.rows[index] for index in chosen])
         reference_B = torch.tensor([self.reference[index] for index in chosen])
         loss, metrics = preference_loss(
@@ -246,9 +287,14 @@ class FineTuning:
         return LossOutput(loss, metrics)
 
     def _logprobs(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the tokens, and which of them are learned, `[B, T]`."""
         context = pad_left([row.context for row in rows], self.device)
-        ids_BT, mask_BT = pad_right([row.answer for row in rows], self.device)
-        return self.model.logprobs(*context, ids_BT, mask_BT), mask_BT
+        ids_BT, mask_BT = pad_right([row.ids for row in rows], self.device)
+        is_learned_BT = torch.zeros_like(mask_BT)
+        is_learned_BT[mask_BT] = torch.tensor(
+            [is_learned for row in rows for is_learned in row.is_learned], device=self.device
+        )
+        return self.model.logprobs(*context, ids_BT, mask_BT), is_learned_BT
 
     def _preferences(
         self, pairs: Sequence[Sequence[TokenRow]]
@@ -260,14 +306,18 @@ class FineTuning:
         return preferred_B - rejected_B, (logprobs_BT[: len(pairs)], mask_BT[: len(pairs)])
 
     @torch.no_grad()
-    def evaluate(self, texts: Sequence[TrainingText]) -> float:
-        """Return the mean negative log-probability per token of the first answers, nats."""
-        rows = [pair[0] for pair in self._rows_of(texts)]
+    def evaluate(self, examples: Sequence[TrainingExample]) -> float:
+        """Return the mean negative log-probability per learned token, nats.
+
+        Of a pair only the preferred answer counts.
+        """
+        first_texts = [example[:1] for example in examples]
+        rows = [row for rows in self._encode(first_texts) for row in rows]
         total = count = 0.0
         for start in range(0, len(rows), self.plan.batch_size):
-            logprobs_BT, mask_BT = self._logprobs(rows[start : start + self.plan.batch_size])
-            total -= float(logprobs_BT.sum())
-            count += int(mask_BT.sum())
+            logprobs_BT, is_learned_BT = self._logprobs(rows[start : start + self.plan.batch_size])
+            total -= float(masked_sum(logprobs_BT, is_learned_BT))
+            count += int(is_learned_BT.sum())
         return total / count
 
     # ---- files
@@ -341,67 +391,167 @@ class FineTuning:
         return StepReport(self.step, about["metrics"], about["epoch"])
 
 
+def _with_last_message_only(text: TrainingText) -> TrainingText:
+    *before, last = text.messages
+    return text._replace(messages=(*map(without_weight, before), last))
+
+
+class RenderedTurn(NamedTuple):
+    """A learned message and the text before it, as the chat template renders them."""
+
+    before: str
+    """The conversation up to the place where the model's message begins."""
+    written: str
+    """The rest of the conversation up to and including the message. It is empty where the template
+    opens a message in another way than it renders one."""
+    answer: str
+    """The message's own text."""
+
+
 def token_rows(
     tokenizer: Any,
-    texts: Sequence[TrainingText],
+    examples: Sequence[TrainingExample],
     end_ids: Sequence[int],
     *,
     window: int,
     truncate_prompts: bool = False,
 ) -> list[list[TokenRow]]:
-    """Return the tokens of each text's answers, as the model reads and generates them.
+    """Return the tokens of each example, as the model reads and generates them.
+
+    The rows of a supervised example together hold all messages that it teaches. It is a single row
+    where the template renders a message of a conversation as the model has generated it; a message
+    after one that the template changes, for instance by dropping its thoughts, begins another row.
+    A pair has one row for each answer.
 
     With `truncate_prompts` a prompt that does not fit is truncated from the left.
+
+    Raises
+    ------
+    ConfigurationError
+        When the chat template cannot render an example.
+    ContextLengthError
+        When an example exceeds the window.
     """
-    rendered: dict[str, list[tuple[str, str, str]]] = {}
-    keys = [json.dumps(text, default=dict) for text in texts]
-    for number, (key, text) in enumerate(zip(keys, texts, strict=True), 1):
-        if key in rendered:
-            continue
-        try:
-            rendered[key] = [_rendered(tokenizer, text, answer) for answer in text.answers]
-        except ModelLoadError as error:
-            raise ConfigurationError(f"example {number} cannot be used: {error}") from error
-    # All at once: a tokenizer takes much longer for as many calls.
-    parts = list(dict.fromkeys(part for rows in rendered.values() for row in rows for part in row))
-    found = tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else []
-    encoded = dict(zip(parts, map(tuple, found), strict=True))
-    rows_of_texts = []
-    for number, key in enumerate(keys, 1):
-        rows = [_token_row(encoded, end_ids, *row) for row in rendered[key]]
-        longest = max(len(row.answer) for row in rows)
+    rendered: dict[str, list[RenderedTurn]] = {}
+    keys = [[json.dumps(text, default=dict) for text in example] for example in examples]
+    for number, (example_keys, example) in enumerate(zip(keys, examples, strict=True), 1):
+        for key, text in zip(example_keys, example, strict=True):
+            if key in rendered:
+                continue
+            try:
+                rendered[key] = _render_learned_turns(tokenizer, text)
+            except ModelLoadError as error:
+                raise ConfigurationError(f"example {number} cannot be used: {error}") from error
+    encoded = _encode_parts(tokenizer, rendered.values())
+    rows_of_examples = []
+    for number, example_keys in enumerate(keys, 1):
+        rows: list[TokenRow] = []
+        for key in example_keys:
+            rows_of_text = _join_turns(encoded, end_ids, rendered[key])
+            if truncate_prompts and any(len(row.ids) >= window for row in rows_of_text):
+                # Apart, the learned messages may fit with a part of what precedes each.
+                rows_of_text = [_encode_turn(encoded, end_ids, turn) for turn in rendered[key]]
+            rows += rows_of_text
+        longest = max(len(row.ids) for row in rows)
         if truncate_prompts and longest < window:
             rows = [row._replace(context=row.context[longest - window :]) for row in rows]
-        num_tokens = max(len(row.context) + len(row.answer) for row in rows)
+        num_tokens = max(len(row.context) + len(row.ids) for row in rows)
         if num_tokens > window:
             raise ContextLengthError(
                 f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
                 "Shorten it, or leave it out."
             )
-        rows_of_texts.append(rows)
-    return rows_of_texts
+        rows_of_examples.append(rows)
+    return rows_of_examples
 
 
-def _rendered(tokenizer: Any, text: TrainingText, answer: str) -> tuple[str, str, str]:
-    """Return the text before the answer, what the template makes of the answer, and the answer."""
-    before = render_chat(tokenizer, text.messages, opens_answer=True)
-    last = {"role": "assistant", "content": answer}
-    whole = render_chat(tokenizer, [*text.messages, last], opens_answer=False)
-    return before, whole[len(before) :] if whole.startswith(before) else "", answer
+def _render_learned_turns(tokenizer: Any, text: TrainingText) -> list[RenderedTurn]:
+    messages = [_without_key(message, "weight") for message in text.messages]
+    uses_tools = text.tools or any(message.get("tool_calls") for message in messages)
+    if uses_tools and tool_form(tokenizer) is None:
+        raise ModelLoadError(
+            "the chat template of the model shows no tools. Remove tools and tool_calls, or choose "
+            "another model."
+        )
+    turns = []
+    for index in text.learned:
+        before = render_chat(tokenizer, messages[:index], opens_answer=True, tools=text.tools)
+        whole = render_chat(tokenizer, messages[: index + 1], opens_answer=False, tools=text.tools)
+        written = whole[len(before) :] if whole.startswith(before) else ""
+        if not written and messages[index].get("tool_calls"):
+            raise ModelLoadError(
+                "the chat template opens a message in another way than it renders one with "
+                "tool_calls. Remove the calls, or choose another model."
+            )
+        turns.append(RenderedTurn(before, written, messages[index].get("content") or ""))
+    return turns
 
 
-def _token_row(
+def _without_key(message: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != key}
+
+
+def _encode_parts(
+    tokenizer: Any, rendered: Iterable[Sequence[RenderedTurn]]
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the tokens of all texts of which rows consist."""
+    parts: dict[str, None] = {}
+    for turns in rendered:
+        for turn in turns:
+            parts |= dict.fromkeys(turn)
+        for previous, turn in pairwise(turns):
+            parts |= dict.fromkeys([_text_between(previous, turn) or ""])
+    # All at once: a tokenizer takes much longer for as many calls.
+    ids = tokenizer([*parts], add_special_tokens=False)["input_ids"] if parts else []
+    return dict(zip(parts, map(tuple, ids), strict=True))
+
+
+def _text_between(previous: RenderedTurn, turn: RenderedTurn) -> str | None:
+    """Return the text between two learned messages.
+
+    It is None if the template renders the previous message in another way than it was learned.
+    """
+    learned = previous.before + previous.written
+    is_unchanged = previous.written and turn.before.startswith(learned)
+    return turn.before[len(learned) :] if is_unchanged else None
+
+
+def _encode_turn(
+    encoded: Mapping[str, tuple[int, ...]], end_ids: Sequence[int], turn: RenderedTurn
+) -> TokenRow:
+    """Return a row with one learned message."""
+    ids = encoded[turn.written]
+    ends = [index for index, token in enumerate(ids) if token in end_ids]
+    # Some templates end turns by text, or open answers in another way than they render them.
+    ids = ids[: ends[0] + 1] if ends else (*encoded[turn.answer], *end_ids[:1])
+    return TokenRow(encoded[turn.before], ids, (True,) * len(ids))
+
+
+def _join_turns(
     encoded: Mapping[str, tuple[int, ...]],
     end_ids: Sequence[int],
-    before: str,
-    written: str,
-    answer: str,
-) -> TokenRow:
-    ids = encoded[written]
-    ends = [place for place, token in enumerate(ids) if token in end_ids]
-    # Some templates end turns by text, or open answers in another way than they render them.
-    ids = ids[: ends[0] + 1] if ends else (*encoded[answer], *end_ids[:1])
-    return TokenRow(encoded[before], ids)
+    turns: Sequence[RenderedTurn],
+) -> list[TokenRow]:
+    """Return the rows of a conversation; each token is in as few of them as possible."""
+    rows: list[TokenRow] = []
+    previous: RenderedTurn | None = None
+    for turn in turns:
+        row = _encode_turn(encoded, end_ids, turn)
+        between = None if previous is None else _text_between(previous, turn)
+        if previous is None or between is None:
+            rows.append(row)
+        else:
+            # What the template writes after the end token is read, not generated.
+            num_learned = len(_encode_turn(encoded, end_ids, previous).ids)
+            read = (*encoded[previous.written][num_learned:], *encoded[between])
+            context, ids, is_learned = rows[-1]
+            rows[-1] = TokenRow(
+                context,
+                (*ids, *read, *row.ids),
+                (*is_learned, *(False,) * len(read), *row.is_learned),
+            )
+        previous = turn
+    return rows
 
 
 def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:
@@ -424,6 +574,9 @@ def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLangua
 # ---- jobs in this process
 
 JOB, EXAMPLES, MODEL, ERROR = "job.json", "examples.jsonl", "model", "error"
+JOB_FORMAT = 2
+"""Version of a stored job. In those without one a supervised example taught its last message alone,
+and what was trained depended on the model's parameters."""
 
 
 class LocalFineTuningService(FineTuningService):
@@ -466,8 +619,9 @@ class LocalFineTuningService(FineTuningService):
             if not examples:
                 raise ServiceError(f"a job for {model!r} has no examples. Give at least one.")
             lines = "".join(json.dumps(example._asdict()) + "\n" for example in examples)
+            self._lora_of_job(options.trained_weights)
             job = {"model": model, "key": key, "options": asdict(options)}
-            content = job | {"digest": _digest(job, lines)}
+            content = job | {"digest": _digest(job, lines), "format": JOB_FORMAT}
             unfinished = folder.with_name(f".new-{folder.name}")
             with _raising_run_directory_error(folder):
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -483,6 +637,23 @@ class LocalFineTuningService(FineTuningService):
             if not self._state(folder).status.is_over:
                 await asyncio.to_thread(self._run, folder)
         return self._state(folder)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the model's parameters name an adapter."""
+        return getattr(self.parameters, "lora", None) is not None
+
+    def _lora_of_job(self, trained_weights: TrainedWeights | None) -> LoraParameters | None:
+        """Return the adapter that a job trains: the model's own, if it has one."""
+        lora: LoraParameters | None = getattr(self.parameters, "lora", None)
+        if (trained_weights or DEFAULTS["trained_weights"]) == "adapter":
+            return lora or LoraParameters()
+        if lora is not None:
+            raise ConfigurationError(
+                "trained_weights is 'all', but the model's parameters have lora. Remove lora, or "
+                "set trained_weights to 'adapter'."
+            )
+        return None
 
     def take_up(self, model: str) -> str:
         path = Path(self.place_of(model))
@@ -542,10 +713,15 @@ class LocalFineTuningService(FineTuningService):
             (folder / STATE).unlink(missing_ok=True)
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel:
-        job, texts = _read_job(folder)
+        job, examples = _read_job(folder)
         parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
-        lora = getattr(parameters, "lora", None)
+        is_older = "format" not in job
         options = FineTuningOptions(**job["options"]).resolved()
+        if is_older and getattr(parameters, "lora", None) is None:
+            options["trained_weights"] = "all"
+        lora = self._lora_of_job(options["trained_weights"])
+        if lora is not None:
+            parameters = parameters.model_copy(update={"lora": lora})
         plan = FineTuningPlan(
             **options,
             source=parameters.model,
@@ -554,10 +730,11 @@ class LocalFineTuningService(FineTuningService):
             start_from=None,
             device=str(self.device),
             num_threads=self.num_threads or 0,
+            last_message_only=is_older,
         )
         model = self._load(parameters, plan.seed)
         with threads_for(model.num_parameters(), self.num_threads):
-            tuning = FineTuning(plan, texts, model)
+            tuning = FineTuning(plan, examples, model)
             report = tuning.load_progress(folder)
             for report in tuning.run():
                 with _raising_run_directory_error(folder):
@@ -603,23 +780,27 @@ def _digest(job: Mapping[str, Any], examples: str) -> str:
     return sha256(json.dumps([content, examples], sort_keys=True).encode()).hexdigest()
 
 
-def _read_job(folder: Path) -> tuple[dict[str, Any], list[TrainingText]]:
+def _read_job(folder: Path) -> tuple[dict[str, Any], list[TrainingExample]]:
     """Read the job and its examples."""
-    texts = []
+    examples: list[TrainingExample] = []
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         text = (folder / EXAMPLES).read_text(encoding="utf-8")
         # An older version wrote no digest.
         is_whole = job.get("digest", "") in ("", _digest(job, text))
-        for example in (json.loads(line) for line in text.split("\n") if line):
-            *before, last = example["messages"]
-            if "preferred" in example:
-                answers = (example["preferred"], example["rejected"])
-                texts.append(TrainingText((*before, last), answers))
-            else:
-                texts.append(TrainingText(tuple(before), (last["content"],)))
+        for line in text.split("\n"):
+            if line:
+                examples.append(_read_example(json.loads(line)))
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {error!r}. Restore its files.") from error
     if not is_whole:
         raise CheckpointError(f"the files of {folder} have changed. Restore them.")
-    return job, texts
+    return job, examples
+
+
+def _read_example(stored: Mapping[str, Any]) -> TrainingExample:
+    messages, tools = stored["messages"], stored.get("tools", ())
+    if "preferred" not in stored:
+        return (TrainingText(tuple(messages), tuple(tools)),)
+    answers = [{"role": "assistant", "content": stored[name]} for name in ("preferred", "rejected")]
+    return preference_texts(messages, answers, tools)

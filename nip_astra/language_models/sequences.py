@@ -282,6 +282,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self._shown_ids = frozenset(shown_ids)
+        self._hidden_ids = _special_ids(tokenizer) - self._shown_ids if shown_ids else frozenset()
         self.stop = [text for text in stop if text]
         self.is_stopped = False
         self.added = ""
@@ -328,10 +329,9 @@ class IncrementalDetokenizer:
         """Return the text of tokens, with those special ones that are shown."""
         if self._shown_ids.isdisjoint(ids):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        parts = []
-        for is_shown, some in itertools.groupby(ids, self._shown_ids.__contains__):
-            parts.append(self.tokenizer.decode([*some], skip_special_tokens=not is_shown))
-        return "".join(parts)
+        # In one call: a tokenizer may drop a space where a text begins.
+        kept = [token for token in ids if token not in self._hidden_ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
 
     def _release(self, added: str) -> str:
         text = self._pending + added
@@ -342,6 +342,12 @@ class IncrementalDetokenizer:
         kept = max((overlap(text, stop) for stop in self.stop), default=0)
         self._pending = text[len(text) - kept :]
         return text[: len(text) - kept]
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that a text omits."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids).union(i for i, t in added.items() if t.special)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -153,7 +153,7 @@ class TextRlParameters(SubParameters):
     """Multiple of the service's learning rate; null uses the service's default."""
     fine_tune_nll_weight: float | None = Field(default=None, ge=0, le=1000)
     """Weight of the preferred answers' cross entropy in a DPO job; null uses the service's default.
-    Larger keeps preferred answers likelier. This and the next three fields are options of jobs in
+    Larger keeps preferred answers likelier. This and the next four fields are options of jobs in
     this process and of `nip-astra serve`; other services refuse them."""
     fine_tune_freeze_embeddings: bool | None = None
     """Whether a job that trains all weights freezes token embeddings and output head; null uses the
@@ -163,6 +163,9 @@ class TextRlParameters(SubParameters):
     fine_tune_truncate_prompts: bool | None = None
     """Whether a prompt longer than the model's window is truncated from the left, instead of
     refusing the job; null uses the service's default."""
+    fine_tune_trained_weights: Literal["adapter", "all"] | None = None
+    """What a job trains: a low-rank adapter of the model, of the size in the model's `lora`, or all
+    of its weights; null uses the service's default, an adapter."""
     min_fine_tune_examples: int = Field(default=10, ge=1)
     """Minimum number of examples of a job; with fewer, the models are not trained. Services refuse
     fewer than ten."""

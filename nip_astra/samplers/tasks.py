@@ -373,11 +373,12 @@ def _reactions(
     episodes: Sequence[PlayedEpisode], texts: Sequence[str], agent: ConversationAgent
 ) -> list[tuple[Reaction, Counter[str]]]:
     """Return reactions to the policy's messages, and counts of its tool calls."""
-    has_template = agent.conversation_format.supports_tools
-    calls = [
-        one.toolbox.calls_in(text, has_template=has_template)
-        for one, text in zip(episodes, texts, strict=True)
-    ]
+    message_format = agent.conversation_format.message_format
+    calls = []
+    for one, text in zip(episodes, texts, strict=True):
+        parsed = message_format.parse(text, tools=one.toolbox.argument_schemas)
+        turn = Turn("assistant", parsed.text, parsed.reasoning, parsed.calls)
+        calls.append(one.toolbox.calls_in(turn, message_format))
     known: dict[tuple[int, str], Reaction] = {}
 
     def react(place: int) -> Reaction | list[Outcome]:

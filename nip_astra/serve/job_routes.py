@@ -28,9 +28,10 @@ from nip_astra.language_models.services.fine_tuning import (
     FineTuningOptions,
     LrSchedule,
     Method,
+    TrainedWeights,
 )
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
-from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_texts
+from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_examples
 from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import (
     MAX_LISTED,
@@ -55,7 +56,7 @@ Suffix = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 class SupervisedOptions(Body):
-    """Hyper-parameters of supervised jobs; the last three are not OpenAI's."""
+    """Hyper-parameters of supervised jobs; the last four are not OpenAI's."""
 
     n_epochs: Annotated[int, Field(ge=1, le=1000)] | Auto = "auto"
     batch_size: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
@@ -63,6 +64,7 @@ class SupervisedOptions(Body):
     freeze_embeddings: bool | Auto = "auto"
     lr_schedule: LrSchedule | Auto = "auto"
     truncate_prompts: bool | Auto = "auto"
+    trained_weights: TrainedWeights | Auto = "auto"
 
 
 class DpoOptions(SupervisedOptions):
@@ -400,15 +402,27 @@ class _JobRoutes:
             os.link(source, place)
         except OSError:
             shutil.copyfile(source, place)
-        read_texts(place, options.method)
+        read_examples(place, options.method)
 
     def _plan(self, options: FineTuningOptions, served: ServedModel) -> FineTuningPlan:
         settings, is_new = self.settings, served.adapter is None
-        is_full = served.engine.num_parameters <= settings.max_full_parameters
+        resolved = options.resolved()
+        trains_all = resolved["trained_weights"] == "all"
+        if trains_all and not is_new:
+            raise _wrong_weights(
+                f"{served.name!r} has an adapter, which a job continues. Leave trained_weights out."
+            )
+        num_parameters = served.engine.num_parameters
+        if trains_all and num_parameters > settings.max_full_parameters:
+            raise _wrong_weights(
+                f"{served.name!r} has {num_parameters} weights, but max_full_parameters is "
+                f"{settings.max_full_parameters}. Leave trained_weights out, or start the service "
+                "with a larger max_full_parameters."
+            )
         return FineTuningPlan(
-            **options.resolved(),
+            **resolved,
             source=served.source,
-            lora_rank=settings.lora_rank if is_new and not is_full else None,
+            lora_rank=settings.lora_rank if is_new and not trains_all else None,
             lora_alpha=settings.lora_alpha,
             start_from=None if is_new else str(served.folder),
             device=str(self.models.device),
@@ -498,6 +512,10 @@ class _JobRoutes:
         self.store.add_event(job.id, message)
         self.runner.notify()
         return JSONResponse(job_object(self._find(identity)))
+
+
+def _wrong_weights(message: str) -> ApiError:
+    return wrong(message, "trained_weights", "invalid_value")
 
 
 def _page(objects: Sequence[dict[str, Any]], limit: int, after: str | None) -> Response:

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nip_astra.errors import NipAstraError
 from nip_astra.language_models.fine_tuning import (
@@ -26,14 +26,16 @@ from nip_astra.language_models.fine_tuning import (
     FineTuning,
     FineTuningPlan,
     StepReport,
+    TrainingExample,
     TrainingText,
+    preference_texts,
 )
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import Method
 from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
 from nip_astra.serve.served_models import ServedModels
-from nip_astra.serve.text_routes import Message
+from nip_astra.serve.text_routes import ChatTurn, Tool
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.utils.children import AdoptedChild, Child, process_start, start_program
 
@@ -53,53 +55,87 @@ MODEL, TRAINING, VALIDATION = "model", "train.jsonl", "valid.jsonl"
 logger = logging.getLogger(__name__)
 
 
-class SupervisedLine(Body):
-    """A conversation whose last message is the target."""
+class SupervisedTurn(ChatTurn):
+    """A message of a supervised example."""
 
-    messages: Annotated[list[Message], Field(min_length=2)]
+    weight: Literal[0, 1] | None = None
+    """Whether a message of the assistant is learned; null for 1."""
+
+    @model_validator(mode="after")
+    def _check_weight(self) -> SupervisedTurn:
+        if self.weight is not None and self.role != "assistant":
+            raise ValueError("only messages of the role assistant have a weight")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return super().plain() | weight
 
 
-class PreferenceInput(Body):
+class ToolBody(Body):
+    """Tools that the model reads."""
+
+    tools: list[Tool] = []
+    parallel_tool_calls: bool | None = None
+    """Accepted as part of OpenAI's format. Training does not depend on it."""
+
+    def plain_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+class SupervisedLine(ToolBody):
+    """A conversation of which the assistant's messages are learned."""
+
+    messages: Annotated[list[SupervisedTurn], Field(min_length=2)]
+
+
+class PreferenceInput(ToolBody):
     """The messages before both answers of a pair."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatTurn], Field(min_length=1)]
 
 
 class PreferenceLine(Body):
     """A conversation with a preferred and a rejected answer."""
 
     input: PreferenceInput
-    preferred_output: Annotated[list[Message], Field(min_length=1, max_length=1)]
-    non_preferred_output: Annotated[list[Message], Field(min_length=1, max_length=1)]
+    preferred_output: Annotated[list[ChatTurn], Field(min_length=1, max_length=1)]
+    non_preferred_output: Annotated[list[ChatTurn], Field(min_length=1, max_length=1)]
 
 
-def read_texts(path: Path, method: Method) -> list[TrainingText]:
+def read_examples(path: Path, method: Method) -> list[TrainingExample]:
     """Read a file of examples, JSON Lines in OpenAI's format; `ApiError` names an invalid line."""
     with path.open("rb") as file:
-        texts = [
+        examples = [
             _read_line(line, number, method) for number, line in enumerate(file, 1) if line.strip()
         ]
-    if not texts:
+    if not examples:
         raise _wrong_file("the file has no examples. Give one JSON object per line.")
-    return texts
+    return examples
 
 
-def _read_line(line: bytes, number: int, method: Method) -> TrainingText:
+def _read_line(line: bytes, number: int, method: Method) -> TrainingExample:
     try:
-        given = parse_json(line)
+        content = parse_json(line)
         if method == "supervised":
-            body = check_body(given, SupervisedLine)
-            *before, last = (message.plain() for message in body.messages)
-            answers = [last]
+            conversation = check_body(content, SupervisedLine)
+            messages = tuple(message.plain() for message in conversation.messages)
+            example: TrainingExample = (TrainingText(messages, (*conversation.plain_tools(),)),)
         else:
-            pair = check_body(given, PreferenceLine)
+            pair = check_body(content, PreferenceLine)
             before = [message.plain() for message in pair.input.messages]
             answers = [pair.preferred_output[0].plain(), pair.non_preferred_output[0].plain()]
+            example = preference_texts(before, answers, pair.input.plain_tools())
     except ApiError as error:
         raise _wrong_file(f"line {number} is no example of the method {method}: {error}") from error
-    if any(answer["role"] != "assistant" for answer in answers):
+    if any(text.messages[-1]["role"] != "assistant" for text in example):
         raise _wrong_file(f"line {number} must end with a message of the role 'assistant'.")
-    return TrainingText(tuple(before), tuple(answer["content"] for answer in answers))
+    if not all(text.learned for text in example):
+        raise _wrong_file(
+            f"all messages of line {number} have a weight of 0. Leave the line out, or give a "
+            "message of the role 'assistant' the weight 1."
+        )
+    return example
 
 
 def _wrong_file(message: str) -> ApiError:
@@ -291,10 +327,10 @@ class JobTraining:
         """Take the remaining steps; return the exit code."""
         plan = FineTuningPlan.from_dict(self.job.plan)
         torch.set_num_threads(plan.num_threads)
-        self.tuning = FineTuning(plan, read_texts(self.folder / TRAINING, plan.method))
+        self.tuning = FineTuning(plan, read_examples(self.folder / TRAINING, plan.method))
         self.validation = None
         if (self.folder / VALIDATION).exists():
-            self.validation = read_texts(self.folder / VALIDATION, plan.method)
+            self.validation = read_examples(self.folder / VALIDATION, plan.method)
         saved = self.tuning.load_progress(self.folder)
         if saved is not None:
             self._report(saved)

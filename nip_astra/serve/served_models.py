@@ -19,6 +19,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
 from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits, failed_progress
+from nip_astra.language_models.message_format import MessageFormat, detect_format
 from nip_astra.language_models.sampling import find_banned_ids, find_end_ids
 from nip_astra.language_models.sequences import GenerationRequest, Listener, Progress
 from nip_astra.language_models.services.chat import render_chat
@@ -29,7 +30,6 @@ from nip_astra.language_models.sources import (
     round_weights,
 )
 from nip_astra.language_models.structured import Grammars
-from nip_astra.language_models.tool_calls import ToolForm, tool_form
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
@@ -42,6 +42,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
 MAX_KNOWN_PROMPTS = 256
 """Number of recent conversations of each model whose tokens are kept."""
+MAX_MARK_TOKENS = 64
+"""Tokens of a prompt's end that may be the mark of a thought."""
 
 
 class Engine:
@@ -92,9 +94,16 @@ class Engine:
         return self._batch.grammars
 
     @cached_property
-    def tool_form(self) -> ToolForm | None:
-        """Return the format of tool calls; None if its chat template shows no tools."""
-        return tool_form(self.tokenizer)
+    def message_format(self) -> MessageFormat:
+        """Return the format of its messages."""
+        return detect_format(self.tokenizer)
+
+    def begins_in_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether the answer to a prompt begins within a thought."""
+        if self.message_format.thought is None:
+            return False
+        end = self.tokenizer.decode(list(prompt[-MAX_MARK_TOKENS:]), skip_special_tokens=False)
+        return self.message_format.begins_in_thought(end)
 
     @cached_property
     def known_prompt(self) -> Callable[[str], tuple[int, ...]]:

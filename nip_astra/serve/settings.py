@@ -65,8 +65,8 @@ class ServiceSettings(SubParameters):
     lora_alpha: float = Field(default=32.0, gt=0)
     """Scale of adapters: their update is multiplied by alpha / rank."""
     max_full_parameters: int = Field(default=0, ge=0)
-    """Models with at most this many weights are trained in full and served from their own weights;
-    larger models get an adapter."""
+    """Jobs may train all weights of models with at most this many; such a model is served from its
+    own weights. 0 allows adapters only."""
 
     max_training_models: int = Field(default=8, ge=1)
     """Maximum models that clients train concurrently; each takes three to four times the memory of

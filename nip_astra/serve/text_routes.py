@@ -25,9 +25,15 @@ from nip_astra.errors import (
     ModelAbilityError,
     counted,
 )
+from nip_astra.language_models.message_format import (
+    MessageFormat,
+    MessageParser,
+    ReasoningPart,
+    argument_schemas,
+)
 from nip_astra.language_models.sequences import GenerationRequest, Progress, TokenRecord
 from nip_astra.language_models.structured import answer_schema, json_rule
-from nip_astra.language_models.tool_calls import ToolCall, ToolCallParser, ToolForm, call_rules
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.requests import (
     ApiError,
@@ -174,6 +180,7 @@ class ChatTurn(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | AtLeastOne[TextPart] = ""
     name: Label | None = None
+    reasoning_content: str | None = None
     tool_calls: AtLeastOne[CallPart] | None = None
     tool_call_id: Label | None = None
 
@@ -189,6 +196,8 @@ class ChatTurn(Body):
     def _check_parts(self) -> ChatTurn:
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError("only messages of the role assistant have tool_calls")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("only messages of the role assistant have reasoning_content")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("messages of the role tool, and only those, need tool_call_id")
         if "content" not in self.model_fields_set and self.tool_calls is None:
@@ -201,7 +210,8 @@ class ChatTurn(Body):
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
-        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        names = {"name", "reasoning_content", "tool_calls", "tool_call_id"}
+        more = self.model_dump(include=names, exclude_none=True)
         return {**plain_message(self.role, self.content), **more}
 
 
@@ -290,20 +300,32 @@ class ChatBody(SamplingBody):
             return [one for one in functions if one.name == self.tool_choice.function.name]
         return functions if self.tool_choice != "none" else []
 
-    def grammar(self, form: ToolForm | None) -> str | None:
-        """Return the grammar of the answer; None for any text."""
+    def grammar(self, message_format: MessageFormat, *, begins_in_thought: bool) -> str | None:
+        """Return the grammar of the answer; None for any text.
+
+        Raises
+        ------
+        ModelAbilityError
+            If the model's calls cannot be constrained.
+        """
         answers: list[str] = []
         rules: list[str] = []
-        if self.called_tools and form is not None and (self.must_call or self.response_format):
+        if self.called_tools and (self.must_call or self.response_format):
             is_one = isinstance(self.tool_choice, ChosenTool) or not self.parallel_tool_calls
             functions = [one.model_dump(exclude_none=True) for one in self.called_tools]
-            rules = call_rules(functions, form, allows_several=not is_one)
+            rules = message_format.call_rules(functions, allows_several=not is_one)
             answers.append("calls")
         if self.response_format is not None and not self.must_call:
             answers.append("answer")
             schema = answer_schema(self.response_format.model_dump(by_alias=True)) or {}
             rules.append(f"answer: {json_rule(schema)}")
-        return "\n".join([f"start: {' | '.join(answers)}", *rules]) if answers else None
+        if not answers:
+            return None
+        start = " | ".join(answers)
+        if begins_in_thought:
+            start = f"thought ({start})"
+            rules.append(message_format.thought_rule())
+        return "\n".join([f"start: {start}", *rules])
 
 
 class CompletionBody(SamplingBody):
@@ -357,12 +379,14 @@ class TextReply:
         *,
         returns_token_ids: bool,
         num_calls_allowed: int = 0,
+        make_parser: Callable[[], MessageParser] | None = None,
     ) -> None:
         self.is_chat = kind == "chatcmpl"
         self.tokenizer = tokenizer
         self._prompts = [list(prompt) for prompt in prompts] if returns_token_ids else None
         self._num_calls_allowed = num_calls_allowed
-        self._parsers: dict[int, ToolCallParser] = {}
+        self._make_parser = make_parser
+        self._parsers: dict[int, MessageParser] = {}
         self._calls: dict[int, list[Reply]] = {}
         self._head = {
             "id": f"{kind}-{secrets.token_hex(12)}",
@@ -410,25 +434,34 @@ class TextReply:
         }
 
     def _delta(self, place: int, progress: Progress) -> Reply:
-        """Return the content and calls that a step adds to an answer."""
+        """Return the reasoning, content and calls that a step adds to an answer."""
         is_part = progress.request.is_streamed
-        if not self._num_calls_allowed:
+        if self._make_parser is None:
             return {"content": progress.text} if progress.text or not is_part else {}
-        parser = self._parsers.setdefault(place, ToolCallParser())
-        parts = list(parser.push(progress.text))
+        if place not in self._parsers:
+            self._parsers[place] = self._make_parser()
+        parser = self._parsers[place]
+        parts = parser.push(progress.text)
         if progress.finish_reason is not None:
             parts += parser.finish()
         calls = self._calls.setdefault(place, [])
-        first = len(calls)
+        num_before = len(calls)
         for part in parts:
             if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
                 # Mistral's chat templates accept no other length.
                 call = part.as_message_part(secrets.token_hex(5)[:9])
                 # Only streams number their calls.
                 calls.append({"index": len(calls), **call} if is_part else call)
+        reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
         content = "".join(part for part in parts if isinstance(part, str))
-        found: Reply = {"tool_calls": calls[first:]} if calls[first:] else {}
-        return {"content": content, **found} if content else found
+        fields = {
+            "reasoning_content": reasoning,
+            "content": content,
+            "tool_calls": calls[num_before:],
+        }
+        delta = {name: value for name, value in fields.items() if value}
+        # An answer that is empty is a text.
+        return delta if delta or is_part else {"content": ""}
 
     def _finish_reason(self, place: int, progress: Progress) -> str | None:
         is_call = progress.finish_reason == "stop" and self._calls.get(place)
@@ -714,27 +747,30 @@ class _TextRoutes:
         engine = self._models.get(body.model).engine
         messages = [message.plain() for message in body.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.called_tools]
-        needs_form = bool(tools) or any(message.uses_tools for message in body.messages)
-        form = engine.tool_form if needs_form else None
-        if needs_form and form is None:
-            raise wrong(
-                f"the chat template of {body.model!r} does not show tools to the model. Leave out "
-                "tools and their messages, or serve a model with such a template.",
-                "tools",
-                "unsupported_parameter",
-            )
+        message_format = engine.message_format
+        if tools or any(message.uses_tools for message in body.messages):
+            _check_tools(body.model, message_format)
         prompt = await self._chat_prompt(engine, messages, tools)
-        grammar = body.grammar(form)
+        begins_in_thought = engine.begins_in_thought(prompt)
+        grammar = _grammar(body, message_format, begins_in_thought=begins_in_thought)
         if grammar is not None:
             await asyncio.to_thread(_compile, engine, grammar, body)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
+        make_parser = None
+        if tools or message_format.has_marks:
+            make_parser = partial(
+                message_format.parser,
+                begins_in_thought=begins_in_thought,
+                tools=argument_schemas(tools) if tools else None,
+            )
         return await self._answer_text(
             *("chatcmpl", request, body, [prompt], num_top, max_tokens),
             num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
+            make_parser=make_parser,
             keeps_tokens=body.return_token_ids,
             grammar=grammar,
-            shown_ids=tuple(form.special.values()) if tools and form is not None else (),
+            shown_ids=message_format.shown_ids(with_calls=bool(tools)),
         )
 
     async def _chat_prompt(
@@ -769,6 +805,7 @@ class _TextRoutes:
         max_tokens: int | None,
         *,
         num_calls_allowed: int = 0,
+        make_parser: Callable[[], MessageParser] | None = None,
         **options: Any,
     ) -> Response:
         served = self._models.get(body.model)
@@ -786,6 +823,7 @@ class _TextRoutes:
             *(kind, body.model, served.engine.tokenizer, prompts),
             returns_token_ids=body.return_token_ids,
             num_calls_allowed=num_calls_allowed,
+            make_parser=make_parser,
         )
         if body.stream:
             return await self._stream(served.engine, requests, body, reply)
@@ -900,14 +938,47 @@ async def _until_left(request: Request) -> None:
         pass
 
 
+def _check_tools(name: str, message_format: MessageFormat) -> None:
+    """Raise `ApiError` if a model cannot use tools."""
+    reason = message_format.fault
+    if not message_format.shows_tools:
+        reason = "its chat template does not show tools to the model"
+    if reason:
+        raise wrong(
+            f"the model {name!r} cannot use tools: {reason}. Leave out tools and their messages, "
+            "or serve a model whose calls are read.",
+            "tools",
+            "unsupported_parameter",
+        )
+
+
+def _grammar(
+    body: ChatBody, message_format: MessageFormat, *, begins_in_thought: bool
+) -> str | None:
+    """Return the grammar of the answer; raise `ApiError` if the model's calls have none."""
+    try:
+        return body.grammar(message_format, begins_in_thought=begins_in_thought)
+    except ModelAbilityError as error:
+        raise _unsupported(body, error) from error
+
+
+def _constraint(body: ChatBody) -> str:
+    """Return the parameter that constrains the answer."""
+    return "response_format" if body.response_format is not None else "tool_choice"
+
+
+def _unsupported(body: ChatBody, error: Exception) -> ApiError:
+    text = f"{_constraint(body)} is not supported by the model {body.model!r}: {error}"
+    return wrong(text, _constraint(body), "unsupported_parameter")
+
+
 def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
     """Compile the grammar of an answer; raise `ApiError` if it cannot be enforced."""
-    param = "response_format" if body.response_format is not None else "tool_choice"
+    param = _constraint(body)
     try:
         engine.grammars.matcher(grammar)
     except (MissingDependencyError, ModelAbilityError) as error:
-        text = f"{param} is not supported by the model {body.model!r}: {error}"
-        raise wrong(text, param, "unsupported_parameter") from error
+        raise _unsupported(body, error) from error
     except ConfigurationError as error:
         text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
         raise wrong(text, param, "invalid_value") from error

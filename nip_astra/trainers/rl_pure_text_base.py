@@ -493,6 +493,7 @@ class PureTextRlTrainer(Trainer):
                 freeze_embeddings=self.text_rl.fine_tune_freeze_embeddings,
                 lr_schedule=self.text_rl.fine_tune_lr_schedule,
                 truncate_prompts=self.text_rl.fine_tune_truncate_prompts,
+                trained_weights=self.text_rl.fine_tune_trained_weights,
             ),
         )
         for group in self.shared_model_groups.values():
@@ -501,8 +502,18 @@ class PureTextRlTrainer(Trainer):
 
     def _take_up_groups(self) -> None:
         for name, group in self.shared_model_groups.items():
-            if name in self.state.groups:
-                group.set_state(self.state.groups[name])
+            state = self.state.groups.get(name)
+            if state is None:
+                continue
+            group.set_state(state)
+            trained_weights = group.plan.options.trained_weights
+            if "trained_weights" not in state and trained_weights is not None:
+                logger.warning(
+                    "this run began before jobs had the option trained_weights: those of the group "
+                    "%r go on to train %s weights.",
+                    name,
+                    trained_weights,
+                )
 
     def _note_groups(self) -> None:
         groups = self.shared_model_groups

@@ -20,6 +20,10 @@ PERIOD = 0.05
 """Maximum seconds between polls of a process."""
 SECONDS_TO_END = 5.0
 """Seconds to wait for the end of a process whose connections are closed."""
+SECONDS_BETWEEN_CHECKS = 1.0
+"""Maximum seconds between two checks of whether a process works."""
+MIN_WORKING_SHARE = 0.01
+"""Share of a processor that a working process uses at least."""
 _PR_SET_PDEATHSIG = 1
 _PACKAGE_HOME = Path(__file__).resolve().parents[2]
 
@@ -77,6 +81,24 @@ class Child:
             pause = min(2 * pause, PERIOD)
         return True
 
+    def wait_while_working(self, idle_seconds: float) -> bool:
+        """Wait for the end of the process; return False once it does nothing for so long.
+
+        A process works if it or one of its descendants uses the processor. Where the system does
+        not tell (other than Linux), it always does.
+        """
+        before, since = cpu_seconds(self.pid), time.monotonic()
+        # A thread that only watches, such as a progress line's, uses less.
+        min_seconds = MIN_WORKING_SHARE * idle_seconds
+        while not self.wait(min(idle_seconds, SECONDS_BETWEEN_CHECKS)):
+            now = cpu_seconds(self.pid)
+            # Less than before once a descendant has ended.
+            if now is None or before is None or abs(now - before) > min_seconds:
+                before, since = now, time.monotonic()
+            elif time.monotonic() - since >= idle_seconds:
+                return False
+        return True
+
     def kill(self) -> None:
         """Kill the process if it is running, and wait for its end."""
         if self.code is None:
@@ -90,6 +112,30 @@ class Child:
         has_ended = self.wait(seconds)
         self.kill()
         return has_ended
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Return the processor time of a process and its descendants; None where it is unknown."""
+    used: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _state, parent, *rest = stat.read_text().rpartition(")")[2].split()
+        except (OSError, ValueError):
+            # The process has just ended.
+            continue
+        parents[int(stat.parent.name)] = int(parent)
+        # User and system time, and those of children that have ended, in clock ticks.
+        used[int(stat.parent.name)] = sum(map(int, rest[9:13]))
+    if pid not in used:
+        return None
+    ticks = 0
+    for process in used:
+        ancestor = process
+        while ancestor != pid and ancestor in parents:
+            ancestor = parents[ancestor]
+        ticks += used[process] if ancestor == pid else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class AdoptedChild(Child):

@@ -21,6 +21,7 @@ import torch
 from nip_astra.errors import WorkerProcessError
 from nip_astra.trust import read_variable
 from nip_astra.utils.children import PERIOD, Child, end_with_parent, ended_early
+from nip_astra.utils.processor import keep_to_one_thread
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
@@ -62,8 +63,20 @@ def blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def fork(name: str) -> Child | None:
-    """Fork with signals blocked; return the child, or None in it. `name` is for errors."""
+def fork(name: str, *, is_worker: bool = True) -> Child | None:
+    """Fork with signals blocked; return the child, or None in it.
+
+    The child ends with this process, and keeps to one thread: OpenMP waits for the threads that it
+    began before the fork, which only this process has.
+
+    Parameters
+    ----------
+    name : str
+        Describes the child in errors.
+    is_worker : bool
+        Whether the child does a part of this process's work: it leaves the signals that stop a run
+        and the log to this process.
+    """
     # Buffered output must be written once. A closed stream may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):
@@ -89,25 +102,32 @@ def fork(name: str) -> Child | None:
             os.environ[_TOKENIZERS] = parallelism
     if worker == 0:
         try:
-            _become_worker(first)
+            _begin_child(first)
+            if is_worker:
+                _become_worker()
         except BaseException:
             os._exit(1)
         return None
     return Child(name, worker)
 
 
-def _become_worker(first: int) -> None:
-    """Leave signals, threads and the terminal to the parent, `first`."""
-    for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+def _begin_child(first: int) -> None:
+    """Detach a forked process from the threads of its parent, `first`."""
     # Both processes hold the lock of the run.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
-    # Torch would wait for threads that only the first process has; so would the destructors of its
-    # objects, such as those of lost process groups.
+    # Before any operation: torch would wait for threads that only the first process has. So would
+    # the destructors of its objects, such as those of lost process groups.
     torch.set_num_threads(1)
+    keep_to_one_thread()
     gc.freeze()
+
+
+def _become_worker() -> None:
+    """Leave signals, log and the terminal to the parent."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
     # A progress bar's lock may have been held at the fork and is never released here.
     logging.disable()
     if sys.stdout is not None:

@@ -19,6 +19,17 @@ MOST_PROCESSES = 4
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_THRESHOLD = 1 << 30
+_is_kept_to_one_thread = False
+
+
+def keep_to_one_thread() -> None:
+    """Let every later choice of threads or processes in this process be one.
+
+    A forked process has none of the threads that OpenMP began in its parent, and would wait for
+    them for good as soon as it used a second one.
+    """
+    global _is_kept_to_one_thread
+    _is_kept_to_one_thread = True
 
 
 def choose_num_threads(num_parameters: int, requested: int | None) -> int:
@@ -27,7 +38,7 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
     On busy cores two threads are up to ten times slower for small operations, and the last digits
     of a sum depend on the number of threads.
     """
-    if num_parameters < SMALL_MODEL_PARAMETERS:
+    if num_parameters < SMALL_MODEL_PARAMETERS or _is_kept_to_one_thread:
         return 1
     return num_cores() if requested is None else requested
 
@@ -41,6 +52,8 @@ def choose_num_processes(num_parameters: int, requested: int | None) -> int:
 
 def num_cores() -> int:
     """Return this process's number of cores: its share if a run has several processes here."""
+    if _is_kept_to_one_thread:
+        return 1
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     return max(count // processes_on_this_machine(), 1)

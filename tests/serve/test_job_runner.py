@@ -30,11 +30,12 @@ from nip_astra.serve.job_runner import (
     JobRunner,
     JobTraining,
     main,
-    read_texts,
+    read_examples,
 )
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.requests import ApiError
 from nip_astra.serve.served_models import ServedModels
+from nip_astra.serve.settings import ServiceSettings
 from nip_astra.utils.children import AdoptedChild
 from tests.language_models.test_fine_tuning import PREFERRED, QUESTION, SUPERVISED, make_plan
 
@@ -51,22 +52,33 @@ def stored_job(folder: Path, plan: FineTuningPlan, examples: bytes) -> JobStore:
 
 
 EXAMPLES: dict[str, Any] = {
-    "supervised": [
-        SupervisedExample((*text.messages, {"role": "assistant", "content": text.answers[0]}))
-        for text in SUPERVISED
+    "supervised": [SupervisedExample(text.messages) for (text,) in SUPERVISED],
+    "dpo": [
+        PreferenceExample(
+            better.messages[:-1], better.messages[-1]["content"], worse.messages[-1]["content"]
+        )
+        for better, worse in PREFERRED
     ],
-    "dpo": [PreferenceExample(text.messages, *text.answers) for text in PREFERRED],
 }
 
 
-@pytest.mark.parametrize("lora", [None, LoraParameters(rank=8, alpha=16.0)])
+@pytest.mark.parametrize("trained_weights", ["all", "adapter", None])
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_the_same_job_gives_equal_weights_in_process_and_served(
-    tmp_path: Path, tiny_model_dir: Path, method: services.Method, lora: LoraParameters | None
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    method: services.Method,
+    trained_weights: services.TrainedWeights | None,
 ) -> None:
     options = services.FineTuningOptions(
-        method, num_epochs=3, batch_size=1, lr_multiplier=5.0, seed=2
+        method,
+        num_epochs=3,
+        batch_size=1,
+        lr_multiplier=5.0,
+        trained_weights=trained_weights,
+        seed=2,
     )
+    lora = LoraParameters(rank=8, alpha=16.0) if trained_weights == "adapter" else None
     parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), lora=lora)
     local = LocalFineTuningService(tmp_path / "jobs", parameters)
     job = asyncio.run(local.submit(str(tiny_model_dir), EXAMPLES[method], options, key="key"))
@@ -81,12 +93,19 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
     }
     received = JobBody.model_validate(request).options
     assert received == options
-    rank = None if lora is None else lora.rank
-    plan = replace(make_plan(tiny_model_dir), **received.resolved(), lora_rank=rank)
+    settings = ServiceSettings()
+    adapter = lora or LoraParameters(rank=settings.lora_rank, alpha=settings.lora_alpha)
+    plan = replace(
+        make_plan(tiny_model_dir),
+        **received.resolved(),
+        lora_rank=None if trained_weights == "all" else adapter.rank,
+        lora_alpha=adapter.alpha,
+    )
     store = stored_job(tmp_path, plan, services.jsonl_of(EXAMPLES[method], method))
     assert JobTraining(store, store.job("job"), lambda: False).run() == 0
     folder = store.job_folder("job") / "model"
-    served = load_model(str(folder), None if lora is None else str(tiny_model_dir), None)
+    base = None if trained_weights == "all" else str(tiny_model_dir)
+    served = load_model(str(folder), base, None)
     other = load_model(local.place_of(here.model), None, None)
     first, second = served.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
@@ -148,6 +167,7 @@ def test_processes_that_end_with_the_service_are_no_crashes(
 
 
 USER = '{"role": "user", "content": "x"}'
+ANSWER = '{"role": "assistant", "content": "x"}'
 
 
 @pytest.mark.parametrize(
@@ -159,13 +179,47 @@ USER = '{"role": "user", "content": "x"}'
         (f'{{"messages": [{USER}]}}', "2"),
         (f'{{"messages": [{USER}, {USER}]}}', "'assistant'"),
         ('{"messages": [], "weight": 1}', "'weight'"),
+        (f'{{"messages": [{USER[:-1]}, "weight": 1}}, {ANSWER}]}}', "weight"),
+        (f'{{"messages": [{USER}, {ANSWER[:-1]}, "weight": 0.5}}]}}', "weight"),
+        (f'{{"messages": [{USER}, {ANSWER[:-1]}, "weight": 0}}]}}', "weight of 0"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, fact: str) -> None:
     right = {"messages": [*QUESTION, {"role": "assistant", "content": "fine"}]}
     (tmp_path / "file").write_text(f"{json.dumps(right)}\n{line}\n")
     with pytest.raises(ApiError, match=fact):
-        read_texts(tmp_path / "file", "supervised")
+        read_examples(tmp_path / "file", "supervised")
     (tmp_path / "file").write_text("\n\n")
     with pytest.raises(ApiError, match="no examples"):
-        read_texts(tmp_path / "file", "dpo")
+        read_examples(tmp_path / "file", "dpo")
+
+
+def test_lines_with_weights_and_tools_are_read(tmp_path: Path) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    line = {
+        "messages": [
+            *QUESTION,
+            {"role": "assistant", "content": "fine", "weight": 0},
+            *QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "1"},
+            {"role": "assistant", "content": "two", "weight": 1},
+        ],
+        "tools": [tool],
+        "parallel_tool_calls": False,
+    }
+    (tmp_path / "file").write_text(json.dumps(line))
+    ((text,),) = read_examples(tmp_path / "file", "supervised")
+    assert text.learned == [3, 5]
+    assert text.tools == (tool,)
+    assert text.messages[3]["tool_calls"] == [call]
+    pair = {
+        "input": {"messages": line["messages"][:-1], "tools": [tool]},
+        "preferred_output": [{"role": "assistant", "content": "two"}],
+        "non_preferred_output": [{"role": "assistant", "content": "three"}],
+    }
+    del pair["input"]["messages"][1]["weight"]  # type: ignore[attr-defined]
+    (tmp_path / "file").write_text(json.dumps(pair))
+    (both,) = read_examples(tmp_path / "file", "dpo")
+    assert [text.learned for text in both] == [[5], [5]]

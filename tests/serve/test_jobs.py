@@ -27,7 +27,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.retrying import ResponseCache, RetryingChatModel
 from nip_astra.serve import job_runner
-from nip_astra.serve.job_runner import read_texts
+from nip_astra.serve.job_runner import read_examples
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
@@ -180,7 +180,7 @@ def test_a_killed_worker_goes_on(service: Running, client: openai.OpenAI, tmp_pa
     assert says(messages, "SIGKILL", "continues after step")
     (tmp_path / "data").write_bytes(supervised())
     plan = FineTuningPlan(**service.store.job(job.id).plan)
-    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
+    fine_tune(plan, read_examples(tmp_path / "data", "supervised"), tmp_path / "direct")
     folders = (tmp_path / "direct", service.store.job_folder(job.id) / "model")
     direct, by_job = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     assert direct.keys() == by_job.keys()
@@ -209,6 +209,11 @@ def hyperparameters(method: str, **values: Any) -> dict[str, Any]:
         ({"method": {"type": "dpo"}}, openai.BadRequestError, "line 1 .* dpo"),
         ({"method": {"type": "reinforcement"}}, openai.BadRequestError, "method.type"),
         (hyperparameters("supervised", beta=1), openai.BadRequestError, "beta"),
+        (
+            hyperparameters("supervised", trained_weights="all"),
+            openai.BadRequestError,
+            "max_full_parameters",
+        ),
         ({"hyperparameters": {"n_epochs": 0}}, openai.BadRequestError, "n_epochs"),
         ({"integrations": [{"type": "wandb"}]}, openai.BadRequestError, "integrations"),
         ({"suffix": "../up"}, openai.BadRequestError, "suffix"),
@@ -284,7 +289,8 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         running({"tiny": str(tiny_model_dir)}, max_full_parameters=10**6) as service,
         openai.OpenAI(base_url=service.base_url, api_key="any") as client,
     ):
-        done = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 12}))
+        options = FAST | {"n_epochs": 12, "trained_weights": "all"}
+        done = finish(client, submit(client, supervised(), options=options))
         assert done.status == "succeeded", done.error
         assert (service.store.job_folder(done.id) / "model" / "model.safetensors").exists()
         assert reply_of(client, done.fine_tuned_model, "the cat") == "sat on a mat"

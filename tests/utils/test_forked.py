@@ -25,6 +25,7 @@ from nip_astra.utils.forked import (
     get_num_processes,
     using_processes,
 )
+from nip_astra.utils.processor import choose_num_threads
 
 pytestmark = [
     pytest.mark.usefixtures("forked"),
@@ -179,6 +180,7 @@ def test_processes_have_one_thread_each_and_do_not_wait_for_those_of_torch() -> 
     torch.set_num_threads(2)  # the next test begins with one again, see tests/conftest.py
     assert call_at_once([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
     assert torch.get_num_threads() == 2
+    assert call_at_once([list, partial(choose_num_threads, 10**9, 2)]) == [[], 1]
     values = torch.linspace(0, 1, 400_000)
     expected = values.exp().sum()
     with blocked_signals():

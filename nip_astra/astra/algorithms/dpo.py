@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.aliases import is_overridden
 from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.graphs import GraphTree, tree_of
 from nip_astra.astra.core.sampler import Graph
@@ -104,13 +105,16 @@ class DPO(
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[DPOStep[StateT, ActionT]]:
         """Return one pair per group of siblings, unless its rewards are tied or its texts equal."""
-        return self.flatten_all([graph])
+        return self._pairs([graph])
 
     def flatten_all(
         self, graphs: Sequence[Graph[StateT, ActionT]]
     ) -> list[DPOStep[StateT, ActionT]]:
-        if type(self).flatten is not DPO.flatten and len(graphs) != 1:
+        if is_overridden(self, "flatten", DPO):
             return super().flatten_all(graphs)
+        return self._pairs(graphs)
+
+    def _pairs(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[DPOStep[StateT, ActionT]]:
         tree = tree_of(graphs)
         tree.nodes["credit"] = credit_of(tree, self.parameters.credit)
         steps: list[DPOStep[StateT, ActionT]] = []

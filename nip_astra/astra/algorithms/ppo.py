@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.aliases import is_overridden
 from nip_astra.astra.core.batches import values_in_parts
 from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.graphs import GraphTree, tree_of
@@ -144,14 +145,17 @@ class PPO(
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[PPOStep[StateT, ActionT]]:
         """Return one sample per node with a verdict."""
-        return self.flatten_all([graph])
+        return self._samples([graph])
 
-    @torch.no_grad()
     def flatten_all(
         self, graphs: Sequence[Graph[StateT, ActionT]]
     ) -> list[PPOStep[StateT, ActionT]]:
-        if type(self).flatten is not PPO.flatten and len(graphs) != 1:
+        if is_overridden(self, "flatten", PPO):
             return super().flatten_all(graphs)
+        return self._samples(graphs)
+
+    @torch.no_grad()
+    def _samples(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[PPOStep[StateT, ActionT]]:
         tree = tree_of(graphs)
         if not tree.graph_nodes:
             return []

@@ -1,4 +1,4 @@
-"""Methods with several names, from different versions."""
+"""Methods with several names, from different versions, and methods that are replaced."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ class HasAliases:
     _aliases: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of names of one method."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A method that is replaced on the object is replaced under all its names.
+        names = next((names for names in self._aliases if name in names), (name,))
+        for alias in names:
+            super().__setattr__(alias, value)
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         own = dict(vars(cls))
@@ -26,6 +32,12 @@ class HasAliases:
             for name in names:
                 if name not in own:
                     setattr(cls, name, own[given])
+
+
+def is_overridden(owner: object, method: str, base: type) -> bool:
+    """Return whether an object has another method than a base class: by its class or on itself."""
+    current = getattr(owner, method, None)
+    return getattr(current, "__func__", current) is not getattr(base, method, None)
 
 
 def one_problem(who: object, system: Any, problem: Any) -> Any:

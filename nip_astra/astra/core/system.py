@@ -5,19 +5,26 @@ Shape suffixes: `B` row, `T` token.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nip_astra.astra.core.aliases import HasAliases
 from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.astra.logging import logger
 from nip_astra.errors import ConfigurationError
 
 MAX_LOGPROB = 1e-3
 """Nats. Larger numbers are not log-probabilities; smaller positive ones may be rounding."""
+
+
+class LogprobsError(ConfigurationError, AssertionError):
+    """A problem's log-probabilities cannot be used; an AssertionError, as in ASTRA-RL."""
 
 
 class TokenValues(NamedTuple):
@@ -74,9 +81,15 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     max_batch_bytes: int | None = 4 * 2**30
     """Maximum memory of one method call for a model's outputs over the vocabulary, as estimated
     from the lengths of the texts; more texts are split into several calls. None for no bound."""
+    max_logprob: float | None = MAX_LOGPROB
+    """Largest log-probability of a token that losses and rewards accept, nats. None accepts all:
+    log-densities of continuous actions may exceed 0."""
 
     def __init__(self, scorer: Any = None) -> None:
         self.scorer = scorer
+        self._expected_device: torch.device | None = None
+        # Kinds of log-probabilities whose device was compared once, as in ASTRA-RL.
+        self._disable_asserts: dict[str, bool] = defaultdict(bool)
 
     @property
     def moderator(self) -> Any:
@@ -159,7 +172,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
                 f"{type(self).__name__} has no entropies, only log-probabilities. Set "
                 "entropy_weight=0, or use HFASTProblem."
             )
-        logprobs_BT = self._get_attacker_logprobs_and_validate(context, continuation)
+        logprobs_BT = self.checked_logprobs("attacker", context, continuation)
         mask_BT = token_mask(logprobs_BT)
         values_BT = None
         if needs_values:
@@ -176,8 +189,33 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities under the reference, `[B, T]`, and the mask of tokens."""
-        logprobs_BT = self._get_baseline_logprobs_and_validate(context, continuation)
+        logprobs_BT = self.checked_logprobs("baseline", context, continuation)
         return logprobs_BT, token_mask(logprobs_BT)
+
+    def checked_logprobs(
+        self,
+        role: Literal["attacker", "target", "baseline"],
+        context: Sequence[StateT],
+        continuation: Sequence[ActionT],
+    ) -> Tensor:
+        """Return log-probabilities under a model, `[B, T]` nats, for a loss or a reward.
+
+        Raises
+        ------
+        ConfigurationError
+            For another shape or type, a missing gradient, and numbers above `max_logprob`.
+        """
+        method = getattr(self, f"_get_{role}_logprobs_and_validate")
+        logprobs_BT: Tensor = method(context, continuation)
+        limit = math.inf if self.max_logprob is None else self.max_logprob
+        # Also for NaN, which is no maximum of other numbers.
+        if logprobs_BT.numel() and not float(logprobs_BT.detach().max()) <= limit:
+            raise ConfigurationError(
+                f"the {role}'s log-probabilities by {type(self).__name__} reach "
+                f"{float(logprobs_BT.detach().max()):.3g}. Return nats per token, at most 0, and 0 "
+                "outside the continuation; for log-densities, set max_logprob = None."
+            )
+        return logprobs_BT
 
     def _values(
         self, context: Sequence[StateT], continuation: Sequence[ActionT], logprobs_BT: Tensor
@@ -199,26 +237,25 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
         logprobs = self.get_attacker_logprobs(context, continuation)
-        if torch.is_grad_enabled() and isinstance(logprobs, Tensor) and not logprobs.requires_grad:
-            raise ConfigurationError(
-                f"the attacker's log-probabilities of {type(self).__name__} have no gradient. "
-                "Compute them outside torch.no_grad(), with parameters that require gradients."
-            )
-        return self._checked(logprobs, len(context), "attacker")
+        needs_gradient = torch.is_grad_enabled()
+        self._check_logprobs("tester_logprobs", logprobs, len(context), needs_gradient)
+        return _with_tokens(logprobs)
 
     def _get_target_logprobs_and_validate(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
         with torch.no_grad():
             logprobs = self.get_target_logprobs(context, continuation)
-        return self._checked(logprobs, len(context), "target")
+        self._check_logprobs("target_logprobs", logprobs, len(context))
+        return _with_tokens(logprobs)
 
     def _get_baseline_logprobs_and_validate(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
         with torch.no_grad():
             logprobs = self.get_baseline_logprobs(context, continuation)
-        return self._checked(logprobs, len(context), "baseline")
+        self._check_logprobs("baseline_logprobs", logprobs, len(context))
+        return _with_tokens(logprobs)
 
     def _rollout_prompt_with_attacker_and_validate(self, x: Sequence[StateT]) -> Sequence[ActionT]:
         texts = self.rollout_prompt_with_attacker(x)
@@ -244,24 +281,57 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def _advance_and_validate(self, state: StateT, action: ActionT, response: StateT) -> StateT:
         return self.advance(state, action, response)
 
-    def _checked(self, logprobs: Any, num_rows: int, who: str) -> Tensor:
-        """Check log-probabilities and return them as `[B, T]`."""
-        problem = ""
+    def _check_logprobs(
+        self, check_key: str, logprobs: Any, ctx_length: int, requires_grad: bool = False
+    ) -> None:
+        """Check type, shape and gradient of log-probabilities, and at first their device.
+
+        Parameters
+        ----------
+        check_key : str
+            The kind of log-probabilities, for instance `tester_logprobs`.
+        ctx_length : int
+            Number of rows.
+
+        Raises
+        ------
+        LogprobsError
+            If a loss could not be computed from them.
+        """
+        owner = type(self).__name__
         if not isinstance(logprobs, Tensor):
             problem = f"are a {type(logprobs).__name__}"
-        elif logprobs.ndim not in (1, 2) or logprobs.shape[0] != num_rows:
+        elif logprobs.ndim not in (1, 2) or logprobs.shape[0] != ctx_length:
             problem = f"have the shape {list(logprobs.shape)}"
-        # Also for NaN, which is no maximum of other numbers.
-        elif logprobs.numel() and not float(logprobs.detach().max()) <= MAX_LOGPROB:
-            problem = f"reach {float(logprobs.detach().max()):.3g}"
+        else:
+            problem = ""
         if problem:
-            raise ConfigurationError(
-                f"the {who}'s log-probabilities of {num_rows} texts by {type(self).__name__} "
-                f"{problem}. Return a tensor [B, T] of nats per token, at most 0, and 0 outside "
-                "the continuation."
+            raise LogprobsError(
+                f"{check_key} of {ctx_length} texts by {owner} {problem}. Return a tensor [B, T] "
+                "of nats per token, 0 outside the continuation."
             )
-        checked: Tensor = logprobs
-        return checked.unsqueeze(1) if checked.ndim == 1 else checked
+        if requires_grad and not logprobs.requires_grad:
+            raise LogprobsError(
+                f"{check_key} of {owner} have no gradient. Compute them outside torch.no_grad(), "
+                "with parameters that require gradients."
+            )
+        if self._disable_asserts[check_key]:
+            return
+        expected = self._expected_device or logprobs.device
+        if logprobs.device != expected:
+            raise LogprobsError(
+                f"All logprobs must be on the same device. Expected {expected}, but {check_key} "
+                f"logprobs are on {logprobs.device}. Make sure that the models (tester, target, "
+                "baseline) are on the same device."
+            )
+        if logprobs.numel() and bool(((logprobs >= 0) & (logprobs <= 1)).all()):
+            logger.warning(
+                "%s of %s lie between 0 and 1, as probabilities do; return their logarithms",
+                check_key,
+                owner,
+            )
+        self._expected_device = expected
+        self._disable_asserts[check_key] = True
 
     def _check_number(self, texts: Any, num_rows: int, who: str) -> None:
         if isinstance(texts, str) or not hasattr(texts, "__len__") or len(texts) != num_rows:
@@ -270,6 +340,11 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
                 f"the {who} of {type(self).__name__} returned {given} for {num_rows} texts. "
                 "Return one for each, in order, as a list."
             )
+
+
+def _with_tokens(logprobs: Tensor) -> Tensor:
+    """Return `[B]` sums as `[B, 1]`."""
+    return logprobs.unsqueeze(1) if logprobs.ndim == 1 else logprobs
 
 
 def _check_places(values_BT: Tensor, mask_BT: Tensor, *, of: str) -> None:

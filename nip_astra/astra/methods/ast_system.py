@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nip_astra.astra.core.aliases import only_one
+from nip_astra.astra.core.aliases import is_overridden, only_one
 from nip_astra.astra.core.batches import in_parts
 from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
@@ -87,9 +87,9 @@ class ASTProblem(System[str, str]):
     ) -> Sequence[float]:
         responses, combined = rate_turns(self, context, probe, response)
         if self.likelihood_model == "target":
-            logprobs_BT = self._get_target_logprobs_and_validate(context, probe)
+            logprobs_BT = self.checked_logprobs("target", context, probe)
         else:
-            logprobs_BT = self._get_baseline_logprobs_and_validate(context, probe)
+            logprobs_BT = self.checked_logprobs("baseline", context, probe)
         nll_B = mean_nll(logprobs_BT, token_mask(logprobs_BT)).float().cpu()
         tokenizer: Any = getattr(self, "tokenizer", None)
         rewards_B: Tensor = ast_reward(
@@ -173,7 +173,7 @@ class ASTSampler(Sampler[str, str]):
             key=key,
             first_episode=first_episode,
         )
-        if isinstance(player, TreeSampler) and type(system).reward is not ASTProblem.reward:
+        if isinstance(player, TreeSampler) and is_overridden(system, "reward", ASTProblem):
             _reward_again(system, tree)
         return tree
 
@@ -186,7 +186,7 @@ class ASTSampler(Sampler[str, str]):
 
     def eval_rollouts(self, seeds: Sequence[int | str]) -> list[TextGraph]:
         """Sample one chain per seed, together; equal lists give equal chains."""
-        if type(self).eval_rollout is not ASTSampler.eval_rollout:
+        if is_overridden(self, "eval_rollout", ASTSampler):
             return [self.eval_rollout(seed) for seed in seeds]
         prompts = [self._prompt_of(seed, ("evaluate", "seed", seed)) for seed in seeds]
         key = (self.seed, "evaluate", "together")

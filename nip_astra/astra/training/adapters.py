@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.aliases import is_overridden
 from nip_astra.astra.core.graphs import graphs_of, tree_of
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.core.system import System
@@ -46,7 +47,7 @@ class CountedBatch:
 
 
 class AlgorithmAdapter:
-    """Adapts an algorithm on graphs to trees."""
+    """Adapts an algorithm on graphs to trees: samples and batches of one experience."""
 
     def __init__(self, algorithm: Algorithm[Any, Any, Any, Any]) -> None:
         self.algorithm = algorithm
@@ -81,24 +82,57 @@ class AlgorithmAdapter:
         )
 
 
+class HasSampler(Protocol):
+    """A harness or a trainer, whose sampler may be replaced at any time."""
+
+    sampler: Sampler[Any, Any]
+
+
 class Player:
-    """Adapts any sampler to the loop's requests for rollouts.
+    """Adapts the sampler of a harness or trainer to the loop's requests for rollouts.
 
     Parameters
     ----------
-    sampler : Sampler
-        Samples trees together if it can, else one episode at a time.
+    owner : HasSampler
+        Its sampler is read at each request. It samples trees together if it can, else one episode
+        at a time.
     evaluates : bool
         Whether episodes are for an evaluation.
     """
 
-    def __init__(self, sampler: Sampler[Any, Any], *, evaluates: bool = False) -> None:
-        self.sampler = sampler
+    def __init__(self, owner: HasSampler, *, evaluates: bool = False) -> None:
+        self.owner = owner
         self.evaluates = evaluates
-        agents = agents_of(sampler.system)
-        self.attacker, self.target, self.reference = (
-            agents[role] for role in ("attacker", "target", "reference")
-        )
+        self._system = self.sampler.system
+        self._agents = agents_of(self._system)
+
+    @property
+    def sampler(self) -> Sampler[Any, Any]:
+        """The current sampler."""
+        return self.owner.sampler
+
+    @property
+    def agents(self) -> Mapping[str, Any]:
+        """The agents of the sampled problem by role, with their token counts."""
+        if self._system is not self.sampler.system:
+            self._system = self.sampler.system
+            self._agents = agents_of(self._system)
+        return self._agents
+
+    @property
+    def attacker(self) -> Any:
+        """The agent that is trained."""
+        return self.agents["attacker"]
+
+    @property
+    def target(self) -> Any:
+        """The agent under test."""
+        return self.agents["target"]
+
+    @property
+    def reference(self) -> Any:
+        """The agent that defines ordinary text."""
+        return self.agents["reference"]
 
     @property
     def scorer(self) -> RegisteredKind | None:
@@ -117,9 +151,11 @@ class Player:
     ) -> RolloutTree:
         """Sample one episode per prompt; see `TreeSampler.sample`."""
         sampler = self.sampler
+        if self.evaluates:
+            # The loop has the depth of the first sampler, which may be replaced.
+            tree_depth = getattr(sampler, "tree_depth", tree_depth)
         method = "eval_rollout" if self.evaluates else "rollout"
-        is_plain = getattr(type(sampler), method) is getattr(ASTSampler, method, None)
-        if isinstance(sampler, ASTSampler) and is_plain:
+        if isinstance(sampler, ASTSampler) and not is_overridden(sampler, method, ASTSampler):
             return sampler.sample(
                 prompts,
                 tree_width=tree_width,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic
 
 import torch
@@ -69,6 +69,10 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             optimizer.step()
             optimizer.zero_grad()
 
+    The attributes `sampler`, `algorithm`, `num_episodes_per_experience` and `dataloader_kwargs`,
+    and methods of sampler and algorithm, may be replaced: they are read at each call. The batches
+    of one experience are those of the algorithm at its start.
+
     Parameters
     ----------
     environment : Sampler
@@ -101,37 +105,73 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         self.sampler: Sampler[StateT, ActionT] = one_sampler(environment, sampler)
         if algorithm is None:
             raise ConfigurationError("a harness needs an algorithm, for instance DPO(problem).")
-        check_count(
-            "num_episodes_per_experience",
-            num_episodes_per_experience,
-            what="episodes played",
-        )
-        _check_one_problem(self.sampler, algorithm)
         self.algorithm = algorithm
         self.num_episodes_per_experience = num_episodes_per_experience
+        self.dataloader_kwargs = dict(dataloader_kwargs or {})
+        self._config = config or TrainingConfiguration()
+        self.check_parts()
         self.use_wandb = use_wandb
         self.wandb = ASTRAWandbLogger(wandb_kwargs) if use_wandb else None
-        config = config or TrainingConfiguration()
-        options = _checked(dataloader_kwargs or {})
-        self._shuffles = bool(options.get("shuffle", True))
-        self.player = Player(self.sampler)
-        self.rollouts = Rollouts(
-            self.player,  # type: ignore[arg-type]  # offers what is asked of a TreeSampler
-            getattr(self.sampler, "prompts", None) or [""],
-            num_episodes=num_episodes_per_experience,
-            tree_width=getattr(self.sampler, "tree_width", 1),
-            tree_depth=getattr(self.sampler, "tree_depth", 1),
-            seed=config.seed,
-        )
-        self.adapter = AlgorithmAdapter(algorithm)
-        self._batch_size = int(options.get("batch_size", config.minibatch_size))
-        self._batch_order = config.batch_order
+        self.player = Player(self)
         self._num_experiences = 0
 
     @property
     def environment(self) -> Sampler[StateT, ActionT]:
         """Another name of `sampler`."""
         return self.sampler
+
+    @environment.setter
+    def environment(self, sampler: Sampler[StateT, ActionT]) -> None:
+        self.sampler = sampler
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Rollouts with the current sampler."""
+        sampler = self.sampler
+        return Rollouts(
+            self.player,  # type: ignore[arg-type]  # offers what is asked of a TreeSampler
+            getattr(sampler, "prompts", None) or [""],
+            num_episodes=self.num_episodes_per_experience,
+            tree_width=getattr(sampler, "tree_width", 1),
+            tree_depth=getattr(sampler, "tree_depth", 1),
+            seed=self._config.seed,
+        )
+
+    def check_parts(self) -> None:
+        """Raise unless the current parts belong together.
+
+        Raises
+        ------
+        ConfigurationError
+            For sampler and algorithm of different problems, and for invalid numbers and options.
+        """
+        check_count(
+            "num_episodes_per_experience",
+            self.num_episodes_per_experience,
+            what="episodes played",
+        )
+        _checked(self.dataloader_kwargs)
+        _check_one_problem(self.sampler, self.algorithm)
+
+    def batches(
+        self,
+        samples: Sequence[Any],
+        collate_fn: Callable[[Sequence[Any]], Any],
+        *,
+        key: tuple[int, int, int],
+    ) -> Iterator[Any]:
+        """Yield the batches of a pass over samples; `key` is seed, iteration and pass."""
+        size = self.batch_size
+        if self.dataloader_kwargs.get("shuffle", True):
+            return batches_of(
+                samples, collate_fn, size=size, order=self._config.batch_order, key=key
+            )
+        return (collate_fn(samples[i : i + size]) for i in range(0, len(samples), size))
+
+    @property
+    def batch_size(self) -> int:
+        """Maximum samples per batch."""
+        return int(self.dataloader_kwargs.get("batch_size", self._config.minibatch_size))
 
     def experience(self, seed: int | None = None) -> ExperienceLoader[Batch]:
         """Sample episodes, and return batches of their samples in random order, for any number of
@@ -143,34 +183,23 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             Equal seeds give equal experience for equal attackers; the episodes of one call differ.
             Without a seed, each call continues the sequence of the last.
         """
+        self.check_parts()
         iteration = 0
         if seed is None:
             iteration, self._num_experiences = self._num_experiences, self._num_experiences + 1
-            seed = self.rollouts.seed
+            seed = self._config.seed
+        # Collates the samples that it made, also if the harness gets another one meanwhile.
+        algorithm = self.algorithm
         with torch.no_grad():
             tree = self.rollouts.play(iteration, seed=seed)
             tree.nodes["credit"] = tree.nodes["reward"]
-            samples: list[Any] = self.adapter.flatten(tree)
+            samples: list[Any] = AlgorithmAdapter(algorithm).flatten(tree)
         logger.debug("%d samples of %d episodes", len(samples), self.num_episodes_per_experience)
-        size = self._batch_size
 
-        def shuffled(epoch: int) -> Iterator[Batch]:
-            batches: Any = batches_of(
-                samples,
-                self.adapter.collate_fn,
-                size=size,
-                order=self._batch_order,
-                key=(seed, iteration, epoch),
-            )
-            return (batch.content for batch in batches)
+        def epoch(number: int) -> Iterator[Batch]:
+            return self.batches(samples, algorithm.collate_fn, key=(seed, iteration, number))
 
-        def in_order(_: int) -> Iterator[Batch]:
-            parts = (samples[i : i + size] for i in range(0, len(samples), size))
-            return (self.algorithm.collate_fn(part) for part in parts)
-
-        return ExperienceLoader(
-            shuffled if self._shuffles else in_order, num_samples=len(samples), batch_size=size
-        )
+        return ExperienceLoader(epoch, num_samples=len(samples), batch_size=self.batch_size)
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of a batch, with gradient, and metrics."""
@@ -183,7 +212,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
 
     def log_current_step(self, current_logs: Mapping[str, Any]) -> None:
         """Write metrics to the log, and to W&B if enabled."""
-        if self.wandb is not None:
+        if self.use_wandb and self.wandb is not None:
             self.wandb.log(current_logs)
         shown = ", ".join(
             f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"

@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from pydantic import Field
 
-from nip_astra.astra.training.adapters import CountedBatch, Player
+from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.aliases import is_overridden
+from nip_astra.astra.training.adapters import AlgorithmAdapter, CountedBatch, HasSampler, Player
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.harness import Harness
 from nip_astra.checkpoints.store import CheckpointStore
@@ -65,8 +67,9 @@ class OwnObjectsLoop(AstTrainer):
     Attributes
     ----------
     harness : Harness
-        The trainer's. If `experience` or `step` is replaced after the loop was created, the
-        replacement is called, and its batches and losses are used unchanged.
+        The trainer's. Its sampler, algorithm and number of episodes are read at each iteration. If
+        `experience` or `step` is replaced after the loop was created, the replacement is called,
+        and its batches and losses are used unchanged.
     num_batches : int
         Batches with a computed loss so far, including the current step.
     """
@@ -90,14 +93,12 @@ class OwnObjectsLoop(AstTrainer):
         self.num_batches = 0
         self.harness: Any = harness
         self._first_harness = harness
-        self.algorithm = harness.algorithm
-        self.adapter = harness.adapter
         self.state_dir = state_dir
         self.on_save = on_save
-        own = harness.rollouts
+        rollouts = harness.rollouts
         num_dev = max(len(dev_prompts), 1)
         section = OwnObjectsParameters(
-            **own.size,
+            **rollouts.size,
             evaluation=EvaluationParameters(num_episodes=num_dev, num_dev_episodes=num_dev),
         )
         values = {"seed": config.seed, "training": config, KIND: section}
@@ -111,7 +112,7 @@ class OwnObjectsLoop(AstTrainer):
             agents={
                 role: getattr(harness.player, role) for role in ("attacker", "target", "reference")
             },
-            datasets={"train": own.prompts, "dev": list(dev_prompts)},
+            datasets={"train": rollouts.prompts, "dev": list(dev_prompts)},
             sampler=harness.player,  # type: ignore[arg-type]  # offers what the loop asks
         )
         settings = ExperimentSettings(
@@ -122,8 +123,18 @@ class OwnObjectsLoop(AstTrainer):
         super().__init__(hyper_params, instance, settings)
         self.tracker = tracker or Tracker()
         self._train_problem_parameters()
-        self.rollouts = own
-        self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
+        self.rollouts = rollouts
+        self.evaluate_with(harness)
+
+    def evaluate_with(self, owner: HasSampler) -> None:
+        """Evaluate with the sampler that `owner` has at each evaluation."""
+        self.evaluation.sampler = Player(owner, evaluates=True)  # type: ignore[assignment]
+
+    @property
+    def algorithm(self) -> Algorithm[Any, Any, Any, Any]:
+        """The harness's current algorithm; a harness of another class need not have one."""
+        algorithm: Any = getattr(self.harness, "algorithm", None)
+        return algorithm or self._first_harness.algorithm
 
     def _train_problem_parameters(self) -> None:
         """Train the problem's `parameters` if they are not all trainable weights of its model."""
@@ -147,33 +158,46 @@ class OwnObjectsLoop(AstTrainer):
     def _calls(self, method: str) -> bool:
         """Return whether a method of the harness was replaced, so that the loop must call it."""
         harness = self.harness
-        is_own = getattr(type(harness), method, None) is getattr(Harness, method)
-        return harness is not self._first_harness or not is_own or method in vars(harness)
+        return harness is not self._first_harness or is_overridden(harness, method, Harness)
+
+    def _check_parts(self) -> None:
+        """Raise for replaced parts of a problem that the optimizer does not train."""
+        self._first_harness.check_parts()
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        system = self.algorithm.system
+        if not any(id(parameter) in trained for parameter in system.parameters()):
+            raise ConfigurationError(
+                f"sampler and algorithm were replaced by those of another {type(system).__name__}, "
+                "which the optimizer does not train. Create a new Trainer for it."
+            )
 
     # ---- hooks, implemented by the harness and the algorithm
 
     def collect(self, iteration: int) -> Experience:
         if not self._calls("experience"):
+            self._check_parts()
+            self.rollouts = self._first_harness.rollouts
             return super().collect(iteration)
         return Experience([CountedBatch(batch, 1) for batch in self.harness.experience()])  # type: ignore[misc]  # ready batches stand for samples
 
     def batches(self, samples: Sequence[Any], *, iteration: int, epoch: int) -> Iterator[Any]:
         if samples and isinstance(samples[0], CountedBatch):
             return iter(samples)
-        return super().batches(samples, iteration=iteration, epoch=epoch)
+        key = (self.hyper_params.seed, iteration, epoch)
+        return self._first_harness.batches(samples, self.collate_fn, key=key)
 
     def flatten(self, tree: RolloutTree) -> list[Any]:
-        samples = self.adapter.flatten(tree)
+        samples = AlgorithmAdapter(self.algorithm).flatten(tree)
         self.log_metrics(getattr(self.algorithm, "flatten_metrics", {}))
         return samples
 
     def collate_fn(self, samples: Sequence[Any]) -> Any:
-        return self.adapter.collate_fn(samples)
+        return AlgorithmAdapter(self.algorithm).collate_fn(samples)
 
     def loss(self, batch: Any) -> LossOutput:
         self.num_batches += 1
         step = self.harness.step if self._calls("step") else self.algorithm.step
-        return self.adapter.step(batch, step)
+        return AlgorithmAdapter(self.algorithm).step(batch, step)
 
     def _write_step_totals(self, batches: Sequence[Any]) -> None:
         parts: Sequence[CountedBatch] = batches

@@ -27,10 +27,11 @@ from nip_astra.progress import waiting_for
 
 Method = Literal["supervised", "dpo"]
 LrSchedule = Literal["linear", "constant"]
+TrainedWeights = Literal["adapter", "all"]
 
 
 class SupervisedExample(NamedTuple):
-    """A conversation whose last message is the target."""
+    """A conversation of which the assistant's messages are learned, see `without_weight`."""
 
     messages: tuple[ChatMessage, ...]
 
@@ -41,6 +42,12 @@ class PreferenceExample(NamedTuple):
     messages: tuple[ChatMessage, ...]
     preferred: str
     rejected: str
+
+
+def without_weight(message: Mapping[str, Any]) -> Any:
+    """Return a message of the conversation that is read but not learned, as in OpenAI's format."""
+    is_learned = message["role"] == "assistant"
+    return {**message, "weight": 0} if is_learned else dict(message)
 
 
 Examples: TypeAlias = Sequence[SupervisedExample] | Sequence[PreferenceExample]
@@ -83,6 +90,8 @@ class FineTuningOptions:
     truncate_prompts : bool or None
         Whether a prompt beyond the model's window loses its first tokens; otherwise the job is
         refused.
+    trained_weights : {"adapter", "all"} or None
+        A low-rank adapter of the model, or all of its weights.
     """
 
     method: Method = "supervised"
@@ -94,6 +103,7 @@ class FineTuningOptions:
     freeze_embeddings: bool | None = None
     lr_schedule: LrSchedule | None = None
     truncate_prompts: bool | None = None
+    trained_weights: TrainedWeights | None = None
     seed: int | None = None
 
     def resolved(self) -> dict[str, Any]:
@@ -112,6 +122,7 @@ DEFAULTS: Mapping[str, Any] = {
     "freeze_embeddings": True,
     "lr_schedule": "linear",
     "truncate_prompts": False,
+    "trained_weights": "adapter",
     "seed": 0,
 }
 """Default values of options that are None."""
@@ -122,6 +133,7 @@ HYPERPARAMETERS: Mapping[str, str] = {
     "freeze_embeddings": "freeze_embeddings",
     "lr_schedule": "lr_schedule",
     "truncate_prompts": "truncate_prompts",
+    "trained_weights": "trained_weights",
     "beta": "beta",
     "nll_weight": "nll_weight",
 }

@@ -22,7 +22,6 @@ from nip_astra.language_models.message_format import (
     ThoughtMarkers,
     detect_format,
 )
-from nip_astra.language_models.tool_calls import tool_form
 from nip_astra.rollouts.messages import Role, Turn
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +77,10 @@ class ConversationFormat(ABC):
         """Return the tokens before the reading model's next turn."""
 
     def with_tools(self, described: tuple[str, ...]) -> ConversationFormat:
-        """Return the format for a model that reads tools, each in OpenAI's form as JSON."""
+        """Return the format for a model that reads tools, each in OpenAI's form as JSON.
+
+        Raises `ModelAbilityError` if the chat template shows tools, but its calls cannot be read.
+        """
         return self
 
     @abstractmethod
@@ -187,11 +189,13 @@ class ChatFormat(ConversationFormat):
         opens_thought = detected.begins_in_thought(self.answer_opening)
         return replace(detected, opens_thought=opens_thought)
 
-    @cached_property
+    @property
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
-        return tool_form(self.tokenizer) is not None
+        return self.message_format.supports_tools
 
     def with_tools(self, described: tuple[str, ...]) -> ChatFormat:
+        if described:
+            self.message_format.require_tools()
         if described not in self._by_tools:
             own = copy(self)
             own._tools, own._layouts = described, {}

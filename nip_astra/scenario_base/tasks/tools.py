@@ -1,7 +1,7 @@
 """Tools that a policy may call during an episode.
 
 A policy whose chat template has tools reads their JSON schemas there, and calls them in the form
-that its template teaches (`nip_astra.language_models.tool_calls`). Any other policy may read a
+that its template teaches (`nip_astra.language_models.message_format`). Any other policy may read a
 description in its first message, and calls a tool with a message that is only
 `name(argument)`, or `name({"a": 1, "b": 2})` for a tool with several arguments.
 """
@@ -25,9 +25,10 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from nip_astra.errors import ConfigurationError, TaskError
-from nip_astra.language_models.tool_calls import OPEN, ToolCall, parse_tool_calls
+from nip_astra.language_models.message_format import MessageFormat
 from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
 from nip_astra.registry import Registry
+from nip_astra.rollouts.messages import ToolCall, Turn
 from nip_astra.safe_text import valid_text
 from nip_astra.scorers.python import find_function
 from nip_astra.utils.sandbox import SandboxLimits, check_any_sandbox, run_program
@@ -294,21 +295,27 @@ class Toolbox:
             lines.append(f"{tool.name}({arguments}): {tool.description}")
         return "\n".join(lines) + "\n\n"
 
-    def calls_in(self, text: str, *, has_template: bool) -> list[ToolCall | WrongCall]:
-        """Return the calls in a message of the policy, in order, up to the maximum."""
+    @cached_property
+    def argument_schemas(self) -> dict[str, Mapping[str, Any]] | None:
+        """Return the schema of each tool's arguments; None without tools."""
+        schemas = {name: tool.parameters for name, tool in self.tools.items()}
+        return schemas or None
+
+    def calls_in(self, turn: Turn, message_format: MessageFormat) -> list[ToolCall | WrongCall]:
+        """Return the calls in a turn of the policy, in order, up to the maximum."""
         if not self.tools:
             return []
-        content, found = parse_tool_calls(text)
-        calls: list[ToolCall | WrongCall] = [*found]
-        if OPEN in content:
-            example = '{"name": ..., "arguments": {...}}'
-            calls.append(WrongCall("malformed", f"the call is no JSON such as {example}"))
-        elif not calls and not has_template and (match := _TEXT_CALL.fullmatch(text)):
-            calls += self._text_call(*match.groups())
-        most = self.parameters.max_calls
-        if len(calls) > most:
-            message = f"only the first {most} of {len(calls)} calls were executed"
-            calls = [*calls[:most], WrongCall("many", message)]
+        calls: list[ToolCall | WrongCall] = [*turn.calls]
+        if message_format.has_call_mark(turn.text):
+            example = message_format.example
+            calls.append(WrongCall("malformed", f"the call is not written as {example}"))
+        elif not calls and not message_format.supports_tools:
+            match = _TEXT_CALL.fullmatch(turn.text)
+            calls += [] if match is None else self._text_call(*match.groups())
+        max_calls = self.parameters.max_calls
+        if len(calls) > max_calls:
+            message = f"only the first {max_calls} of {len(calls)} calls were executed"
+            calls = [*calls[:max_calls], WrongCall("many", message)]
         return calls
 
     def _text_call(self, name: str, arguments: str) -> list[ToolCall | WrongCall]:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
-from nip_astra.language_models.tool_calls import parse_tool_calls
+from nip_astra.language_models.message_format import MessageFormat
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
@@ -216,11 +216,13 @@ def add_messages(trace: Any, messages: Sequence[Turn], *, first_own: int = 0) ->
 
     kinds = {"user": v1.UserMessage, "system": v1.SystemMessage}
     waiting: list[str] = []
-    for place, (role, text) in enumerate(messages):
+    for place, turn in enumerate(messages):
+        role, text = turn.role, turn.text
         number = len(trace.nodes)
         message: Any
         if role == "assistant":
-            content, calls = parse_tool_calls(text) if place >= first_own else (text, [])
+            parsed = MessageFormat().parse(text, tools={} if place >= first_own else None)
+            content, calls = parsed.text, parsed.calls
             waiting = [f"call_{number}_{index}" for index in range(len(calls))]
             parts = [
                 v1.ToolCall(id=identity, name=call.name, arguments=json.dumps(call.arguments))

@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -29,6 +29,8 @@ from nip_astra.language_models.services.fine_tuning import (
     OpenAIFineTuning,
     PreferenceExample,
     SupervisedExample,
+    TrainedWeights,
+    without_weight,
 )
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.conditions import where, where_given
@@ -428,6 +430,7 @@ class PureTextSharedModelGroup:
             "pending": self._pending,
             "jobs": list(self.job_ids),
             "num_dead_jobs": self._num_dead,
+            "trained_weights": self.plan.options.trained_weights,
             "agents": [agent.name for agent in self.agents],
         }
 
@@ -449,6 +452,16 @@ class PureTextSharedModelGroup:
         self._switch_to(model)
         self._pending, self.job_ids = state["pending"], list(state["jobs"])
         self._num_dead = state.get("num_dead_jobs", 0)
+        trained_weights = state.get("trained_weights", self._older_trained_weights)
+        options = replace(self.plan.options, trained_weights=trained_weights)
+        self.plan = replace(self.plan, options=options)
+
+    @property
+    def _older_trained_weights(self) -> TrainedWeights | None:
+        """Return what jobs trained before they had an option for it."""
+        if isinstance(self.service, LocalFineTuningService) and not self.service.has_adapter:
+            return "all"
+        return None
 
     def models(self) -> list[ChatModel]:
         """Return the open model, if any."""
@@ -569,4 +582,6 @@ def _supervised_examples(
         if is_replaced:
             answer = decision_text(int(rollouts["y"][turn.rollout]))
         prompt = read_prompt(rollouts["agents", "prompt"][turn])
-        yield SupervisedExample((*prompt, ChatMessage(role="assistant", content=answer)))
+        # Earlier answers of the agent are learned in examples of their own.
+        before = map(without_weight, prompt)
+        yield SupervisedExample((*before, ChatMessage(role="assistant", content=answer)))

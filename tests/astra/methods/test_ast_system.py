@@ -152,7 +152,7 @@ def test_a_scorer_that_reads_conversations_gets_them() -> None:
         ([0.0, 0.0], "list"),
     ],
 )
-def test_invalid_log_probabilities_are_reported_at_every_call(given: Any, text: str) -> None:
+def test_invalid_log_probabilities_are_reported_at_every_use(given: Any, text: str) -> None:
     class Wrong(WordProblem):
         def get_baseline_logprobs(self, context: Any, continuation: Any) -> Any:
             return given
@@ -160,7 +160,7 @@ def test_invalid_log_probabilities_are_reported_at_every_call(given: Any, text: 
     problem = Wrong()
     for _ in range(2):
         with pytest.raises(ConfigurationError, match=text):
-            problem._get_baseline_logprobs_and_validate(["a", "b"], ["c", "d"])
+            problem.reference_values(["a", "b"], ["c", "d"])
 
 
 def test_an_attacker_without_gradient_and_a_missing_text_are_reported() -> None:
@@ -231,3 +231,56 @@ def test_errors_of_an_own_scorer_name_its_class_and_its_cache_depends_on_its_cod
     with pytest.raises(ScorerError, match="scorer 'Loud'"):
         rater.score(["hello"])
     assert {__name__, Finds.__module__} <= rater.modules
+
+
+def test_log_densities_above_0_are_accepted_if_a_problem_allows_them() -> None:
+    class Dense(WordProblem):
+        """Its log-probabilities are shifted by a constant, like log-densities."""
+
+        def _logprobs(self, logits: Any, continuation: Any) -> Any:
+            dense = super()._logprobs(logits, continuation)
+            return torch.where(dense == 0, dense, dense + 5.0)
+
+    with pytest.raises(ConfigurationError, match="max_logprob"):
+        train(DPO(Dense()), training_steps=1, num_episodes_per_experience=2)
+    problem = Dense(ppl_weight=0.0)
+    problem.max_logprob = None
+    train(DPO(problem), lr=0.3, training_steps=3, num_episodes_per_experience=4)
+    assert says(problem, "silly") > 1 / 6
+
+
+class OnDevices(WordProblem):
+    """Returns random numbers on chosen devices, as the models of a faulty setup."""
+
+    def __init__(self, attacker: str = "cpu", reference: str = "cpu") -> None:
+        super().__init__()
+        self.devices = {"attacker": attacker, "reference": reference}
+
+    def get_tester_logprobs(self, context: Any, continuation: Any) -> Any:
+        return torch.randn(len(context), 5, device=self.devices["attacker"], requires_grad=True)
+
+    def get_target_logprobs(self, context: Any, continuation: Any) -> Any:
+        return torch.randn(len(context), 5, device=self.devices["reference"])
+
+    get_baseline_logprobs = get_target_logprobs
+
+
+def test_models_on_different_devices_are_reported_as_in_astra_rl() -> None:
+    texts = ["hello", "world"], ["test", "case"]
+    problem = OnDevices()
+    assert problem._expected_device is None
+    logprobs = problem._get_tester_logprobs_and_validate(*texts)
+    assert problem._expected_device == logprobs.device == torch.device("cpu")
+    assert problem._disable_asserts["tester_logprobs"] is True
+    for role in ("target", "baseline", "tester"):
+        result = getattr(problem, f"_get_{role}_logprobs_and_validate")(*texts)
+        assert result.shape == (2, 5)
+    mixed = OnDevices(reference="meta")
+    mixed._get_tester_logprobs_and_validate(*texts)
+    with pytest.raises(AssertionError, match=r"cpu.*baseline_logprobs.*meta"):
+        mixed._get_baseline_logprobs_and_validate(*texts)
+    problem._expected_device = torch.device("meta")
+    with pytest.raises(AssertionError, match=r"meta.*some_logprobs.*cpu"):
+        problem._check_logprobs("some_logprobs", torch.randn(1, 5), 1, False)
+    with pytest.raises(AssertionError, match="gradient"):
+        problem._check_logprobs("tester_logprobs", torch.randn(1, 5), 1, True)

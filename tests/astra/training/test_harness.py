@@ -292,3 +292,113 @@ def test_batches_are_counted_before_their_step_also_where_several_make_one() -> 
     steps = trainer._loop.state.num_optimizer_steps
     assert 3 * steps - 4 <= trainer._global_step_counter <= 3 * steps
     assert trainer._global_step_counter > steps
+
+
+# ---- parts that are replaced
+
+
+class Counting(ASTSampler):
+    """Counts its own rollouts."""
+
+    num_rollouts = 0
+
+    def rollout(self, seed: int | None = None) -> Any:
+        self.num_rollouts += 1
+        return super().rollout(seed)
+
+
+def test_parts_of_a_trainers_harness_are_read_at_each_iteration() -> None:
+    trainer = trainer_of(training_steps=1)
+    problem = trainer.harness.sampler.system
+    steps: list[str] = []
+
+    class Recording(IPO):
+        def flatten(self, graph: Any) -> Any:
+            steps.append("flatten")
+            return super().flatten(graph)
+
+        def step(self, batch: Any) -> Any:
+            steps.append("step")
+            return super().step(batch)
+
+    sampler = Counting(problem, ["hello"], tree_width=3, tree_depth=1)
+    trainer.harness.algorithm = Recording(problem)
+    trainer.harness.sampler = sampler
+    trainer.harness.num_episodes_per_experience = 5
+    trainer.train()
+    assert sampler.num_rollouts == steps.count("flatten") == 5
+    assert set(steps) == {"flatten", "step"}
+
+
+@pytest.mark.parametrize("num_episodes", [1, 3])
+def test_methods_that_are_replaced_on_an_object_are_called(num_episodes: int) -> None:
+    trainer = trainer_of(training_steps=1, num_episodes_per_experience=num_episodes)
+    sampler, algorithm = trainer.harness.sampler, trainer.harness.algorithm
+    calls: list[str] = []
+
+    def counted(owner: Any, method: str) -> None:
+        original = getattr(owner, method)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(method)
+            return original(*args, **options)
+
+        setattr(owner, method, call)
+
+    counted(sampler, "rollout")
+    for method in ("flatten", "collate_fn", "step"):
+        counted(algorithm, method)
+    for method in ("advance", "reward", "get_tester_logprobs", "rollout_prompt_with_auditor"):
+        counted(sampler.system, method)
+    trainer.train()
+    assert {calls.count(method) for method in ("rollout", "flatten")} == {num_episodes}
+    assert set(calls) == {
+        *("rollout", "flatten", "collate_fn", "step", "advance", "reward"),
+        *("get_tester_logprobs", "rollout_prompt_with_auditor"),
+    }
+
+
+def test_a_bare_harness_uses_one_algorithm_for_samples_batches_and_losses() -> None:
+    class First(DPO):
+        pass
+
+    class Second(DPO):
+        """Marks its samples, and accepts no others."""
+
+        def flatten(self, graph: Any) -> Any:
+            return [("second", step) for step in super().flatten(graph)]
+
+        @staticmethod
+        def collate_fn(batch: Any) -> Any:
+            assert {name for name, _ in batch} == {"second"}
+            return DPO.collate_fn([step for _, step in batch])
+
+    problem = WordProblem()
+    harness = Harness(ASTSampler(problem, PROMPTS), First(problem), 3)
+    before = harness.experience(seed=0)
+    harness.algorithm = Second(problem)
+    # The first experience is collated by its own algorithm, also after the exchange.
+    first, second = (
+        sorted(probe for batch in experience for probe in batch.suffix_pos)
+        for experience in (before, harness.experience(seed=0))
+    )
+    assert first == second
+    harness.dataloader_kwargs = {"batch_size": 2, "shuffle": False}
+    assert {len(batch.prefixes) for batch in list(harness.experience(seed=0))[:-1]} == {2}
+    harness.dataloader_kwargs = {"num_workers": 1}
+    with pytest.raises(ConfigurationError, match="num_workers"):
+        harness.experience()
+
+
+def test_replaced_parts_must_belong_together_and_be_trained() -> None:
+    trainer = trainer_of()
+    other = WordProblem()
+    trainer.harness.algorithm = DPO(other)
+    with pytest.raises(ConfigurationError, match="WordProblem"):
+        trainer.train()
+    trainer.harness.sampler = ASTSampler(other, PROMPTS)
+    with pytest.raises(ConfigurationError, match="optimizer"):
+        trainer.train()
+    trainer.optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    trainer.train()
+    assert other.attacker.logits.abs().sum() > 0

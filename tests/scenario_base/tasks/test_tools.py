@@ -14,6 +14,8 @@ from pydantic import Field
 from nip_astra.errors import ConfigurationError, SandboxUnavailableError, TaskError
 from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.message_format import MessageFormat
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.samplers.tasks import TaskPlan, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
@@ -228,8 +230,8 @@ def test_calls_go_through_the_chat_template_and_results_are_not_learnt(
     ("message", "kind", "fact"),
     [
         ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', "unknown", "add, submit"),
-        ('<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>', "malformed", "JSON"),
-        ('<tool_call>{"name": "add"}</tool_call>', "malformed", "JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": }}</tool_call>', "malformed", "arguments"),
+        ('<tool_call>{"name": "add"}</tool_call>', "malformed", "arguments"),
         ('<tool_call>{"name": "add", "arguments": {"a": "2"}}</tool_call>', "arguments", "'2'"),
         ('<tool_call>{"name": "add", "arguments": {"c": 2}}</tool_call>', "arguments", "'c'"),
         ('{"name": "shout", "arguments": {"text": "a", "times": -1}}', "failed", "ValueError: ti"),
@@ -299,7 +301,8 @@ def test_a_template_without_tools_has_them_in_text(
     assert answers[:2] == ["14", "5"]
     assert all(answer.startswith("Error: ") for answer in answers[2:])
     assert episode.tool_counts == {"calls": 4, "malformed": 1, "arguments": 1}
-    (deep,) = tools.Toolbox.of([add]).calls_in(f"add({'[' * 9999})", has_template=False)
+    turn = Turn("assistant", f"add({'[' * 9999})")
+    (deep,) = tools.Toolbox.of([add]).calls_in(turn, MessageFormat())
     assert isinstance(deep, tools.WrongCall)
     assert episode.reward == 1.0
     text = model.tokenizer.decode(trajectory.tokens)

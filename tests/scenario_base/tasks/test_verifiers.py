@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, TaskError
+from nip_astra.language_models.message_format import MessageFormat
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import Episode, Task, opening_of, reaction_of, toolbox_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import iterations_of, trainer_of
@@ -213,7 +215,8 @@ def test_tools_of_a_taskset_run_in_this_process_with_its_state(taskset: Path) ->
     messages = [*environment.reset()]
     for a in (3, 99):
         call = f'<tool_call>{{"name": "adding_add", "arguments": {{"a": {a}}}}}</tool_call>'
-        (result,) = box.calls_in(call, has_template=True)
+        calls = MessageFormat().parse(call, tools=box.argument_schemas).calls
+        (result,) = box.calls_in(Turn("assistant", calls=calls), MessageFormat())
         outcome = box.execute(result)
         messages += [Message("assistant", call), Message("tool", outcome.value)]
     assert outcome.error == "failed"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nip_astra.astra.core.aliases import only_one
+from nip_astra.astra.core.aliases import is_overridden, only_one
 from nip_astra.astra.core.system import TokenValues, ValueFunctionSystem
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
 from nip_astra.astra.ext.transformers.loading import ModelId, check_same_tokens, load_agents
@@ -155,9 +155,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     # ---- playing
 
     def tree_sampler(self) -> TreeSampler | TextRollouts:
-        if any(
-            getattr(type(self), name) is not getattr(HFASTProblem, name) for name in TEXT_METHODS
-        ):
+        if any(is_overridden(self, name, HFASTProblem) for name in TEXT_METHODS):
             return TextRollouts(self)
         rater = rater_of_system(self)
         if rater is None:

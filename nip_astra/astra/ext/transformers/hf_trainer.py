@@ -93,6 +93,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
         super().__init__(config, environment, algorithm, use_wandb, sampler=sampler)
         self.eval_every = period
         self.sampler = self.environment = self.harness.sampler
+        self._loop.evaluate_with(self)
         self.system = self.problem = self.harness.sampler.system
         check_can_be_saved(self.problem)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nip_astra.language_models import tool_calls
-from nip_astra.language_models.sources import load_tokenizer
-from nip_astra.language_models.tool_calls import (
-    ToolCall,
-    ToolCallParser,
-    ToolForm,
-    parse_tool_calls,
-    tool_form,
+from nip_astra.language_models.message_format import (
+    MessageFormat,
+    MessagePart,
+    detect_format,
 )
-from tests.kit.recording import record_calls
+from nip_astra.language_models.sources import load_tokenizer
+from nip_astra.rollouts.messages import ToolCall
 from tests.kit.tiny import make_byte_tokenizer
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
@@ -70,38 +68,38 @@ TAGGED = f"<tool_call>\n{ADD}\n</tool_call>"
 def test_calls_are_separated_from_text_however_they_arrive(
     text: str, content: str, calls: list[ToolCall]
 ) -> None:
-    assert parse_tool_calls(text) == (content, calls)
+    parsed = MessageFormat().parse(text, tools={})
+    assert (parsed.text, [*parsed.calls]) == (content, calls)
     for size in (1, 3, 11) if len(text) < 1000 else ():
-        parser = ToolCallParser()
-        pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        parts = [part for piece in pieces for part in parser.push(piece)]
-        parts += parser.finish()
+        parts = parse_in_pieces(MessageFormat(), text, size=size)
         assert "" not in parts
         assert "".join(part for part in parts if isinstance(part, str)) == content
         assert [part for part in parts if isinstance(part, ToolCall)] == calls
 
 
+def parse_in_pieces(
+    message_format: MessageFormat, text: str, *, size: int, **options: Any
+) -> list[MessagePart]:
+    parser = message_format.parser(**{"tools": {}, **options})
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    return [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+
+
 def test_text_is_not_held_back_longer_than_needed() -> None:
-    parser = ToolCallParser()
-    assert list(parser.push("so 4 <")) == ["so 4"]
-    assert list(parser.push(" 5, ")) == [" < 5,"]
-    assert list(parser.push(TAGGED)) == [CALL]
-
-
-def test_closing_tags_within_an_argument_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = record_calls(monkeypatch, tool_calls, "_calls_in")
-    text = '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 20
-    parser = ToolCallParser()
-    for letter in text + '"}}</tool_call>':
-        calls = list(parser.push(letter))
-    assert calls == [ToolCall("f", {"a": "</tool_call>" * 20})]
-    assert len(reads) == 21
+    parser = MessageFormat().parser(tools={})
+    assert parser.push("so 4 <") == ["so 4"]
+    assert parser.push(" 5, ") == [" < 5,"]
+    assert parser.push(TAGGED) == [CALL]
 
 
 def test_a_template_either_shows_tools_or_is_known_not_to(tiny_model_dir: Path) -> None:
-    assert tool_form(load_tokenizer(str(tiny_model_dir))) is None
+    assert not detect_format(load_tokenizer(str(tiny_model_dir))).shows_tools
     tokenizer = make_byte_tokenizer()
-    assert tool_form(tokenizer) == ToolForm("tagged")
-    for old, new in (("<tool_call>", ""), ('"arguments"', '"parameters"')):
+    assert detect_format(tokenizer).supports_tools
+    for old, new in (
+        ("<tool_call>\\n", ""),
+        ("\\n</tool_call>", ""),
+        ('"arguments"', '"parameters"'),
+    ):
         tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
-    assert tool_form(tokenizer) == ToolForm("plain", "parameters")
+    assert detect_format(tokenizer).supports_tools
