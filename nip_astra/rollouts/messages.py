@@ -77,6 +77,10 @@ class Turn:
         """Return the tokens of text and calls."""
         return self.ids[self.num_reasoning_ids :] if self.text_ids is None else self.text_ids
 
+    def without_tokens(self) -> Turn:
+        """Return the turn as it is recorded."""
+        return Turn(self.role, self.text, self.reasoning, self.calls, self.is_missing)
+
     def __iter__(self) -> Iterator[str]:
         """Unpack to role and text, which is what most scorers and tasks of users read."""
         return iter((self.role, self.text))

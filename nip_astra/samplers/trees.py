@@ -702,7 +702,8 @@ def put_together(results: Sequence[WorkerResult[RolloutTree]]) -> RolloutTree:
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     """Rate every response, and every probe and response together, in one call.
 
-    The score of a failed response is NaN, and an error if a service failed; scores after it are NaN.
+    The score of a failed response is NaN, and an error if a service failed; scores after it are
+    NaN.
     """
     failures = tree.failures_of_nodes()
     there = [node for node, failure in enumerate(failures) if failure is None]

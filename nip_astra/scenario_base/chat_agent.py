@@ -24,6 +24,7 @@ from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.rollouts.messages import ToolCall
 
+
 class ChatReply(NamedTuple):
     """A chat model's reply, or the reason why there is none."""
 

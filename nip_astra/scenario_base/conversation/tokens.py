@@ -140,7 +140,6 @@ class ConversationFormat(ABC):
             f"{num_tokens} tokens of context. Shorten the prompt, or lower max_new_tokens."
         )
 
-
     def longest_turn(self, num_tokens: int) -> int:
         """Return the most tokens of another speaker's turn that a context of `num_tokens` holds."""
         return max(num_tokens - len(self.context([Turn("user")])), 0)

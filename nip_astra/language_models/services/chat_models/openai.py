@@ -223,9 +223,7 @@ class OpenAIChatModel(ChatModel):
         """Return the outcome of an error of the package; raise any other error again."""
         refusal = refused_prompt(error) if is_status_error(error) else None
         if refusal is not None:
-            answer = ChatAnswer(
-                "", FinishReason.CONTENT_FILTER, refusal=connection.shown(refusal)
-            )
+            answer = ChatAnswer("", FinishReason.CONTENT_FILTER, refusal=connection.shown(refusal))
             usage = estimate_usage(request.messages, ())
             return ChatOutcome((answer,) * request.num_samples, usage, is_usage_estimated=True)
         has_format = "response_format" in self._fields(request, self._token_field)
