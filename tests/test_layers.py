@@ -27,7 +27,7 @@ FLOORS = [
         # The last two resolve and build the experiments of runs; measuring code of trainers is
         # below.
         "run resume_check recipes hub overview installation resolving sweep cli serve astra nip "
-        "__main__ evaluation.api evaluation.families",
+        "nexrl __main__ evaluation.api evaluation.families",
     )
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

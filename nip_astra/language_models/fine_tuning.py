@@ -39,6 +39,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.adapters import LoraParameters, add_adapter, with_adapter
 from nip_astra.language_models.base import LANGUAGE_MODELS, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.message_format import detect_format
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.services.fine_tuning import (
     DEFAULTS,
@@ -54,7 +55,6 @@ from nip_astra.language_models.services.fine_tuning import (
 )
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.language_models.sources import find_tokenizer, load_causal_lm, resolve_model
-from nip_astra.language_models.tool_calls import tool_form
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.preference import preference_loss
 from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
@@ -468,7 +468,7 @@ def token_rows(
 def _render_learned_turns(tokenizer: Any, text: TrainingText) -> list[RenderedTurn]:
     messages = [_without_key(message, "weight") for message in text.messages]
     uses_tools = text.tools or any(message.get("tool_calls") for message in messages)
-    if uses_tools and tool_form(tokenizer) is None:
+    if uses_tools and not detect_format(tokenizer).shows_tools:
         raise ModelLoadError(
             "the chat template of the model shows no tools. Remove tools and tool_calls, or choose "
             "another model."

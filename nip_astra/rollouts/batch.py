@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -80,6 +80,9 @@ class Batch:
         If the number of rows is unknown.
     """
 
+    derived: ClassVar[Mapping[str, Callable[[Any], Any]]] = DERIVED
+    """Fields that are computed from the batch unless stored."""
+
     def __init__(
         self,
         values: TensorDict | Mapping[str, Any],
@@ -105,7 +108,7 @@ class Batch:
                 self.data[name] = self.data[name].to(dtype)
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory], **facts: Any) -> Batch:
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], **facts: Any) -> Self:
         """Pad trajectories on the right to the longest; `facts` are metadata of the whole batch.
 
         Extras that are numbers in all trajectories become `[B]`, tensors of a trajectory's length
@@ -165,16 +168,17 @@ class Batch:
         wide = self.data[TOKEN_FIELD].shape
         return [name for name, value in self.data.items() if value.shape[:2] == wide]
 
-    def _with(self, data: TensorDict, rows: dict[str, list[Any]] | None = None) -> Batch:
-        return Batch(data, rows=dict(self.rows if rows is None else rows), facts=dict(self.facts))
+    def _with(self, data: TensorDict, rows: dict[str, list[Any]] | None = None) -> Self:
+        rows = dict(self.rows if rows is None else rows)
+        return type(self)(data, rows=rows, facts=dict(self.facts))
 
     # ---- padding
 
-    def remove_redundant_left_padding(self, **options: Any) -> Batch:
+    def remove_redundant_left_padding(self, **options: Any) -> Self:
         """Remove columns on the left that are padding in all rows; see `strip`."""
         return self.strip(right=False, **options)
 
-    def remove_redundant_right_padding(self, **options: Any) -> Batch:
+    def remove_redundant_right_padding(self, **options: Any) -> Self:
         """Remove columns on the right that are padding in all rows; see `strip`."""
         return self.strip(left=False, **options)
 
@@ -186,22 +190,26 @@ class Batch:
         fields: Sequence[str] | None = None,
         anchor_field: str = "input_ids",
         pad_token_id: int | None = None,
-    ) -> Batch:
+        max_columns: int | None = None,
+    ) -> Self:
         """Remove columns that are padding in all rows, by `attention_mask`.
 
         `fields` and the `anchor_field` of token ids must exist per token; all other fields of
-        tokens are cut too. The remaining padding of the anchor field becomes `pad_token_id`, if
-        given.
+        tokens are cut too, at most `max_columns` on each side. The remaining padding of the anchor
+        field becomes `pad_token_id`, if given.
         """
         per_token = self._token_fields()
         names = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
-        wrong = [name for name in names if name not in (*per_token, *DERIVED)]
+        wrong = [name for name in names if name not in (*per_token, *self.derived)]
         if wrong:
             raise DataError(
                 f"no fields of tokens: {', '.join(map(repr, wrong))}. Available: "
                 f"{', '.join(sorted(per_token))}."
             )
         start, end = used_columns(self.data[TOKEN_FIELD])
+        if max_columns is not None:
+            start = min(start, max_columns)
+            end = max(end, self.width - max_columns)
         columns = slice(start if left else 0, end if right else self.width)
         data = self.data.copy()
         for name, value in self.data.items():
@@ -213,7 +221,7 @@ class Batch:
             data[anchor_field] = data[anchor_field].masked_fill(~data[TOKEN_FIELD], pad_token_id)
         return self._with(data)
 
-    def pad_to_multiple(self, multiple: int) -> Batch:
+    def pad_to_multiple(self, multiple: int) -> Self:
         """Add rows of weight 0 until the number of rows is a multiple.
 
         Each has one token, which no loss counts: `row_weights` is 0 and `loss_mask` False.
@@ -225,13 +233,14 @@ class Batch:
             {name: value.new_zeros(missing, *value.shape[1:]) for name, value in self.data.items()},
             batch_size=[missing],
         )
-        data[TOKEN_FIELD][:, :1] = True
+        if TOKEN_FIELD in data.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+            data[TOKEN_FIELD][:, :1] = True
         rows = {name: column + [None] * missing for name, column in self.rows.items()}
         return self._with(torch.cat([self.data, data]), rows)
 
     # ---- rows
 
-    def select(self, rows: Tensor | Sequence[int]) -> Batch:
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Return the rows given by indices, in order, or by a bool mask."""
         index = torch.as_tensor(rows)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.to(torch.int64)
@@ -239,14 +248,14 @@ class Batch:
         lists = {name: [column[i] for i in chosen] for name, column in self.rows.items()}
         return self._with(self.data[index], lists)
 
-    def split(self, size: int) -> list[Batch]:
+    def split(self, size: int) -> list[Self]:
         """Split into consecutive parts of at most `size` rows."""
         return [
             self.select(range(start, min(start + size, len(self))))
             for start in range(0, len(self), size)
         ]
 
-    def shuffle(self, generator: torch.Generator) -> Batch:
+    def shuffle(self, generator: torch.Generator) -> Self:
         """Return the rows in random order."""
         return self.select(torch.randperm(len(self), generator=generator))
 
@@ -305,8 +314,9 @@ class BatchView(MutableMapping[str, Any]):
         for half in (self._batch.data, self._batch.rows, self._batch.facts):
             if name in half.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
                 return half[name]
-        if name == "batch_size" or (name in DERIVED and "input_ids" in self._batch.values):
-            return DERIVED[name](self._batch)
+        derived = self._batch.derived
+        if name == "batch_size" or (name in derived and "input_ids" in self._batch.values):
+            return derived[name](self._batch)
         raise KeyError(
             f"a batch has no field {name!r}. It has "
             f"{', '.join([*self._batch.values, *self._batch.metadata])}."
@@ -483,7 +493,7 @@ def pad_rows(rows: Sequence[Tensor], mask_BT: Tensor) -> Tensor:
 
 def compute_position_id_with_mask(attention_mask_BT: Tensor) -> Tensor:
     """Return each token's position in its row, int64 `[B, T]` from 0; 0 on left padding."""
-    return (attention_mask_BT.to(torch.int64).cumsum(dim=1) - 1).clamp(min=0)
+    return (attention_mask_BT.to(torch.int64).cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def used_columns(mask_BT: Tensor) -> tuple[int, int]:

@@ -73,6 +73,11 @@ class Turn:
     loss_mask: tuple[bool, ...] | None = None
 
     @property
+    def has_reasoning_ids(self) -> bool:
+        """Return whether `ids` has tokens that belong to the reasoning."""
+        return self.num_reasoning_ids > 0 or self.text_ids is not None
+
+    @property
     def ids_without_reasoning(self) -> tuple[int, ...]:
         """Return the tokens of text and calls."""
         return self.ids[self.num_reasoning_ids :] if self.text_ids is None else self.text_ids

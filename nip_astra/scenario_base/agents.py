@@ -214,21 +214,27 @@ class ConversationAgent:
             is_missing=is_silent and (parsed.is_unfinished or (is_cut and end > 0)),
             ids=ids,
         )
-        return turn if end == 0 else self._without_reasoning_ids(turn, text, end)
+        has_later_thought = form.thought is not None and form.thought.opening in text[end:]
+        if end == 0 and not has_later_thought:
+            return turn
+        turn = self._mark_reasoning(turn, text[:end])
+        if has_later_thought:
+            # It is left out of a later context, too.
+            return replace(turn, text_ids=self.conversation_format.encode(turn.text))
+        return turn
 
-    def _without_reasoning_ids(self, turn: Turn, text: str, end: int) -> Turn:
-        """Mark the turn's tokens that belong to the first `end` characters of its decoded text."""
+    def _mark_reasoning(self, turn: Turn, beginning: str) -> Turn:
+        """Mark the turn's first tokens, of which the decoded text begins with the reasoning."""
         count = bisect_left(
-            range(len(turn.ids)), end, key=lambda number: len(self._decode_part(turn.ids[:number]))
+            range(len(turn.ids)),
+            len(beginning),
+            key=lambda number: len(self._decode_part(turn.ids[:number])),
         )
-        before = self._decode_part(turn.ids[:count])
-        if before != text[:end]:
-            # A token reaches across the end.
-            return replace(
-                turn,
-                num_reasoning_ids=max(count, 1),
-                text_ids=self.conversation_format.encode(text[end:].strip()),
-            )
+        if self._decode_part(turn.ids[:count]) != beginning:
+            # A token reaches across the end of the reasoning.
+            rest = self._decode_part(turn.ids)[len(beginning) :].strip()
+            text_ids = self.conversation_format.encode(rest)
+            return replace(turn, num_reasoning_ids=count, text_ids=text_ids)
         while count < len(turn.ids) and not self._decode_part(turn.ids[count : count + 1]).strip():
             count += 1
         return replace(turn, num_reasoning_ids=count)

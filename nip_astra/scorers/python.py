@@ -149,7 +149,7 @@ class UserFunction:
 
 
 def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
-    """Import the module; return its name and the function."""
+    """Import the module; return its name and the function, or an instance of a callable class."""
     place, _, name = reference.rpartition(":")
     source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place
     module = module_of(load_plugin(source))
@@ -163,6 +163,8 @@ def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Calla
             f"{place} has no function {name!r}.{known} Give package.module:function or "
             "path/to/file.py:function."
         )
+    if isinstance(function, type) and any("__call__" in vars(base) for base in function.__mro__):
+        return module.__name__, function()
     return module.__name__, function
 
 

@@ -100,9 +100,9 @@ _PACKER = zlib.compressobj(1, wbits=31)
 BOMB = b"".join([_PACKER.compress(b" " * 2**20) for _ in range(128)]) + _PACKER.flush()
 """128 MiB in 600 KB."""
 SAYS_HI, EMPTY = ("says hi",), ("says ",)
-LOST, WRONG, LATE = ("unavailable",), ("malformed",), ("timeout",)
+LOST, WRONG, LATE, LONG = ("unavailable",), ("malformed",), ("timeout",), ("too_long",)
 NO, REFUSED, POOR = ("ConfigurationError",), ("refused",), ("BudgetExhaustedError",)
-BUSY, SLOW = ("rate_limited",), (*WRONG, *LATE)
+BUSY, SLOW = ("rate_limited",), (*LONG, *LATE)
 
 
 def _statuses() -> Iterator[tuple[str, Misbehaviour]]:
@@ -127,6 +127,17 @@ def _statuses() -> Iterator[tuple[str, Misbehaviour]]:
     date = {"Retry-After": "Fri, 31 Dec 2100 23:59:59 GMT"}
     yield "retry-after a date", Misbehaviour(reply("no", 429, headers=date), BUSY)
     quota = json.dumps({"error": {"code": "insufficient_quota", "message": "pay"}})
+    for name, message in {
+        "OpenAI": "This model's maximum context length is 9 tokens. Reduce the length.",
+        "llama.cpp": "the request exceeds the available context size, try increasing it",
+        "Anthropic": "prompt is too long: 9 tokens > 8 maximum",
+    }.items():
+        error = json.dumps({"error": {"message": message}})
+        yield f"no room: {name}", Misbehaviour(reply(error, 400), ("context_length",))
+    filtered = json.dumps({"error": {"code": "content_filter", "message": "no"}})
+    yield "a filter refuses the prompt", Misbehaviour(reply(filtered, 400), EMPTY)
+    field = json.dumps({"error": {"message": "max_tokens is unsupported; max_completion_tokens"}})
+    yield "neither name of the limit", Misbehaviour(reply(field, 400), REFUSED)
     yield "nothing left to spend", Misbehaviour(reply(quota, 429), POOR)
     yield "a redirect to itself", Misbehaviour(reply("", 302, headers={"Location": "/"}), NO)
 
@@ -161,15 +172,42 @@ def _contents() -> Iterator[tuple[str, Misbehaviour]]:
         "null": None,
         "a number": 3,
         "true": True,
-        "a list": [{"type": "text", "text": "hi"}],
         "an object": {},
+        "an empty list": [],
+        "a list of texts": ["hi"],
+        "a list of images": [{"type": "image_url", "image_url": {"url": "x"}}],
+        "parts of no type": [{"text": "hi"}],
+        "parts within parts": [{"type": "thinking", "thinking": [{"type": "thinking"}]}],
     }.items():
         yield f"content: {name}", Misbehaviour(with_content(content), WRONG)
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    yield "content: parts", Misbehaviour(with_content(parts), SAYS_HI)
+    odd = [{"type": "text", "text": ["hi"]}, {"type": "text", "text": "hi"}]
+    yield "content: a part with a list", Misbehaviour(with_content(odd), SAYS_HI)
+    for name, reasoning in {"null": None, "a list": [1], "a number": 3, "empty": ""}.items():
+        strange = choice({"content": "hi", "reasoning_content": reasoning, "reasoning": reasoning})
+        yield f"reasoning: {name}", Misbehaviour(strange, SAYS_HI)
+    yield "30 MB of text", Misbehaviour(with_content("word " * 6_000_000), LONG)
+    yield "400 KB of text", Misbehaviour(with_content("word " * 80_000), LONG)
+    yield "30 MB of reasoning", Misbehaviour(choice({"reasoning": "so " * 10_000_000}), LONG)
+    cut = choice({"content": None}, finish_reason="length")
+    yield "cut before the first word", Misbehaviour(cut, EMPTY)
     yield "content: empty", Misbehaviour(with_content(""), EMPTY)
     calls = with_content(
         None, tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
     )
-    yield "only calls of tools", Misbehaviour(calls, WRONG)
+    yield "only calls of tools", Misbehaviour(calls, EMPTY)
+    for name, call in {
+        "null": None,
+        "an object": {},
+        "of nulls": [None],
+        "of nothing": [{"function": None}],
+        "without a name": [{"function": {"arguments": "{}"}}],
+        "of half an object": [{"function": {"name": "f", "arguments": '{"a": '}}],
+        "with a list": [{"function": {"name": "f", "arguments": "[1]"}}],
+        "very deep": [{"function": {"name": "f", "arguments": "[" * 100_000}}],
+    }.items():
+        yield f"calls: {name}", Misbehaviour(with_content(None, tool_calls=call), WRONG)
     yield "a refusal", Misbehaviour(with_content(None, refusal="I cannot"), EMPTY)
     yield "a refusal of another type", Misbehaviour(with_content("hi", refusal=[1]), SAYS_HI)
     for name, finish in {"null": None, "new": "tired", "a number": 3, "a list": ["stop"]}.items():
@@ -210,11 +248,11 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("chunk of a wrong size", raw(HEAD + chunked + b"zz\r\nhi\r\n0\r\n\r\n"), LOST),
         ("chunk of an enormous size", raw(HEAD + chunked + b"f" * 40 + b"\r\nhi"), LOST),
         ("no length, and an end", raw(HEAD + b"Connection: close\r\n\r\n" + RIGHT), SAYS_HI),
-        ("shorter than it says", raw(HEAD + length % 10**6 + RIGHT), LOST),
+        ("shorter than it says", raw(HEAD + length % 10**6 + RIGHT), (*LOST, *LONG)),
         ("longer than it says", raw(HEAD + length % 9 + RIGHT), cut),
         ("negative length", raw(HEAD + b"Content-Length: -5\r\n\r\n" + RIGHT), cut),
         ("two lengths", raw(HEAD + b"Content-Length: 5\r\n" + length % 9 + RIGHT), cut),
-        ("announces 3 GB", raw(HEAD + length % (3 * 2**30), b" " * 2**16, is_endless=True), WRONG),
+        ("announces 3 GB", raw(HEAD + length % (3 * 2**30), b" " * 2**16, is_endless=True), LONG),
         ("HTTP/0.9", raw(b"<html>hello</html>\r\n"), LOST),
         ("TLS", raw(b"\x15\x03\x01\x00\x02\x02\x46"), LOST),
         ("noise", raw(bytes(range(256)) * 40), LOST),
@@ -222,7 +260,7 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("a long header", raw(HEAD + b"X: " + b"x" * 300_000 + b"\r\n\r\n"), LOST),
         ("endless headers", raw(HEAD, b"X: y\r\n" * 999, is_endless=True), LOST),
         ("endless 100 Continue", raw(b"HTTP/1.1 100 Go\r\n\r\n" * 99, is_endless=True), LATE),
-        ("endless body", raw(HEAD + b"\r\n", b" " * 2**16, is_endless=True), WRONG),
+        ("endless body", raw(HEAD + b"\r\n", b" " * 2**16, is_endless=True), LONG),
         ("endless chunks", raw(HEAD + chunked, b"4\r\n    \r\n" * 9999, is_endless=True), SLOW),
         ("headers drip", raw(HEAD, b"X", drips=True, is_endless=True), LATE),
         ("body drips", raw(HEAD + length % 10**6, b" ", drips=True, is_endless=True), LATE),
@@ -232,10 +270,10 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("deflate", compressed("deflate", zlib.compress(RIGHT)), SAYS_HI),
         ("gzip that is none", compressed("gzip", RIGHT), cut),
         ("gzip that ends early", compressed("gzip", gzip.compress(RIGHT)[:-20]), cut),
-        ("gzip bomb", compressed("gzip", BOMB), WRONG),
-        ("gzip in gzip", compressed("gzip, gzip", gzip.compress(BOMB)), WRONG),
-        ("brotli bomb", compressed("br", b"\x00" * 999), WRONG),
-        ("unknown encoding", compressed("odd", RIGHT), WRONG),
+        ("gzip bomb", compressed("gzip", BOMB), LONG),
+        ("gzip in gzip", compressed("gzip, gzip", gzip.compress(BOMB)), LONG),
+        ("brotli bomb", compressed("br", b"\x00" * 999), LONG),
+        ("unknown encoding", compressed("odd", RIGHT), LONG),
     ):
         yield name, Misbehaviour(send, outcomes)
 

@@ -214,7 +214,7 @@ class ChatFormat(ConversationFormat):
         return len(self._layout(turns).glue[-1])
 
     def _layout(self, turns: Sequence[Turn]) -> Layout:
-        shapes = tuple(TurnShape(turn.role, turn.num_reasoning_ids > 0) for turn in turns)
+        shapes = tuple(TurnShape(turn.role, turn.has_reasoning_ids) for turn in turns)
         if shapes not in self._layouts:
             self._layouts[shapes] = self._lay_out(shapes)
         return self._layouts[shapes]

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, JsonValue, model_validator
 from tensordict import TensorDict
 from torch import Tensor
@@ -65,7 +66,12 @@ from nip_astra.scenario_base.tasks.rewards import episode_figures
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import flat_figures
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service.contract import TrainerConfig, built_of_parts, takes_config_alone
+from nip_astra.trainers.service.contract import (
+    Parts,
+    as_config,
+    built_of_parts,
+    takes_config_alone,
+)
 from nip_astra.trainers.service.metrics import (
     ANSWER_COLUMNS,
     RECORD_COLUMNS,
@@ -312,13 +318,15 @@ class ServiceTrainer(LanguageModelTrainer):
     """Base of trainers that sample problems of a task and learn from the trajectories.
 
     A subclass gives `prepare`: samples from trajectories. It is built as every trainer is; a class
-    whose `__init__` takes a `config` alone is built from a `TrainerConfig`, or, to try its hooks,
-    from a mapping of values.
+    whose `__init__` takes a `config` alone gets the values of `config_of_run`. To try its hooks,
+    either is built from a mapping of values alone.
 
     Attributes
     ----------
-    config : TrainerConfig
-        Values for custom trainers.
+    config : DictConfig
+        Values for custom trainers: `config.algorithm.my_param`, `config.algorithm.get("x", 0.5)`.
+    parts : tuple or None
+        Hyper-parameters, scenario instance and settings; None for a trainer of values alone.
     """
 
     evaluation_family: ClassVar[str | None] = "task"
@@ -335,6 +343,9 @@ class ServiceTrainer(LanguageModelTrainer):
     _async: AsyncRollouts[CollectedRollout] | None
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
+    batch_type: ClassVar[type[Batch]] = Batch
+    """Class of the batches that hooks get."""
+    parts: Parts | None = None
 
     class Parameters(RolloutParameters):
         """Rollouts and the training service."""
@@ -347,30 +358,29 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def __init__(
         self,
-        hyper_params: HyperParameters | TrainerConfig | Mapping[str, Any],
+        hyper_params: HyperParameters | DictConfig | Mapping[str, Any],
         scenario_instance: ScenarioInstance | None = None,
         settings: ExperimentSettings | None = None,
     ) -> None:
         if isinstance(hyper_params, HyperParameters):
             assert scenario_instance is not None
-            hyper_params = TrainerConfig.of_run(hyper_params, scenario_instance, settings)
-        elif not isinstance(hyper_params, TrainerConfig):
-            hyper_params = TrainerConfig(hyper_params)
-        self.config = self._config = hyper_params
+            self.parts = (hyper_params, scenario_instance, settings)
+            self.config = self.config_of_run(hyper_params)
+        else:
+            self.config = as_config(hyper_params)
+        self._config = self.config
         self._pad_token_id = 0
         self._is_checked = False
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
         self._staleness = 0
-        if hyper_params.parts is None:
+        if self.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
-            own = type(self).Parameters.model_fields.keys() - {"train_service"}
-            given = {name: value for name, value in self.config.values.items() if name in own}
-            self.parameters = self.Parameters.from_dict(given)
+            self.parameters = self.Parameters.from_dict(self._own_values())
             self._noted: dict[str, float] = {}
             return
-        check_who_plays(*hyper_params.parts)
-        super().__init__(*hyper_params.parts)
+        check_who_plays(*self.parts)
+        super().__init__(*self.parts)
         task = self.scenario_instance.task
         if task is None:
             raise ConfigurationError(
@@ -408,6 +418,27 @@ class ServiceTrainer(LanguageModelTrainer):
                 num_iterations=self.training.num_iterations,
             )
         self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
+
+    @classmethod
+    def config_of_run(cls, hyper_params: HyperParameters) -> DictConfig:
+        """Return the values that a run passes to its trainer."""
+        section = getattr(hyper_params, hyper_params.trainer, None)
+        service = getattr(section, "train_service", None)
+        return as_config(
+            {
+                "algorithm": getattr(section, "algorithm", {}),
+                "train_service": {} if service is None else service.to_dict(),
+                "total_train_steps": hyper_params.training.num_iterations,
+            }
+        )
+
+    def _own_values(self) -> dict[str, Any]:
+        """Return the values of the config that are parameters of this class."""
+        names = self.Parameters.model_fields.keys() - {"train_service"}
+        values: Any = OmegaConf.to_container(self.config)
+        return {
+            name: value for name, value in values.items() if name in names and value is not None
+        }
 
     # ---- hooks
 
@@ -704,7 +735,7 @@ class ServiceTrainer(LanguageModelTrainer):
                 f"no problem was held out: the task has {self.task.num_problems('train')}. Give "
                 "held-out problems as task.task.test, or more training problems."
             )
-        if self.state.iteration and not self.state.num_optimizer_steps:
+        if self.state.iteration and not self.has_learned():
             self._warn(
                 "nothing was learned: all advantages were 0. Compare runs of one problem "
                 "(group_id) and raise group_size until some of them are right and some are wrong."
@@ -717,6 +748,10 @@ class ServiceTrainer(LanguageModelTrainer):
                 **services_used(self.scenario_instance.services),
             }
         )
+
+    def has_learned(self) -> bool:
+        """Return whether any optimizer step was taken."""
+        return bool(self.state.num_optimizer_steps)
 
     def dry_run(self) -> dict[str, Any]:
         """Sample one problem, compute the gradient of one minibatch, and estimate a whole run."""
@@ -777,9 +812,10 @@ class ServiceTrainer(LanguageModelTrainer):
         )
         return {"opd/reverse_kl": float(masked_mean(student_BT - teacher_BT, mask_BT))}
 
-    def load_teacher(self) -> TokenScorer:
-        """Load the frozen model named by `distillation.teacher`."""
-        chosen, name = self.parameters.distillation.teacher, self.hyper_params.trainer
+    def load_teacher(self, chosen: SubParameters | None = None) -> TokenScorer:
+        """Load a frozen model, by default the one named by `distillation.teacher`."""
+        name = self.hyper_params.trainer
+        chosen = chosen or self.parameters.distillation.teacher
         if chosen is None:
             raise ConfigurationError(
                 f"{name} has no teacher. Set {name}.distillation.teacher to a model with the "

@@ -22,51 +22,21 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_instance import ScenarioInstance
 
+Parts = tuple[HyperParameters, ScenarioInstance, ExperimentSettings | None]
+"""The three arguments of every trainer."""
 
-class TrainerConfig:
-    """The values of a trainer as attributes, and the parts that it is built from.
 
-    Attributes
-    ----------
-    algorithm : DictConfig
-        Custom values: `config.algorithm.my_param`, `config.algorithm.get("x", 0.5)`.
-    train_service : DictConfig
-    total_train_steps : int
-    values : dict
-        All values as given.
-    parts : tuple or None
-        Hyper-parameters, scenario instance and settings; None for a trainer built from values
-        alone, to try its hooks.
+def as_config(values: Mapping[str, Any] | DictConfig) -> DictConfig:
+    """Return the values of a trainer; an OmegaConf object is returned as it is.
+
+    Other mappings get `algorithm`, `train_service` and `total_train_steps` where they lack these.
     """
-
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        parts: tuple[HyperParameters, ScenarioInstance, ExperimentSettings | None] | None = None,
-    ) -> None:
-        self.algorithm: DictConfig = OmegaConf.create(dict(values.get("algorithm") or {}))
-        self.train_service: DictConfig = OmegaConf.create(dict(values.get("train_service") or {}))
-        self.total_train_steps = int(values.get("total_train_steps", 1))
-        plain: Any = OmegaConf.to_container(OmegaConf.create(dict(values)))
-        self.values: dict[str, Any] = plain
-        self.parts = parts
-
-    @classmethod
-    def of_run(
-        cls,
-        hyper_params: HyperParameters,
-        scenario_instance: ScenarioInstance,
-        settings: ExperimentSettings | None,
-    ) -> TrainerConfig:
-        """Return the values that a run passes to its trainer."""
-        section = getattr(hyper_params, hyper_params.trainer, None)
-        service = getattr(section, "train_service", None)
-        values = {
-            "algorithm": getattr(section, "algorithm", {}),
-            "train_service": {} if service is None else service.to_dict(),
-            "total_train_steps": hyper_params.training.num_iterations,
-        }
-        return cls(values, (hyper_params, scenario_instance, settings))
+    if isinstance(values, DictConfig):
+        return values
+    config: DictConfig = OmegaConf.create(
+        {"algorithm": {}, "train_service": {}, "total_train_steps": 1} | dict(values)
+    )
+    return config
 
 
 def takes_config_alone(function: Callable[..., None]) -> bool:
@@ -77,7 +47,10 @@ def takes_config_alone(function: Callable[..., None]) -> bool:
 
 
 def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap an `__init__(self, config)` to also accept the three arguments of other trainers."""
+    """Wrap an `__init__(self, config)` to also accept the three arguments of other trainers.
+
+    These become the attribute `parts`, and the config is that of `config_of_run`.
+    """
 
     @functools.wraps(function)
     def build(
@@ -87,10 +60,9 @@ def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
         settings: ExperimentSettings | None = None,
     ) -> None:
         if scenario_instance is not None:
-            config = TrainerConfig.of_run(config, scenario_instance, settings)
-        elif not isinstance(config, TrainerConfig):
-            config = TrainerConfig(config)
-        function(self, config)
+            self.parts = (config, scenario_instance, settings)
+            config = self.config_of_run(config)
+        function(self, as_config(config))
 
     return build
 

@@ -77,7 +77,7 @@ class RemoteApiTrainer(ServiceTrainer):
         )
         if not self._is_checked:
             check_takes(self._prepare_trajectories, "trajectories", "metrics")
-        prepared = self._prepare_trajectories(trajectories, metrics)
+        prepared = self._call_hook(trajectories, metrics)
         if not self._is_checked:
             prepared = check_trajectories(
                 prepared,
@@ -102,6 +102,12 @@ class RemoteApiTrainer(ServiceTrainer):
             batch.values["old_logprobs"] = batch.values["logprobs"]
         self.dump("prepared_trajectories", batch)
         return self.learnt_samples(batch), metrics
+
+    def _call_hook(
+        self, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> list[Trajectory]:
+        """Return the result of `_prepare_trajectories`, not yet checked."""
+        return self._prepare_trajectories(trajectories, metrics)
 
     def loss(self, batch: TensorDict) -> LossOutput:
         options = self.parameters.policy_loss

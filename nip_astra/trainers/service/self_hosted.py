@@ -113,7 +113,7 @@ class SelfHostedTrainer(ServiceTrainer):
         """
 
     def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
-        batch = Batch.from_trajectories(trajectories, global_step=self._iteration)
+        batch = self.batch_type.from_trajectories(trajectories, global_step=self._iteration)
         if len(batch) == 0:
             return [], {}
         options = self.parameters.policy_loss
@@ -223,7 +223,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         """The loss of a batch."""
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        if self.config.algorithm.get("use_kl_in_reward", False):
+        if (self.config.get("algorithm") or {}).get("use_kl_in_reward", False):
             raise ConfigurationError(
                 "algorithm.use_kl_in_reward has no effect. Override _prepare_batch: subtract the "
                 "penalty from values['token_level_scores'], then call the base method."

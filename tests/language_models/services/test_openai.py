@@ -166,12 +166,13 @@ def test_the_name_of_the_token_limit_that_the_service_requests_is_used_from_then
     assert fields == [{rejected}, {accepted}, {accepted}]
 
 
-def test_a_service_that_rejects_both_names_of_the_token_limit_ends_the_run_after_two_requests() -> (
-    None
-):
-    with chat_stub(lambda body, number: Reply(400, body=json.dumps({"error": NEW_MODEL}))) as stub:
-        with pytest.raises(ConfigurationError, match="max_completion_tokens"):
-            ask(build(stub), saying("a"))
+def test_a_service_that_rejects_both_names_ends_the_run_after_two_requests() -> None:
+    rejected = Reply(400, body=json.dumps({"error": NEW_MODEL}))
+    with (
+        chat_stub([rejected, rejected]) as stub,
+        pytest.raises(ConfigurationError, match="max_completion_tokens"),
+    ):
+        ask(build(stub), saying("a"))
     assert len(stub.requests) == 2
 
 
@@ -181,7 +182,10 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"text": "ab"}),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"text": "ab"},
+        ),
         ({"content": [{"type": "output_text", "text": "a"}]}, {"text": "a"}),
         (
             {"content": [{"type": "image_url", "image_url": {}}, {"type": "text", "text": "a"}]},
