@@ -25,7 +25,7 @@ RECORDED = (
 
 _PLAIN = (
     *("tree_width", "probes", "responses", "contexts", "num_unique_tokens", "seconds"),
-    *("response_failures", "probe_reasonings", "response_reasonings"),
+    *("response_failures", "probe_reasonings", "response_reasonings", "num_reasoning_tokens"),
 )
 """Fields of a tree with plain values."""
 
@@ -79,6 +79,9 @@ class RolloutTree:
     probe_reasonings, response_reasonings : list[str | None]
         Reasoning of the attacker and of the target in each node, which are part of no text; None
         without a thought, empty if no model has reasoned.
+    num_reasoning_tokens : list[int | None]
+        Number of the first tokens of each probe that are reasoning, with its markers; empty if the
+        attacker has not reasoned.
     more_of_samples : list[dict[str, Tensor]]
         Further columns of each node's training sample, of any length, set by a trainer.
     staleness : int
@@ -96,6 +99,7 @@ class RolloutTree:
     response_failures: list[str | None] = field(default_factory=list, repr=False)
     probe_reasonings: list[str | None] = field(default_factory=list, repr=False)
     response_reasonings: list[str | None] = field(default_factory=list, repr=False)
+    num_reasoning_tokens: list[int | None] = field(default_factory=list, repr=False)
     more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     staleness: int = 0
 
@@ -238,4 +242,5 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
         join("response_failures"),
         join("probe_reasonings"),
         join("response_reasonings"),
+        join("num_reasoning_tokens"),
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field
@@ -48,6 +48,8 @@ from nip_astra.scenario_base.chat_agent import (
 )
 from nip_astra.scorers.base import Exchange, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
+
+Value = TypeVar("Value")
 
 GLUE_TOKENS = 32
 """Allowance for a chat template's tokens around a turn."""
@@ -371,6 +373,9 @@ class TreeSampler:
             response_failures=growth.failures if any(growth.failures) else [],
             probe_reasonings=_if_any([probe.reasoning for probe in growth.probes]),
             response_reasonings=_if_any(growth.reasonings),
+            num_reasoning_tokens=_if_any(
+                [probe.num_reasoning_ids or None for probe in growth.probes]
+            ),
         )
 
     def rate(self, tree: RolloutTree) -> None:
@@ -404,9 +409,9 @@ def _mask_texts(mask_NT: Tensor, probes: Sequence[Turn]) -> Tensor:
     return mask_NT & (torch.arange(mask_NT.shape[1]) >= num_reasoning_N[:, None])
 
 
-def _if_any(reasonings: list[str | None]) -> list[str | None]:
+def _if_any(values: list[Value | None]) -> list[Value | None]:
     """Return the list; empty if no model has reasoned."""
-    return reasonings if any(reasoning is not None for reasoning in reasonings) else []
+    return values if any(value is not None for value in values) else []
 
 
 # ---- growing a tree

@@ -284,6 +284,10 @@ class ConversationAgent:
         """Return the number of tokens of a text."""
         return len(self.conversation_format.encode(text))
 
+    def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of turns, with their reasoning but without special tokens."""
+        return [text.strip() for text in self._decode(turns)]
+
     def _decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of turns, without special tokens."""
         distinct = list(dict.fromkeys(map(tuple, turns)))
