@@ -207,6 +207,10 @@ class DataError(ConfigurationError):
     """A data file is missing, unreadable, empty, or contradicts itself."""
 
 
+class ChangedDataError(DataError):
+    """A data file has changed since the run that reads it began."""
+
+
 class ContextLengthError(DataError):
     """A text does not fit into a model's window."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.content import HUB
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from nip_astra.run import ExperimentResult
 
 TRAINER, SCENARIO = "self_hosted_grpo", "dataset"
-HUB = "hub:"
 POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
@@ -404,7 +404,9 @@ def _variant(algorithm: str) -> dict[str, Any]:
 
 def _located(place: str | Path) -> str:
     """Return a path valid in any working directory; hub ids and modules unchanged."""
-    text = str(place).removeprefix(HUB)
+    text = str(place)
+    if text.startswith(HUB):
+        return text
     path = Path(text).expanduser()
     with suppress(OSError, ValueError):
         if path.exists():

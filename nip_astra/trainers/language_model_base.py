@@ -77,12 +77,14 @@ class LanguageModelState(RunState):
 
     `samples` are those of the iteration in progress, None between iterations, and `num_steps_done`
     the optimizer steps taken on them; `iteration_metrics` and `step_sums` are the metrics so far.
+    `iteration_seconds` are the durations of its parts so far, in all processes of the run.
     """
 
     samples: list[Sample] | None = None
     num_steps_done: int = 0
     iteration_metrics: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)
+    iteration_seconds: dict[str, float] = field(default_factory=dict)
     best_dev_value: float | None = None
     num_evals_since_best: int = 0
 
@@ -91,14 +93,22 @@ class LanguageModelState(RunState):
         """A number that grows with every step and every iteration."""
         return self.num_optimizer_steps + self.iteration
 
-    def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
+    def begin(
+        self,
+        samples: list[Sample],
+        metrics: dict[str, float],
+        seconds: Mapping[str, float] = {},
+    ) -> None:
         """Start using the experience of an iteration."""
+        self.iteration_seconds = {name: float(spent) for name, spent in seconds.items()}
         # Figures of NumPy and torch would not be held by a checkpoint.
         self.iteration_metrics, self.step_sums = plain_numbers(metrics), {}
         self.samples, self.num_steps_done = samples, 0
 
-    def count_step(self, metrics: dict[str, float]) -> None:
-        """Count one optimizer step and accumulate its metrics."""
+    def count_step(self, metrics: dict[str, float], seconds: float = 0.0) -> None:
+        """Count one optimizer step, and accumulate its metrics and its duration."""
+        spent = self.iteration_seconds.get("update", 0.0)
+        self.iteration_seconds["update"] = spent + seconds
         self.num_steps_done += 1
         self.num_optimizer_steps += 1
         for name, value in plain_numbers(metrics).items():
@@ -133,7 +143,7 @@ class LanguageModelState(RunState):
         means = {name: value / count for name, value in self.step_sums.items()}
         metrics = self.iteration_metrics | means | {"num_steps": float(self.num_steps_done)}
         self.samples, self.num_steps_done = None, 0
-        self.iteration_metrics, self.step_sums = {}, {}
+        self.iteration_metrics, self.step_sums, self.iteration_seconds = {}, {}, {}
         self.iteration += 1
         return metrics
 
@@ -415,26 +425,16 @@ class LanguageModelTrainer(TensorDictTrainer):
         for iteration in iteration_context.iterate(self.state.iteration):
             if self.state.has_stopped_early(self.training):
                 break
-            started = time.perf_counter()
-            seconds: Mapping[str, float] = {}
             if self.state.samples is None:
                 is_last = iteration + 1 == iteration_context.num_iterations
-                seconds = (
-                    self.run_on_leader(partial(self._collect, iteration, is_last=is_last)) or {}
-                )
-            collected = time.perf_counter()
+                self.run_on_leader(partial(self._collect, iteration, is_last=is_last))
             try:
                 self._update(iteration)
             except LostProcessError:
                 # No step was taken on a part of the gradients.
                 self._save_without_others()
                 raise
-            timings = {
-                "time/collect_seconds": collected - started,
-                "time/update_seconds": time.perf_counter() - collected,
-            }
-            timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            self.run_on_leader(partial(self._finish_iteration, iteration_context, timings))
+            self.run_on_leader(partial(self._finish_iteration, iteration_context))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -462,8 +462,9 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     # ---- one iteration
 
-    def _collect(self, iteration: int, *, is_last: bool = False) -> Mapping[str, float]:
-        """Collect the experience of an iteration, and return the seconds by part."""
+    def _collect(self, iteration: int, *, is_last: bool = False) -> None:
+        """Collect the experience of an iteration."""
+        started = time.perf_counter()
         self._noted = {}
         try:
             with torch.no_grad():
@@ -478,8 +479,8 @@ class LanguageModelTrainer(TensorDictTrainer):
             self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
-        self.state.begin(found.samples, metrics)
-        return found.seconds
+        seconds = {"collect": time.perf_counter() - started, **found.seconds}
+        self.state.begin(found.samples, metrics, seconds)
 
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int
@@ -498,6 +499,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         for number, group in enumerate(self._step_groups(iteration)):
             if number < self.state.num_steps_done:
                 continue
+            started = time.perf_counter()
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
             self.state.count_step(
@@ -505,7 +507,8 @@ class LanguageModelTrainer(TensorDictTrainer):
                     **metrics,
                     "tokens/update_forwarded": float(spent.forwarded),
                     "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
-                }
+                },
+                time.perf_counter() - started,
             )
             if signal_name := self.team.broadcast(self.stop_flag()):
                 self.run_on_leader(self._save_checkpoint)
@@ -586,14 +589,16 @@ class LanguageModelTrainer(TensorDictTrainer):
             "before it are saved. Lower training.lr or training.max_grad_norm."
         )
 
-    def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
+    def _finish_iteration(self, context: IterationContext) -> None:
+        seconds = {"update": 0.0, **self.state.iteration_seconds}
         metrics = self.state.end()
-        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
-        speed = metrics.get("tokens/generated", 0) / max(seconds, 1e-9)
-        timings |= {
-            "time/tokens_per_second": speed,
-            "memory/peak_gib": peak_memory_bytes() / 2**30,
-        }
+        timings = {f"time/{part}_seconds": spent for part, spent in seconds.items()}
+        timings["memory/peak_gib"] = peak_memory_bytes() / 2**30
+        speed = math.nan
+        # A checkpoint of an older version does not tell how long an iteration had taken.
+        if "collect" in seconds:
+            spent = max(seconds["collect"] + seconds["update"], 1e-9)
+            speed = timings["time/tokens_per_second"] = metrics.get("tokens/generated", 0) / spent
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:

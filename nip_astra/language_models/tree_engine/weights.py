@@ -5,12 +5,9 @@ Shape suffixes: `N` token, `X` hidden unit, `V` vocabulary, `O` output, `I` inpu
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +76,9 @@ def frozen_weights(
 ) -> Weights:
     """Return a snapshot for sampling: adapters merged, and matrices used together joined.
 
-    Matrices are copies in `dtype`, on a CPU in oneDNN's layout if that is faster. `release` frees
-    the module's own matrices, so that it cannot compute afterwards. `into`, an earlier snapshot off
-    the CPU, is overwritten, so that captured steps read the new weights.
+    Matrices are copies in `dtype`, in oneDNN's layout where `uses_onednn`. `release` frees the
+    module's own matrices, so that it cannot compute afterwards. `into`, an earlier snapshot off the
+    CPU, is overwritten, so that captured steps read the new weights.
     """
     old_maps = iter(_maps_of(into)) if into is not None else None
 
@@ -97,7 +94,7 @@ def frozen_weights(
             linear.weight = torch.nn.Parameter(
                 torch.empty(linear.weight.shape, device="meta"), requires_grad=False
             )
-        if has_onednn(matrix.device, dtype) and is_packing_faster(matrix.shape, dtype):
+        if uses_onednn(matrix.shape, matrix.device, dtype):
             return packed_linear(matrix, bias)
         return DenseLinear(matrix, bias)
 
@@ -189,7 +186,7 @@ def _live_matrices(linears: Sequence[Any], dtype: torch.dtype) -> list[Matrix]:
     biases: list[Any] = [None if base.bias is None else base.bias.to(dtype) for base in bases]
     shape = torch.Size((sum(map(len, weights)), weights[0].shape[1]))
     device = weights[0].device
-    if dtype == torch.float32 and has_onednn(device, dtype) and is_packing_faster(shape, dtype):
+    if dtype == torch.float32 and uses_onednn(shape, device, dtype):
         # Joined as in a snapshot. A model has biases in all of these or in none.
         bias = None if biases[0] is None else torch.cat(biases)
         return [Matrix(tuple(weights), bias, OneDnnLinear.apply)]
@@ -249,8 +246,6 @@ class WeightSnapshot:
         self.is_released = True
 
 
-logger = logging.getLogger(__name__)
-
 # oneDNN keeps each shape of a product prepared, which takes about half a megabyte; rollouts go
 # through hundreds of shapes, of which few come again soon. It reads this at the first product.
 for _setting in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -259,10 +254,24 @@ for _setting in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 LinearMap = Callable[[Tensor], Tensor]
 """A product with a fixed matrix, `[N, I] -> [N, O]`."""
 
-SMALLEST_MEASURED = 250_000
-"""Minimum weights of a matrix to measure; smaller ones use torch: neither kernel is clearly faster,
-and a choice decided by noise would change the last digits from run to run."""
-_CLEARLY_FASTER = 1.3
+SMALLEST_FOR_ONEDNN = 250_000
+"""Minimum weights of a matrix that oneDNN multiplies; below, neither kernel is clearly faster."""
+_VECTORS_FOR_ONEDNN = ("AVX2", "AVX512")
+
+
+def uses_onednn(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether oneDNN, rather than torch, multiplies with a matrix of this shape.
+
+    It follows from shape, precision and processor alone: both kernels round differently, so that a
+    choice by measured times gave a resumed run or an actor other digits than its run. In float32,
+    oneDNN took .3 to .9 of torch's time with 4 rows on processors with AVX2 or AVX-512, and twice
+    that time without.
+    """
+    if shape.numel() < SMALLEST_FOR_ONEDNN or not has_onednn(device, dtype):
+        return False
+    # torch leaves its backend checks without types.
+    vectors: str = torch.backends.cpu.get_cpu_capability()  # type: ignore[no-untyped-call]
+    return vectors in _VECTORS_FOR_ONEDNN
 
 
 def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
@@ -323,48 +332,6 @@ def _side_by_side(weights_OI: Sequence[Tensor]) -> Tensor:
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
-
-
-def is_packing_faster(shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Measure both kernels on a matrix of this shape with a few rows, once per process.
-
-    A matrix of fewer than `SMALLEST_MEASURED` weights is not measured and uses torch.
-    """
-    if shape.numel() < SMALLEST_MEASURED:
-        return False
-    return _measure(shape[0], shape[1], dtype)
-
-
-@lru_cache(maxsize=32)
-def _measure(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-    x = torch.randn(4, num_inputs, generator=generator).to(dtype)
-    packed, dense = packed_linear(weight, None), DenseLinear(weight, None)
-    # The fastest of several: a busy machine makes single ones slow, never fast.
-    seconds = {"oneDNN": _fastest(packed, x), "torch": _fastest(dense, x)}
-    # The tie goes to oneDNN, so that noise cannot change the choice from run to run.
-    is_faster = seconds["torch"] * _CLEARLY_FASTER > seconds["oneDNN"]
-    logger.info(
-        "matrix products of %d x %d in %s: torch %.0f us, oneDNN packed %.0f us; taking %s",
-        num_outputs,
-        num_inputs,
-        str(dtype).removeprefix("torch."),
-        seconds["torch"] * 1e6,
-        seconds["oneDNN"] * 1e6,
-        "oneDNN" if is_faster else "torch",
-    )
-    return is_faster
-
-
-@torch.no_grad()
-def _fastest(linear: LinearMap, x: Tensor) -> float:
-    times = []
-    for _ in range(12):
-        started = time.perf_counter()
-        linear(x)
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 class Matrix(NamedTuple):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from itertools import chain
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from itertools import accumulate, chain, count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +29,8 @@ from nip_astra.language_models.tree_engine.weights import (
     adapted_linear,
     frozen_weights,
     has_onednn,
-    is_packing_faster,
     packed_linear,
+    uses_onednn,
 )
 from tests.kit.tiny import CPU, load_backend
 from tests.language_models.tree_engine.test_decode_graphs import fix
@@ -194,24 +198,71 @@ def test_packed_products_and_gradients_equal_torch(num_rows: int, has_bias: bool
     assert torch.allclose(gradient, weight.sum(dim=0).expand(num_rows, -1), atol=1e-3)
 
 
+SQUARE = torch.Size([512, 512])
+
+
 @needs_onednn
-def test_the_faster_kernel_is_measured_and_stated(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("shape", "vectors", "expected"),
+    [
+        (SQUARE, "AVX512", True),
+        (SQUARE, "AVX2", True),
+        (SQUARE, "DEFAULT", False),
+        (torch.Size([64, 64]), "AVX512", False),
+    ],
+)
+def test_a_large_matrix_is_multiplied_by_onednn_where_that_was_faster(
+    monkeypatch: pytest.MonkeyPatch, shape: torch.Size, vectors: str, expected: bool
 ) -> None:
-    for seconds, expected in ((1.0, True), (9.0, False)):
-        weights._measure.cache_clear()
-        times = iter([seconds, 2.0])
-        monkeypatch.setattr(weights, "_fastest", lambda *_, times=times: next(times))
-        with caplog.at_level(logging.INFO, logger=weights.__name__):
-            assert is_packing_faster(torch.Size([512, 512]), torch.float32) is expected
-        assert caplog.messages[-1].endswith("taking oneDNN" if expected else "taking torch")
-    weights._measure.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
+    assert uses_onednn(shape, CPU, torch.float32) is expected
+
+
+def _large_llama() -> LlamaForCausalLM:
+    """A model of one layer whose matrices are large enough for oneDNN."""
+    sizes = {"vocab_size": 8, "hidden_size": 512, "intermediate_size": 512}
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=8))
+    assert module.model.layers[0].mlp.down_proj.weight.numel() >= weights.SMALLEST_FOR_ONEDNN
+    return module
+
+
+def _fresh_weights_module() -> Any:
+    """Load the module again, as another process does."""
+    spec = importlib.util.spec_from_file_location("fresh_weights", weights.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return module
+
+
+def _slowing_clock() -> Iterator[float]:
+    return accumulate(float(number) for number in count())
+
+
+def _quickening_clock() -> Iterator[float]:
+    return accumulate(1 / (number + 1) for number in count())
 
 
 @needs_onednn
-def test_small_matrices_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_fastest", lambda *_: pytest.fail("was measured"))
-    assert not is_packing_faster(torch.Size([64, 64]), torch.float32)
+def test_no_clock_changes_the_kernel_of_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes one is interrupted early, and the other late."""
+    llama, x = _large_llama(), torch.randn(4, 512)
+    products = []
+    for make_clock in (_slowing_clock, _quickening_clock):
+        fresh = _fresh_weights_module()
+        for name in ("perf_counter", "monotonic", "process_time", "thread_time", "time"):
+            monkeypatch.setattr(time, name, make_clock().__next__)
+        held = fresh.frozen_weights(llama, torch.float32, use_adapter=False)
+        monkeypatch.undo()
+        products.append(held.layers[0].down(x))
+    assert torch.equal(*products)
 
 
 @needs_onednn
@@ -220,9 +271,6 @@ def test_where_bfloat16_cannot_be_packed_torch_multiplies(monkeypatch: pytest.Mo
     names = vars(torch.ops.mkldnn)
     monkeypatch.setitem(names, "_is_mkldnn_bf16_supported", lambda: False)
     monkeypatch.setattr(weights, "packed_linear", lambda *_: pytest.fail("was packed"))
-    sizes = {"vocab_size": 8, "hidden_size": 512, "intermediate_size": 512}
-    module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=8))
-    assert module.model.layers[0].mlp.down_proj.weight.numel() >= weights.SMALLEST_MEASURED
-    frozen = weights.frozen_weights(module, torch.bfloat16, use_adapter=False)
+    frozen = weights.frozen_weights(_large_llama(), torch.bfloat16, use_adapter=False)
     assert frozen.layers[0].down(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
     assert has_onednn(CPU, torch.float32)
