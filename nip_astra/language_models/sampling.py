@@ -150,14 +150,16 @@ def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
 
 
-def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    """Return special tokens except ends (a model that generated a role marker could forge a turn),
+def find_banned_ids(tokenizer: Any, kept_ids: Collection[int], vocab_size: int) -> list[int]:
+    """Return special tokens except some (a model that generated a role marker could forge a turn),
     and vocabulary rows without a token.
+
+    Kept are ends, and the marks of reasoning and calls (`MessageFormat.shown_ids`).
     """
     special = set(tokenizer.all_special_ids)
     special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     special.update({*range(vocab_size)} - {*tokenizer.get_vocab().values()})
-    return sorted(i for i in special - set(end_ids) if i < vocab_size)
+    return sorted(i for i in special - set(kept_ids) if i < vocab_size)
 
 
 Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
