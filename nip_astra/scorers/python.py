@@ -26,6 +26,7 @@ COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     ],
     "roles": lambda exchange: exchange.role,
     "columns": lambda exchange: dict(exchange.columns),
+    "reasonings": lambda exchange: exchange.reasoning,
 }
 """Arguments that a function may declare, each a list with an element per text."""
 
@@ -36,10 +37,10 @@ class PythonScorer(Scorer):
 
     `completions` are the texts to rate, `prompts` the turn before each ("" if there is none),
     `conversations` all turns up to and including the text, as `{"role", "content"}`, `roles` the
-    author of each text, `columns` a dict of the further columns of its prompt. The function
-    receives the arguments that it declares, or all with `**columns`. A function of `completions`
-    alone rates each distinct text once. None means no verdict. An `async` function runs in the
-    scorer's event loop.
+    author of each text, `columns` a dict of the further columns of its prompt, `reasonings` what
+    the author thought before each text, or None. The function receives the arguments that it
+    declares, or all with `**columns`. A function of `completions` alone rates each distinct text
+    once. None means no verdict. An `async` function runs in the scorer's event loop.
     """
 
     class Parameters(Scorer.Parameters):
@@ -55,7 +56,8 @@ class PythonScorer(Scorer):
         super().__init__(parameters, **given)
         self._function = UserFunction(parameters.function, self.scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
-        self.reads_history = self._columns != ["completions"]
+        self.reads_history = bool({*self._columns} - {"completions", "reasonings"})
+        self.reads_reasoning = "reasonings" in self._columns
         # Clients that the function keeps belong to the loop of their first use.
         self._loop = BackgroundLoop()
 

@@ -130,7 +130,14 @@ class Episode:
     def exchange(self) -> Exchange:
         """Return the last message with its history, for scorers."""
         *history, last = self.messages
-        return Exchange(last.text, tuple(history), "assistant", self.environment.columns)
+        return Exchange(
+            last.text,
+            tuple(history),
+            "assistant",
+            self.environment.columns,
+            last.reasoning,
+            last.calls,
+        )
 
 
 class TrainingProgress(NamedTuple):

@@ -1,8 +1,9 @@
 """Weighted reward functions in TRL's calling convention, and scorers as rewards.
 
 A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, as
-`trl.GRPOTrainer` calls it, plain or `async`. `@register_reward` gives one a name for parameter
-files.
+`trl.GRPOTrainer` calls it, plain or `async`. Completions are without reasoning, which is in
+`reasonings`, with None for an answer without a thought. `@register_reward` gives a function a name
+for parameter files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, count
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
 from nip_astra.registry import Registry
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import Episode, TrainingProgress
 from nip_astra.scenario_base.tasks.tools import tool_figures
 from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
@@ -39,7 +41,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
     members=("exact", "contains"),
     modules={"exact": "rewards", "contains": "rewards"},
 )
-_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "reasonings", "trainer_state")
 _LOGGERS = ("log_metric", "log_extra")
 
 
@@ -198,8 +200,7 @@ class WeightedRewards:
             messages = getattr(given, "messages", ())
             plain = [{"role": role, "content": text} for role, text in messages]
             prompts.append(plain or str(given))
-            message = [{"role": "assistant", "content": answer.text}]
-            completions.append(message if plain else answer.text)
+            completions.append([_message_of(answer)] if plain else answer.text)
         rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
 
         def log_metric(name: str, value: float) -> None:
@@ -213,11 +214,23 @@ class WeightedRewards:
             **{name: [row.get(name) for row in rows] for name in self._columns},
             "prompts": prompts,
             "completions": completions,
+            "reasonings": [one.messages[-1].reasoning for one in episodes],
             "completion_ids": [list(one.completion_ids) for one in episodes],
             "trainer_state": _trainer_state(progress),
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
+
+
+def _message_of(answer: Turn) -> dict[str, Any]:
+    """Return an answer as a message in OpenAI's form, with reasoning and calls if it has them."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        calls = enumerate(answer.calls)
+        message["tool_calls"] = [call.as_message_part(f"call_{place}") for place, call in calls]
+    return message
 
 
 def _plain(value: Any) -> Any:
