@@ -26,9 +26,13 @@ from nip_astra.language_models.services.chat import (
     complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
-from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
+from nip_astra.language_models.services.retrying import (
+    RetryingChatModel,
+    split_answer,
+    with_retries,
+)
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import PlainText, Url
+from nip_astra.parameters.parameters_base import PlainText, ReasoningMarkers, Url
 from nip_astra.parameters.types import ScorerType
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
@@ -106,6 +110,9 @@ class JudgeScorer(Scorer):
         """Concurrent requests. Larger is faster if the service can keep up."""
         prices: PriceParameters | None = None
         """Prices of the judge; null if unknown or free."""
+        reasoning_markers: ReasoningMarkers = None
+        """Texts that begin and end the reasoning in an answer, in which no rating is read; null for
+        <think> and </think>, an empty list for none."""
 
         @model_validator(mode="after")
         def _can_be_found(self) -> Self:
@@ -135,6 +142,7 @@ class JudgeScorer(Scorer):
         judge = OpenAIChatModel(
             chat, what="the judge", scenario_dir=self.scenario_dir, device=self.device
         )
+        judge.reasoning_markers = parameters.reasoning_markers
         self._model = _RatingModel(judge, parameters.max_rating)
         self._chat_model = self._be_patient(ExperimentSettings())
 
@@ -162,6 +170,9 @@ class JudgeScorer(Scorer):
     def _verdict(self, exchange: Exchange, outcome: ChatOutcome) -> Verdict:
         (sample,) = outcome.samples
         if isinstance(sample, ChatAnswer):
+            if sample.is_missing:
+                # Cut within its reasoning: a draft in it is no verdict.
+                return None
             return read_rating(sample.text, self.parameters.max_rating)
         return ScorerError(
             f"the judge {self.parameters.model!r} at {self.parameters.place} gave no rating for "
@@ -224,6 +235,7 @@ class _RatingModel(ChatModel):
     def __init__(self, model: ChatModel, max_rating: int) -> None:
         self.model = model
         self.name, self.place = model.name, model.place
+        self.reasoning_markers = model.reasoning_markers
         self._max_rating = max_rating
         self._sends_form = True
 
@@ -243,6 +255,9 @@ class _RatingModel(ChatModel):
             if is_about_form and request.response_format is not None:
                 self._sends_form = False
                 return await self.answer(request)
+            return outcome
+        sample = split_answer(sample, self.reasoning_markers)
+        if sample.is_missing:
             return outcome
         try:
             read_rating(sample.text, self._max_rating)
