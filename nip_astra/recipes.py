@@ -15,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
-<<<<<<< HEAD
-from nip_astra.parameters.content import content_root
-=======
-from nip_astra.parameters.content import HUB
->>>>>>> main
+from nip_astra.parameters.content import HUB, content_root
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
@@ -32,12 +28,7 @@ from nip_astra.trl_options import TRAINER, map_trl_options
 if TYPE_CHECKING:
     from nip_astra.run import ExperimentResult
 
-<<<<<<< HEAD
 SCENARIO = "dataset"
-HUB = "hub:"
-=======
-TRAINER, SCENARIO = "self_hosted_grpo", "dataset"
->>>>>>> main
 POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
