@@ -371,7 +371,7 @@ class ChatFormat(ConversationFormat):
 _UNKNOWN_TOOL = "tool"
 _RESULT = {"tool_call_id": "callofone"}
 """A call and its result have one identity, which Mistral's templates limit to nine letters."""
-_QUESTION = {"role": "user", "content": "hello"}
+_QUESTION: dict[str, Any] = {"role": "user", "content": "hello"}
 _BROKEN_LINE = 'a "line"\nand another'
 
 

@@ -128,7 +128,8 @@ def test_a_policy_calls_tools_in_its_own_form_and_reads_their_results(
     # The context of the second turn is the conversation as the template writes it.
     parts = [call.as_message_part(f"call{place}") for place, call in enumerate(calls)]
     result = {"role": "tool", "name": "note", "content": RESULT}
-    messages = [HELLO, {"role": "assistant", "content": "", "tool_calls": parts}]
+    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": parts}
+    messages = [HELLO, called]
     messages += [{**result, "tool_call_id": part["id"]} for part in parts]
     tools = [json.loads(tool) for tool in Toolbox.of([note]).described]
     rendered = render_chat(load_model(name).tokenizer, messages, opens_answer=True, tools=tools)
