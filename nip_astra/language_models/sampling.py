@@ -102,6 +102,13 @@ class SamplingDistribution:
     """Temperature 0 has no distribution."""
     support: SupportMask | None = None
     """One entry per scored token, required to truncate. See `TokenScorer.support_mask`."""
+    has_all_tokens: bool = False
+    """Whether tokens that are never drawn have mass too, as in the losses of TRL."""
+
+    @classmethod
+    def tempered(cls, temperature: float) -> SamplingDistribution:
+        """Return the model's distribution over the whole vocabulary at a temperature above 0."""
+        return cls(SamplingOptions(max_new_tokens=1, temperature=temperature), has_all_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -197,10 +204,11 @@ class ConstrainedSampler:
     def transform(self, distribution: SamplingDistribution, mask_BT: Tensor) -> LogitsTransform:
         """Return the transform from the model's logits to a distribution, at masked tokens."""
         options, support = distribution.options, distribution.support
+        is_whole = distribution.has_all_tokens
         return LogitsTransform(
             temperature=options.temperature,
-            banned_ids=self.banned_ids,
-            end_ids=self._ends(options),
+            banned_ids=self.banned_ids[:0] if is_whole else self.banned_ids,
+            end_ids=self.banned_ids[:0] if is_whole else self._ends(options),
             is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
             support=None if support is None else support.to(self._device),
         )

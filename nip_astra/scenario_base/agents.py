@@ -272,9 +272,10 @@ class ConversationAgent:
 
     def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return turns with the tokens of their texts; roles are those of the chat template."""
-        texts = list(dict.fromkeys(turn.text for turn in turns))
-        ids = dict(zip(texts, self.conversation_format.encode_all(texts), strict=True))
-        return [replace(turn, ids=ids[turn.text]) for turn in turns]
+        texts = [self.conversation_format.written_text(turn) for turn in turns]
+        distinct = list(dict.fromkeys(texts))
+        ids = dict(zip(distinct, self.conversation_format.encode_all(distinct), strict=True))
+        return [replace(turn, ids=ids[text]) for turn, text in zip(turns, texts, strict=True)]
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
