@@ -46,6 +46,9 @@ PLACES = "it places NexRL's parts in a cluster, or the loop here does it anyway"
 SWITCHED_OFF = "it is switched off, or belongs to a part that is"
 LACKING = "it changes training and has no counterpart here"
 
+MAX_LISTED = 8
+"""Harmless values and groups that a warning lists."""
+
 SetOur = str
 """A rule that sets a parameter of ours; `{trainer}` stands for the trainer's section."""
 
@@ -67,14 +70,21 @@ class Convert:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A rule that sets a place of ours, unless the value refers to something unset."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Depends:
     """A rule that holds where another value of the recipe is set, and else leaves out."""
 
     switch: str
-    rule: Any
+    rule: SetOur | Convert
 
 
-Rule = SetOur | LeaveOut | Convert | Depends
+Rule = SetOur | LeaveOut | Convert | Place | Depends
 
 
 def _language_model(name: Any) -> dict[str, Any]:
@@ -109,6 +119,7 @@ def _one_or_more(files: Any) -> Any:
     return files[0] if isinstance(files, list) and len(files) == 1 else files
 
 
+BACKEND = "{trainer}.train_service.backend"
 _OFF = (False, None, 0, "", "disable", "disabled")
 _OPTIMIZER = LeaveOut("the optimizer has betas .9 and .999 and epsilon 1e-8")
 
@@ -149,7 +160,7 @@ RULES: dict[str, Rule] = {
     "trainer.type": LeaveOut(PLACES),
     "trainer.total_train_steps": "training.num_iterations",
     "trainer.save_freq": "settings.checkpoint_period",
-    "trainer.checkpoint_path": "settings.runs_dir",
+    "trainer.checkpoint_path": Place("settings.runs_dir"),
     "trainer.sync_weight_path": LeaveOut(PLACES),
     "trainer.remove_previous_ckpt": Convert(
         "settings.num_checkpoints_kept", lambda is_removed: 1 if is_removed else 2
@@ -181,7 +192,7 @@ RULES: dict[str, Rule] = {
     "trainer.algorithm.temperature": LeaveOut(PLACES),
     "trainer.algorithm.entropy_coeff": LeaveOut(LACKING),
     # Training services: that of the policy is `actor`, whatever its name.
-    "actor.backend": "{trainer}.train_service.backend",
+    "actor.backend": BACKEND,
     "actor.url": "{trainer}.train_service.base_url",
     "actor.identifier": LeaveOut(PLACES),
     "actor.role": LeaveOut(PLACES),
@@ -202,6 +213,7 @@ RULES: dict[str, Rule] = {
     "actor.actor.optim.warmup_style": "training.lr_schedule",
     "actor.actor.optim.lr_warmup_steps": "training.num_warmup_steps",
     "actor.actor.optim.weight_decay": "training.weight_decay",
+    "actor.actor.optim.lr_warmup_steps_ratio": LeaveOut(LACKING),
     "actor.actor.grad_clip": "training.max_grad_norm",
     "actor.actor.ppo_epochs": "training.num_epochs",
     "actor.actor.ppo_mini_batch_size": "training.minibatch_size",
@@ -229,7 +241,7 @@ RULES: dict[str, Rule] = {
     "service.weaver_service.*": LeaveOut(PLACES),
 }
 """Rules by path, `*` for any rest; the first that matches holds."""
-_OF_DISTILLATION = {
+_OF_DISTILLATION: dict[str, Rule] = {
     "use_distillation_clipping": LeaveOut(SWITCHED_OFF, only=_OFF),
     "distillation_cliprange*": LeaveOut(SWITCHED_OFF),
     "do_old_student_log_prob_compute": LeaveOut(PLACES),
@@ -243,11 +255,16 @@ RULES |= {
     for group in ("", "algorithm.")
     for name, rule in _OF_DISTILLATION.items()
 }
-# Clipping is that of the loss, which in distillation has none.
-_WITHOUT_CLIPPING = {
+# Distillation learns by a loss without clipping.
+_OF_DISTILLING_TRAINERS: dict[str, Rule] = {
     "actor.actor.clip_ratio_low": LeaveOut(SWITCHED_OFF),
     "actor.actor.clip_ratio_high": LeaveOut(SWITCHED_OFF),
     "actor.actor.loss_func_type": LeaveOut(SWITCHED_OFF),
+}
+# Fine-tuning on solutions samples nothing.
+_OF_FINE_TUNING_TRAINERS: dict[str, Rule] = {
+    "data.rollout_repeat_n": LeaveOut(SWITCHED_OFF),
+    "weight.staleness_threshold": LeaveOut(SWITCHED_OFF),
 }
 REWARD_OF_WORKER = {
     "simple": "nip_astra.nexrl.evaluators:tagged_answer",
@@ -285,6 +302,8 @@ class _Recipe:
         self.folder, self.source = folder, source
         self.faults: list[ParameterFault] = []
         self.left_out: dict[str, list[str]] = {}
+        self.used: list[str] = []
+        self.switches: dict[str, Any] = {}
         group = values["trainer"]
         path = group.get("custom_trainer_module_path")
         self.custom_file = None if path is None else str(path)
@@ -292,8 +311,13 @@ class _Recipe:
         self.class_name = None if path is None else class_name
         self.trainer = group.get("type") if path is None else _snake_case(class_name)
         self.rules = dict(RULES)
+        if self.custom_file is not None:
+            # A custom trainer loads its teachers itself.
+            del self.rules["trainer.teachers"]
         if "opd" in str(self.trainer):
-            self.rules |= _WITHOUT_CLIPPING
+            self.rules |= _OF_DISTILLING_TRAINERS
+        if "cross_entropy" in str(self.trainer):
+            self.rules |= _OF_FINE_TUNING_TRAINERS
 
     # ---- reading
 
@@ -320,6 +344,7 @@ class _Recipe:
             is_named |= isinstance(service, DictConfig) and "backend" in service
             if not is_named:
                 return f"actor.{rest}" if rest else "actor"
+            assert isinstance(service, DictConfig)
             role = service.get("role") or "actor"
             return f"{role}.{inside}" if inside else str(role)
         return path
@@ -333,6 +358,10 @@ class _Recipe:
         self.switches = {
             name: self.value(path) for path, name in canonical.items() if "use_kl" in name
         }
+        backends = [self.value(path) for path, name in canonical.items() if name == "actor.backend"]
+        if not backends or backends[0] in LOCAL_BACKENDS:
+            self.rules |= {"actor.backend": Convert(BACKEND, lambda _: "local")}
+            self.rules |= {"actor.url": LeaveOut(PLACES)}
         algorithm = self.theirs["trainer"].get("algorithm")
         if self.custom_file is not None and isinstance(algorithm, Mapping):
             # A custom trainer reads its whole algorithm itself.
@@ -375,24 +404,32 @@ class _Recipe:
 
     def _apply(self, rule: Rule, path: str) -> None:
         if isinstance(rule, Depends):
-            if not self.switches.get(rule.switch):
-                self.left_out.setdefault(SWITCHED_OFF, []).append(path)
-                return
-            rule = rule.rule
+            is_on = self.switches.get(rule.switch)
+            rule = rule.rule if is_on else LeaveOut(SWITCHED_OFF)
+        if isinstance(rule, Place):
+            is_known = self.value_or_none(path) is not None
+            rule = rule.path if is_known else LeaveOut(PLACES)
         if isinstance(rule, LeaveOut):
-            if rule.only is not None and self._resolved(path) not in rule.only:
-                problem, hint = "has no counterpart", "See the guide coming-from-nexrl."
-                self._refuse(path, show_value(self._raw(path)), problem, hint)
-            elif self._raw(path) not in _OFF or rule.reason is not PLACES:
-                self.left_out.setdefault(rule.reason, []).append(path)
+            self._leave_out(rule, path)
             return
-        target, function = (rule.path, rule.function) if isinstance(rule, Convert) else (rule, None)
         value = self._resolved(path)
-        if value is not None:
-            self._set(path, target, value if function is None else function(value))
+        if value is None:
+            return
+        if isinstance(rule, Convert):
+            self._set(path, rule.path, rule.function(value))
+        else:
+            self._set(path, rule, value)
+
+    def _leave_out(self, rule: LeaveOut, path: str) -> None:
+        if rule.only is not None and self._resolved(path) not in rule.only:
+            problem, hint = "has no counterpart", "See the guide coming-from-nexrl."
+            self._refuse(path, show_value(self._raw(path)), problem, hint)
+        elif self._raw(path) not in _OFF:
+            self.left_out.setdefault(rule.reason, []).append(path)
 
     def _set(self, path: str, target: str, value: Any) -> None:
         target = target.format(trainer=self.trainer)
+        self.used.append(path)
         if self.is_same(target, value):
             return
         if can_be_set(self.ours, target):
@@ -458,22 +495,21 @@ class _Recipe:
                 model = self._resolved(f"service.inference_service.{name}")
                 if model is not None:
                     target = "task.policy.language_model"
-                    self._set("service.inference_service", target, _language_model(model))
+                    path = f"service.inference_service.{name}"
+                    self._set(path, target, _language_model(model))
                 break
         for name in ("weaver_service", "tinker_service"):
             group = service.get(name) or {}
             rank = group.get("lora_rank")
             if rank and group.get("training_mode") != "full_ft":
                 adapter = {"rank": rank, "alpha": 32.0}
-                self._set(f"service.{name}", "task.policy.language_model.lora", adapter)
+                self._set(f"service.{name}.lora_rank", "task.policy.language_model.lora", adapter)
         for name, one in (service.get("train_service") or {}).items():
             if isinstance(one, Mapping) and one.get("role") == "teacher":
-                places = (f"service.train_service.{name}.{p}" for p in ("actor.model.path",))
-                for place in places:
-                    model = self._resolved(place)
-                    if model is not None:
-                        target = "{trainer}.distillation.teacher"
-                        self._set(place, target, _language_model(model))
+                place = f"service.train_service.{name}.actor.model.path"
+                model = self._resolved(place)
+                if model is not None:
+                    self._set(place, "{trainer}.distillation.teacher", _language_model(model))
 
     def value_or_none(self, path: str) -> Any:
         """Return a value; None if it is unset or refers to something unknown."""
@@ -486,12 +522,6 @@ class _Recipe:
         self.ours["trainer"] = self.trainer
         backend_path = f"{self.trainer}.train_service.backend"
         backend = OmegaConf.select(OmegaConf.create(self.ours), backend_path)
-        if isinstance(backend, str) and backend in LOCAL_BACKENDS:
-            group = dict(self.ours[str(self.trainer)]["train_service"])
-            url = group.pop("base_url", None)
-            if url is not None:
-                self.left_out.setdefault(PLACES, []).append("trainer.train_service.url")
-            self.ours[str(self.trainer)]["train_service"] = group | {"backend": "local"}
         if backend == "tinker":
             self._add_adapter()
         if self.custom_file is None:
@@ -526,23 +556,24 @@ class _Recipe:
     def report(self) -> None:
         """Log what was left out, and why."""
         for reason, paths in self.left_out.items():
-            logger.warning(
-                "%s: %s left out; %s", self.source, ", ".join(self._shortened(paths)), reason
-            )
+            names = self._shortened(paths)
+            num_more = len(names) - MAX_LISTED
+            if reason in (PLACES, SWITCHED_OFF) and num_more > 0:
+                names = [*names[:MAX_LISTED], f"and {num_more} more"]
+            logger.warning("%s: %s left out; %s", self.source, ", ".join(names), reason)
 
     def _shortened(self, paths: list[str]) -> list[str]:
-        """Return paths, with groups in place of all their values."""
-        everything = [path for path, value in flatten(self.theirs) if value not in (None, {})]
+        """Return paths, with groups of which nothing was used in place of their values."""
         shortened: dict[str, None] = {}
         for path in paths:
             parts = path.split(".")
-            prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
-            whole = (
+            groups = [".".join(parts[:end]) for end in range(1, len(parts))]
+            unused = (
                 group
-                for group in prefixes
-                if all(one in paths for one in everything if one.startswith(f"{group}."))
+                for group in groups
+                if not any(f"{one}.".startswith(f"{group}.") for one in self.used)
             )
-            shortened[next(whole, path)] = None
+            shortened[next(unused, path)] = None
         return list(shortened)
 
 

@@ -105,8 +105,8 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     """Read a parameter file, preceded by the files that it `extends`.
 
     Old versions and names, and recipes of NexRL (a `trainer` that is a group), are converted.
-    Hydra's `defaults: [base, _self_]` names files to merge below or above the file. In a file that a run wrote, which
-    holds resolved values only, and in files that it extends, `${` is plain text.
+    Hydra's `defaults: [base, _self_]` names files to merge below or above the file. In a file that
+    a run wrote, which holds resolved values only, and in files that it extends, `${` is plain text.
     """
     layers: list[Layer] = []
     chain: list[Path] = []
