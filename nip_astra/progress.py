@@ -94,6 +94,8 @@ class ProgressBar:
         Whether `count_requests` counts here.
     num_expected : int or None
         Units of the open `counting` block that are not counted yet.
+    seconds_before : float
+        Duration of the run in earlier processes.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ProgressBar:
         self.is_live = console is not None and _is_live(console)
         self.is_endless = self.counts_requests = total is None
         self.num_expected: int | None = None
+        self.seconds_before = 0.0
         self.console, self._bar, self._path = console, bar, path
         self._num_resumed = self._num_lines = 0
         self._description = self._position = self._wait = ""
@@ -213,7 +216,7 @@ class ProgressBar:
         pace = elapsed / max(self.num_done - self._num_resumed, 1)
         remaining = _clock(pace * max(self.total - self.num_done, 0)) if self.num_done else "?"
         first, *others = [f"{name}={value}" for name, value in self._values.items()] or [""]
-        times = f"[{_clock(elapsed)}<{remaining}]"
+        times = f"[{_clock(self.seconds_before + elapsed)}<{remaining}]"
         return [one for one in (f"{self.num_done}/{self.total}", first, times, *others) if one]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -555,6 +558,7 @@ def open_progress(
     tqdm_func: Callable[..., Any] | None = None,
     *,
     path: str | None = None,
+    seconds_before: float = 0.0,
 ) -> ProgressBar:
     """Open the bar of a run.
 
@@ -568,13 +572,17 @@ def open_progress(
         Makes a bar that is shown instead, with tqdm's arguments.
     path : str, optional
         Progress file; see `read_progress`.
+    seconds_before : float
+        Duration of the run in earlier processes, which the bar adds to its own.
     """
     console = bar = None
     if enabled and tqdm_func is not None:
         bar = tqdm_func(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
     elif enabled:
         console = _Console(stderr=True, markup=False, emoji=False, highlight=False)
-    return ProgressBar(total, console, bar, None if path is None else Path(path))
+    progress = ProgressBar(total, console, bar, None if path is None else Path(path))
+    progress.seconds_before = seconds_before
+    return progress
 
 
 @contextmanager

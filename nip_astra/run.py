@@ -37,6 +37,7 @@ from nip_astra.language_models.services.chat import ChatModel, close_all
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.progress import only_own_bars, showing
 from nip_astra.report.page import write_report
+from nip_astra.resolving.data_files import check_data_unchanged, write_data_digests
 from nip_astra.resolving.resolution import (
     RERUN_TESTS,
     ResolvedExperiment,
@@ -219,6 +220,7 @@ def _begin(
             SETTINGS_SIGNATURE: sign(chosen.read_bytes()),
         }
         new.write_json(files.ENVIRONMENT, describe_environment() | signed)
+        write_data_digests(new, resolved)
 
     directory = RunDirectory.create(settings.runs_dir, run_id, write)
     built: list[Trainer] = []
@@ -239,6 +241,7 @@ def resume_experiment(
     *,
     plugins: Sequence[str] = (),
     is_trusted: bool = False,
+    allow_changed_data: bool = False,
     stop_flag: StopFlag | None = None,
     **settings_fields: Any,
 ) -> ExperimentResult:
@@ -254,6 +257,8 @@ def resume_experiment(
         Python files that replace those of the same name that the run loaded, or modules.
     is_trusted : bool
         Load code that the run names although the run is not the user's own.
+    allow_changed_data : bool
+        Continue although data files have changed since the run began.
     stop_flag : callable, optional
         See `run_experiment`.
     **settings_fields
@@ -267,6 +272,8 @@ def resume_experiment(
         When the latest checkpoint is corrupt or of other parameters, or all are lost.
     UntrustedRunError
         When the run is not the user's own and names code, or anything else outside of its folder.
+    ChangedDataError
+        When a data file has changed since the run began.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
@@ -287,6 +294,11 @@ def resume_experiment(
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _latest_checkpoint(directory)
+                if checkpoint is None:
+                    # It starts again, with the data as they are.
+                    write_data_digests(directory, resolved)
+                else:
+                    check_data_unchanged(directory, resolved, allow_changed_data=allow_changed_data)
                 return _run(resolved, settings, directory, team, stop_flag, checkpoint=checkpoint)
         return _take_part(_resolved_again(directory, plugins, is_trusted), settings, team)
 

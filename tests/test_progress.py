@@ -438,3 +438,16 @@ def test_a_file_holds_the_progress_of_a_run(
     bar.step()
     bar.close()
     assert bar.num_done == 1
+
+
+def test_the_time_of_a_resumed_run_includes_that_of_earlier_processes() -> None:
+    bar = open_progress(10, False, seconds_before=3600.0)
+    bar.skip(5)
+    bar.step()
+    try:
+        elapsed, remaining = next(part for part in bar._parts() if "<" in part)[1:-1].split("<")
+        assert elapsed.startswith("1:00:0")
+        # The rate is that of this process.
+        assert remaining.startswith("00:0")
+    finally:
+        bar.close()

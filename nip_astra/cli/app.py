@@ -208,6 +208,9 @@ def run(given: Mapping[str, Any]) -> None:
 def resume(
     given: Mapping[str, Any],
     run: Annotated[str, run_argument("Run id, or run directory, e.g. runs/<run id>.")],
+    allow_changed_data: Annotated[
+        bool, typer.Option("--allow-changed-data", help="Continue although data files changed.")
+    ] = False,
 ) -> None:
     """Resume a stopped run from its latest checkpoint."""
     settings = settings_of(given)
@@ -220,7 +223,15 @@ def resume(
     with showing("Loading", enabled=settings.get("progress") is not False), collection_suspended():
         from nip_astra.run import resume_experiment
     plugins, is_trusted = given["plugin"] or [], given["trust"]
-    print_outcome(resume_experiment(run, plugins=plugins, is_trusted=is_trusted, **settings))
+    print_outcome(
+        resume_experiment(
+            run,
+            plugins=plugins,
+            is_trusted=is_trusted,
+            allow_changed_data=allow_changed_data,
+            **settings,
+        )
+    )
 
 
 @app.command(name="check-resume")

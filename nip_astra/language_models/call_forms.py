@@ -49,6 +49,8 @@ class CallForm(ABC):
     """A call, as a model that wrote a malformed one is shown it."""
     marks: tuple[str, ...] = ()
     """Marks within calls, which a tokenizer may have as special tokens."""
+    closing: str = ""
+    """Mark after all calls; empty if each call has its own opening."""
 
     @abstractmethod
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
@@ -127,8 +129,6 @@ def _as_call(value: Any) -> ReadCall:
 @dataclass(frozen=True)
 class JsonCalls(CallForm):
     """Each call, or a list of calls, in JSON between marks."""
-
-    closing: str = ""
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
         yield from cursor.skip_space()
@@ -272,8 +272,6 @@ class TaggedCalls(CallForm):
     value_close: str = ""
     call_close: str = ""
     """Mark after the arguments of a call."""
-    closing: str = ""
-    """Mark after all calls; empty if each call has its own opening."""
     has_value_lines: bool = False
     """Whether a line break before and after a value belongs to the tags."""
 
@@ -314,16 +312,16 @@ class TaggedCalls(CallForm):
 
     def _read_value(self, cursor: TextCursor) -> Reader[str]:
         """Read a value, which may have its closing tag in it: then no argument or end follows."""
-        value = ""
+        parts: list[str] = []
         while True:
             part = yield from cursor.take_until(self.value_close)
-            value += part
+            parts.append(part)
             space = yield from cursor.skip_space()
             for follower in (self.key_open, self.call_close):
                 following = yield from cursor.peek(len(follower))
                 if following == follower:
-                    return self._without_value_lines(value)
-            value += self.value_close + space
+                    return self._without_value_lines("".join(parts))
+            parts += [self.value_close, space]
 
     def _without_value_lines(self, value: str) -> str:
         if not self.has_value_lines:
@@ -451,7 +449,6 @@ def _has_type(value: Any, name: str) -> bool:
 class BareKeyCalls(CallForm):
     """Gemma's calls: `call:NAME{key:value}`, with strings between marks of their own."""
 
-    closing: str = ""
     notation: ClassVar[Notation]
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
@@ -483,7 +480,6 @@ register_call_form("bare_keys")(
 class PythonCalls(CallForm):
     """LFM's calls: a list of calls as in Python, with named arguments."""
 
-    closing: str = ""
     notation: ClassVar[Notation]
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:

@@ -42,7 +42,12 @@ from nip_astra.language_models.services.sharded import (
 )
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
+from nip_astra.rl_objectives.reductions import (
+    TOKEN_REDUCTIONS,
+    LossOutput,
+    Reduction,
+    as_loss_output,
+)
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.samplers.executor import AsyncRollouts
 from nip_astra.tracking.tracker import plain_numbers
@@ -69,6 +74,13 @@ BatchT = TypeVar("BatchT")
 
 STEP_TOTALS = "step_totals"
 """Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
+MINIBATCH_TOTALS = "minibatch_totals"
+"""Column of a batch: trained tokens and samples of the minibatch, int64 `[B, 2]`; processes may
+take parts of it."""
+IS_FIRST_STEP = "is_first_step"
+"""Column of the batches of an iteration's first optimizer step; bool `[B]`, True."""
+HAS_GIVEN_OLD = "has_given_old"
+"""Column `[B]` of samples whose `old_logprobs` are not the trainer's own, as with older weights."""
 
 
 @dataclass
@@ -77,12 +89,14 @@ class LanguageModelState(RunState):
 
     `samples` are those of the iteration in progress, None between iterations, and `num_steps_done`
     the optimizer steps taken on them; `iteration_metrics` and `step_sums` are the metrics so far.
+    `iteration_seconds` are the durations of its parts so far, in all processes of the run.
     """
 
     samples: list[Sample] | None = None
     num_steps_done: int = 0
     iteration_metrics: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)
+    iteration_seconds: dict[str, float] = field(default_factory=dict)
     best_dev_value: float | None = None
     num_evals_since_best: int = 0
 
@@ -91,14 +105,22 @@ class LanguageModelState(RunState):
         """A number that grows with every step and every iteration."""
         return self.num_optimizer_steps + self.iteration
 
-    def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
+    def begin(
+        self,
+        samples: list[Sample],
+        metrics: dict[str, float],
+        seconds: Mapping[str, float] = {},
+    ) -> None:
         """Start using the experience of an iteration."""
+        self.iteration_seconds = {name: float(spent) for name, spent in seconds.items()}
         # Figures of NumPy and torch would not be held by a checkpoint.
         self.iteration_metrics, self.step_sums = plain_numbers(metrics), {}
         self.samples, self.num_steps_done = samples, 0
 
-    def count_step(self, metrics: dict[str, float]) -> None:
-        """Count one optimizer step and accumulate its metrics."""
+    def count_step(self, metrics: dict[str, float], seconds: float = 0.0) -> None:
+        """Count one optimizer step, and accumulate its metrics and its duration."""
+        spent = self.iteration_seconds.get("update", 0.0)
+        self.iteration_seconds["update"] = spent + seconds
         self.num_steps_done += 1
         self.num_optimizer_steps += 1
         for name, value in plain_numbers(metrics).items():
@@ -133,7 +155,7 @@ class LanguageModelState(RunState):
         means = {name: value / count for name, value in self.step_sums.items()}
         metrics = self.iteration_metrics | means | {"num_steps": float(self.num_steps_done)}
         self.samples, self.num_steps_done = None, 0
-        self.iteration_metrics, self.step_sums = {}, {}
+        self.iteration_metrics, self.step_sums, self.iteration_seconds = {}, {}, {}
         self.iteration += 1
         return metrics
 
@@ -309,11 +331,14 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Return the checked result of `loss` for a batch; see `as_loss_output`."""
         return as_loss_output(self.loss(batch), owner=type(self).__name__)
 
-    def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
+    def policy_logprobs(
+        self, batch: TensorDict, *names: str, temperature: float = 1.0
+    ) -> tuple[Tensor, ...]:
         """Return the policy's log-probabilities of continuations of `context`, from one call.
 
         `batch` has for each name tokens and `<name>_mask`. Returns a `[B, T]` tensor per name, all
-        as wide as the longest, nats, 0 on padding, with gradient.
+        as wide as the longest, nats, 0 on padding, with gradient. For `temperature` see
+        `TrainingService.tempered_logprobs`.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -321,13 +346,25 @@ class LanguageModelTrainer(TensorDictTrainer):
             padding = (0, width - batch[name].shape[1])
             ids.append(torch.nn.functional.pad(batch[name], padding))
             masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
-        logprobs = self.service.logprobs(
+        logprobs = self.service.tempered_logprobs(
             batch["context"].repeat(len(names), 1),
             batch["context_mask"].repeat(len(names), 1),
             torch.cat(ids),
             torch.cat(masks),
+            temperature,
         )
         return logprobs.chunk(len(names))
+
+    def old_logprobs(self, batch: TensorDict, logprobs_BT: Tensor) -> Tensor:
+        """Return the log-probabilities before the iteration's first optimizer step, no gradient.
+
+        Within that step they are `logprobs_BT`, the policy's own: ratios are exactly 1 in every
+        precision. Later they are `old_logprobs` of the batch.
+        """
+        if IS_FIRST_STEP in batch.keys() and HAS_GIVEN_OLD not in batch.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+            return logprobs_BT.detach()
+        old_BT: Tensor = batch["old_logprobs"].to(logprobs_BT.device)
+        return old_BT
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
         """Return the trained tokens of the optimizer step, times the batch's share of its samples.
@@ -337,8 +374,21 @@ class LanguageModelTrainer(TensorDictTrainer):
         totals = batch.get(STEP_TOTALS, None)
         if totals is None:
             return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
-        num_tokens, num_samples = totals[0].tolist()
-        return float(num_tokens * len(batch) / num_samples)
+        return _share_of_tokens(totals, len(batch))
+
+    def token_normaliser(self, batch: TensorDict, reduction: Reduction) -> float | None:
+        """Return the divisor of a sum over tokens by a reduction's name; None if it has none."""
+        if reduction not in TOKEN_REDUCTIONS:
+            return None
+        if reduction == "minibatch_token" and batch.get(MINIBATCH_TOTALS, None) is not None:
+            return _share_of_tokens(batch[MINIBATCH_TOTALS], len(batch))
+        return self.num_tokens_in_step(batch)
+
+    def num_steps_with(self, num_samples: int) -> int:
+        """Return the optimizer steps of an iteration with so many samples."""
+        num_batches = math.ceil(num_samples / self.training.minibatch_size)
+        per_epoch = math.ceil(num_batches / self.training.gradient_accumulation_steps)
+        return per_epoch * self.training.num_epochs
 
     # ---- several processes
 
@@ -415,26 +465,16 @@ class LanguageModelTrainer(TensorDictTrainer):
         for iteration in iteration_context.iterate(self.state.iteration):
             if self.state.has_stopped_early(self.training):
                 break
-            started = time.perf_counter()
-            seconds: Mapping[str, float] = {}
             if self.state.samples is None:
                 is_last = iteration + 1 == iteration_context.num_iterations
-                seconds = (
-                    self.run_on_leader(partial(self._collect, iteration, is_last=is_last)) or {}
-                )
-            collected = time.perf_counter()
+                self.run_on_leader(partial(self._collect, iteration, is_last=is_last))
             try:
                 self._update(iteration)
             except LostProcessError:
                 # No step was taken on a part of the gradients.
                 self._save_without_others()
                 raise
-            timings = {
-                "time/collect_seconds": collected - started,
-                "time/update_seconds": time.perf_counter() - collected,
-            }
-            timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            self.run_on_leader(partial(self._finish_iteration, iteration_context, timings))
+            self.run_on_leader(partial(self._finish_iteration, iteration_context))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -462,8 +502,9 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     # ---- one iteration
 
-    def _collect(self, iteration: int, *, is_last: bool = False) -> Mapping[str, float]:
-        """Collect the experience of an iteration, and return the seconds by part."""
+    def _collect(self, iteration: int, *, is_last: bool = False) -> None:
+        """Collect the experience of an iteration."""
+        started = time.perf_counter()
         self._noted = {}
         try:
             with torch.no_grad():
@@ -478,8 +519,8 @@ class LanguageModelTrainer(TensorDictTrainer):
             self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
-        self.state.begin(found.samples, metrics)
-        return found.seconds
+        seconds = {"collect": time.perf_counter() - started, **found.seconds}
+        self.state.begin(found.samples, metrics, seconds)
 
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int
@@ -498,6 +539,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         for number, group in enumerate(self._step_groups(iteration)):
             if number < self.state.num_steps_done:
                 continue
+            started = time.perf_counter()
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
             self.state.count_step(
@@ -505,7 +547,8 @@ class LanguageModelTrainer(TensorDictTrainer):
                     **metrics,
                     "tokens/update_forwarded": float(spent.forwarded),
                     "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
-                }
+                },
+                time.perf_counter() - started,
             )
             if signal_name := self.team.broadcast(self.stop_flag()):
                 self.run_on_leader(self._save_checkpoint)
@@ -520,9 +563,19 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         """Take one step on the mean loss over the samples of all batches."""
-        progress = self.state.iteration / self.training.num_iterations
-        lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
+        state, num_iterations = self.state, self.training.num_iterations
+        num_before = state.num_optimizer_steps - state.num_steps_done
+        per_iteration = self.num_steps_with(len(state.samples or ()))
+        lr = learning_rate(
+            self.training,
+            step=state.num_optimizer_steps,
+            progress=state.iteration / num_iterations,
+            num_steps=num_before + (num_iterations - state.iteration) * per_iteration,
+        )
         self._write_step_totals(batches)
+        if self.state.num_steps_done == 0:
+            for batch in batches:
+                batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
         metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
@@ -534,13 +587,15 @@ class LanguageModelTrainer(TensorDictTrainer):
         return metrics | {"grad_norm": step.grad_norm, "lr": lr}
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
-        """Add the step's totals to each of its batches; see `num_tokens_in_step`."""
+        """Add the totals of step and minibatch to each batch; see `token_normaliser`."""
         name = f"{self.trained_tokens}_mask"
         if any(batch.get(name, None) is None for batch in batches):
             return
-        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
-        for batch in batches:
-            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+        num_tokens = [int(batch[name].sum()) for batch in batches]
+        step_totals = [sum(num_tokens), sum(map(len, batches))]
+        for batch, count in zip(batches, num_tokens, strict=True):
+            batch[STEP_TOTALS] = torch.tensor([step_totals]).expand(len(batch), 2)
+            batch[MINIBATCH_TOTALS] = torch.tensor([[count, len(batch)]]).expand(len(batch), 2)
 
     def dry_run(self) -> dict[str, Any]:
         """Sample one episode, compute the gradient of one minibatch, and estimate a whole run."""
@@ -586,14 +641,16 @@ class LanguageModelTrainer(TensorDictTrainer):
             "before it are saved. Lower training.lr or training.max_grad_norm."
         )
 
-    def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
+    def _finish_iteration(self, context: IterationContext) -> None:
+        seconds = {"update": 0.0, **self.state.iteration_seconds}
         metrics = self.state.end()
-        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
-        speed = metrics.get("tokens/generated", 0) / max(seconds, 1e-9)
-        timings |= {
-            "time/tokens_per_second": speed,
-            "memory/peak_gib": peak_memory_bytes() / 2**30,
-        }
+        timings = {f"time/{part}_seconds": spent for part, spent in seconds.items()}
+        timings["memory/peak_gib"] = peak_memory_bytes() / 2**30
+        speed = math.nan
+        # A checkpoint of an older version does not tell how long an iteration had taken.
+        if "collect" in seconds:
+            spent = max(seconds["collect"] + seconds["update"], 1e-9)
+            speed = timings["time/tokens_per_second"] = metrics.get("tokens/generated", 0) / spent
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
@@ -663,6 +720,12 @@ class LanguageModelTrainer(TensorDictTrainer):
 
 
 # ---- batches and optimizer steps
+
+
+def _share_of_tokens(totals_B2: Tensor, num_rows: int) -> float:
+    """Return a total of tokens times the share that some rows have in its samples, at least 1."""
+    num_tokens, num_samples = totals_B2[0].tolist()
+    return float(max(num_tokens, 1) * num_rows / num_samples)
 
 
 def batches_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from nip_astra.errors import (
     NipAstraError,
     RunDirectoryError,
     StopRequested,
+    describe_error,
 )
 from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
@@ -145,6 +147,7 @@ class Trainer(ABC):
         self.progress: ProgressBar | None = None
         self.state: Any = self.State()
         self.results: dict[str, Any] = {}
+        self._started = time.monotonic()
         self._records: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         section = getattr(hyper_params, hyper_params.trainer, None)
@@ -213,6 +216,7 @@ class Trainer(ABC):
             enabled=self.settings.progress,
             tqdm_func=self.settings.tqdm_func,
             path=self.settings.progress_path,
+            seconds_before=self._elapsed_seconds(),
         )
         try:
             yield
@@ -275,7 +279,7 @@ class Trainer(ABC):
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the trainer {self.hyper_params.trainer!r} cannot read {checkpoint}: "
-                f"{type(error).__name__}: {error}. Resume with the version of nip_astra and the "
+                f"{describe_error(error)}. Resume with the version of nip_astra and the "
                 "plug-ins that wrote it."
             ) from error
         self._generators = load_state(checkpoint / GENERATORS)
@@ -327,13 +331,18 @@ class Trainer(ABC):
         """
         return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
 
+    def _elapsed_seconds(self) -> float:
+        """Return the duration of the run, including that of earlier processes."""
+        seconds: float = self.state.elapsed_seconds
+        return seconds + time.monotonic() - self._started
+
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
         """Save everything that a new process needs to continue exactly, if there is a store."""
         store = self._checkpoint_store()
         if store is None:
             return
         content = {
-            "run": self.state.to_dict(),
+            "run": self.state.to_dict() | {"elapsed_seconds": self._elapsed_seconds()},
             "tracker": self.tracker.position(),
             "parts": {name: part.save() for name, part in self.kept_parts().items()},
         }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.protocol.tensordict_agents import Observation
 from nip_astra.tracking.local import LocalTracker
+from nip_astra.trainers import language_model_base
 from tests.kit.experiments import metrics_of, run_in, stopped_after
 from tests.kit.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
 from tests.kit.toy_protocol_scenario import ToyBody
@@ -148,8 +152,16 @@ def test_a_run_with_rollouts_played_ahead_goes_on_from_any_checkpoint(tmp_path: 
     ],
 )
 def test_a_run_stopped_amid_an_iteration_goes_on(
-    trainer: str, overrides: str, places: tuple[int, ...], tmp_path: Path
+    trainer: str,
+    overrides: str,
+    places: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # A clock that counts its readings.
+    readings = count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(readings)))
+    monkeypatch.setattr(language_model_base, "time", clock)
     resolved = short_experiment(trainer, tmp_path / "x", *overrides.split(), num_iterations=3)
     whole = run_in(tmp_path, resolved, "whole")
     for place in places:
@@ -166,6 +178,27 @@ def test_a_run_stopped_amid_an_iteration_goes_on(
             assert len(state["parts"].get("played_ahead", ())) == is_ahead
         resume_experiment(tmp_path / name, progress=False)
         assert what_was_found(tmp_path / name) == what_was_found(whole), name
+        assert speeds_of(tmp_path / name) == speeds_of(whole), name
+
+
+def speeds_of(run: Path) -> list[tuple[float, ...]]:
+    """Return the durations of collecting and updating, and the tokens per second, by iteration."""
+    lines = map(json.loads, (run / "timings.jsonl").read_text().splitlines())
+    names = ("time/collect_seconds", "time/update_seconds", "time/tokens_per_second")
+    return [tuple(line[name] for name in names) for line in lines if names[0] in line]
+
+
+def test_a_run_counts_the_seconds_of_its_earlier_processes(tmp_path: Path) -> None:
+    resolved = short_experiment("ast_dpo", tmp_path / "x", num_iterations=3)
+    with stopped_after(4):
+        run_in(tmp_path, resolved, "stopped")
+    checkpoint = sorted((tmp_path / "stopped").glob("checkpoints/step_*"))[-1]
+    state = load_state(checkpoint / "state")
+    before = state["run"]["elapsed_seconds"]
+    assert before > 0
+    resume_experiment(tmp_path / "stopped", progress=False)
+    checkpoint = sorted((tmp_path / "stopped").glob("checkpoints/step_*"))[-1]
+    assert load_state(checkpoint / "state")["run"]["elapsed_seconds"] > before
 
 
 OWN_TRAINER = '''
