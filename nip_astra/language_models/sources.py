@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -196,6 +198,50 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.eval()
+
+
+def converted_gguf(file: Path, folder: Path) -> Path:
+    """Return the folder of a GGUF file's model as transformers saves it, converted only once.
+
+    The conversion takes much longer than loading its result, which has the same float32 weights.
+
+    Parameters
+    ----------
+    file : Path
+        The GGUF file.
+    folder : Path
+        Where conversions are kept, each under the digest of its file.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file cannot be read or its conversion cannot be written.
+    """
+    try:
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"the model {file} cannot be read: {error}. {ADVICE}") from error
+    target = folder / digest[:32]
+    if is_model_folder(target):
+        return target
+    name, gguf_file = resolve_model(str(file), None)
+    module, tokenizer = load_causal_lm(name, gguf_file), load_tokenizer(name, gguf_file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            model_folder = Path(unfinished) / "model"
+            module.save_pretrained(model_folder)
+            tokenizer.save_pretrained(model_folder)
+            if not target.exists():
+                model_folder.rename(target)
+    except Exception as error:
+        # safetensors and tokenizers have errors of their own for a full disk.
+        raise ModelLoadError(
+            f"the converted model of {file} cannot be written to {folder}: {reason_of(error)}. "
+            "Free some space, or convert the file with transformers and serve the folder."
+        ) from error
+    return target
 
 
 def load_pretrained(

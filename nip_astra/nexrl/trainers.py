@@ -257,6 +257,8 @@ class RemoteApiTrainer(NexRLTrainer, remote_api.RemoteApiTrainer):
         # Those of torch's AdamW; the loop has no others, and no bonus for entropy.
         self._beta1, self._beta2, self._eps = 0.9, 0.999, 1e-8
         self._entropy_coeff, self._enable_debug_dump = 0.0, False
+        # Counted by steps of NexRL's trainers, to name weights that they save.
+        self._step_counter = 0
 
     @property
     def _loss_fn(self) -> str:

@@ -16,6 +16,7 @@ from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 from nip_astra.utils.background_loop import BackgroundLoop
+from nip_astra.utils.user_code import process_state_kept
 
 COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     "completions": lambda exchange: exchange.text,
@@ -82,7 +83,8 @@ class PythonScorer(Scorer):
     def _call(self, columns: dict[str, list[Any]]) -> Sequence[Verdict]:
         result = self._function.call(columns)
         if inspect.isawaitable(result):
-            result = self._loop.run(_wait(result))
+            with process_state_kept(f"the function {self._function.reference!r}"):
+                result = self._loop.run(_wait(result))
         values: Sequence[Verdict] = result
         return values
 
@@ -123,7 +125,7 @@ class UserFunction:
         module = ""
         if function is None:
             module, function = find_function(reference, scenario_dir)
-        self.function = function
+        self.reference, self.function = reference, function
         self.modules = {module, getattr(function, "__module__", None) or module} - {""}
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -145,7 +147,9 @@ class UserFunction:
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function with those of the arguments that it takes."""
-        return self.function(**{n: value for n, value in arguments.items() if self.takes(n)})
+        accepted = {name: value for name, value in arguments.items() if self.takes(name)}
+        with process_state_kept(f"the function {self.reference!r}"):
+            return self.function(**accepted)
 
 
 def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 from pydantic import Field
 
-from nip_astra.errors import DataError, NipAstraError, TaskError
+from nip_astra.errors import DataError, NipAstraError, TaskError, describe_error
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.messages import Role, Turn
@@ -120,12 +120,24 @@ class Episode:
     figures: dict[str, float] = field(default_factory=dict)
     """Those of the environment at the end of the episode."""
 
-    def is_right(self, success_reward: float) -> bool | None:
-        """Return whether the (first) reward is large enough; None without a reward."""
+    @property
+    def decisive_reward(self) -> float | None:
+        """The reward that decides whether an answer is right: the first of several."""
         if self.reward is None:
             return None
-        decisive = next(iter(self.rewards.values()), self.reward)
-        return decisive is not None and decisive >= success_reward
+        return next(iter(self.rewards.values()), self.reward)
+
+    def is_right(self, success_reward: float | None) -> bool | None:
+        """Return whether the decisive reward is large enough; None if that cannot be known.
+
+        Without a `success_reward` it is 1, the most that a reward then may be.
+        """
+        decisive = self.decisive_reward
+        if self.reward is None or (success_reward is None and (decisive or 0.0) > 1.0):
+            return None
+        return decisive is not None and decisive >= (
+            1.0 if success_reward is None else success_reward
+        )
 
     def exchange(self) -> Exchange:
         """Return the last message with its history, for scorers."""
@@ -294,7 +306,7 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
         raise
     except Exception as error:
         raise TaskError(
-            f"{hook} of {type(owner).__name__} failed: {type(error).__name__}: {error}. Fix it, "
+            f"{hook} of {type(owner).__name__} failed: {describe_error(error)}. Fix it, "
             "then resume the run."
         ) from error
 

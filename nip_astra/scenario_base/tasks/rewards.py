@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted
+from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted, describe_error
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
 from nip_astra.registry import Registry
@@ -30,6 +31,9 @@ from nip_astra.scenario_base.tasks.tools import tool_figures
 from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.scorers.python import UserFunction
 from nip_astra.utils.background_loop import BackgroundLoop
+from nip_astra.utils.user_code import process_state_kept
+
+logger = logging.getLogger(__name__)
 
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
@@ -136,6 +140,18 @@ class WeightedRewards:
         function = UserFunction(
             reference, scenario_dir, REWARDS.get(reference) if is_name else None
         )
+        hidden = [
+            name
+            for name in self._columns
+            if name in (*_ARGUMENTS, *_LOGGERS) and function.takes(name)
+        ]
+        if hidden and not is_name:
+            logger.warning(
+                "the columns %s of the data do not reach the reward function %r: arguments of "
+                "these names are the framework's own. Rename the columns to read them.",
+                ", ".join(hidden),
+                reference,
+            )
         known = {*_ARGUMENTS, *_LOGGERS, *self._columns}
         unknown = [name for name in function.required if name not in known]
         if unknown:
@@ -160,9 +176,10 @@ class WeightedRewards:
         for name, function in self._functions.items():
             with _naming(name):
                 started[name] = function.call(arguments)
-        waiting = {name: one for name, one in started.items() if inspect.isawaitable(one)}
+        waiting = {name: result for name, result in started.items() if inspect.isawaitable(result)}
         if waiting:
-            results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
+            with process_state_kept(f"a reward function of {', '.join(waiting)}"):
+                results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
             started |= zip(waiting, results, strict=True)
         values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
         exchanges = [one.exchange() for one in episodes] if self.scorers else []
@@ -236,7 +253,7 @@ def _naming(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise TaskError(
-            f"the reward function {name!r} failed: {type(error).__name__}: {error}. Correct it, "
+            f"the reward function {name!r} failed: {describe_error(error)}. Correct it, "
             "then resume the run."
         ) from error
 

@@ -16,7 +16,13 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
+from nip_astra.errors import (
+    ConfigurationError,
+    DataError,
+    MissingDependencyError,
+    NipAstraError,
+    describe_error,
+)
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
@@ -357,7 +363,7 @@ class VerifiersTask(Task):
         except Exception as error:
             raise DataError(
                 f"scoring of the taskset {self.parameters.taskset!r} failed: "
-                f"{type(error).__name__}: {error}. Fix the taskset."
+                f"{describe_error(error)}. Fix the taskset."
             ) from error
         for episode, reward in zip(episodes, rewards, strict=True):
             episode.reward = reward

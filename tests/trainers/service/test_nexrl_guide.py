@@ -365,10 +365,10 @@ def test_values_of_the_built_in_trainers_have_their_places(recipe: Path) -> None
     ("trainer", "more", "paths"),
     [
         (
-            "sync_weight_path: x, algorithm: {use_kl_in_reward: true}, "
-            "train_service: {config: {beta1: 0.9}}",
+            "sync_weight_path: x, algorithm: {use_kl_in_reward: true, advantage_start_pct: 0.1}, "
+            "train_service: {config: {beta1: 0.9, delta: 0.5}}",
             "",
-            "sync_weight_path algorithm.use_kl_in_reward train_service.config.beta1",
+            "algorithm.use_kl_in_reward algorithm.advantage_start_pct train_service.config.delta",
         ),
         (
             "algorithm: 3, train_service: tinker, save_freqs: 1",
