@@ -274,7 +274,7 @@ def test_families_call_tools_and_answer(name: str) -> None:
     family = FAMILIES[name]
     call = ToolCall("note", {"text": 'a\nb </tool_call> "007"'})
     thought = "" if family.think is None else family.think("A note.")
-    environment, rollout = play_notes(
+    environment, _ = play_notes(
         name, thought + family.write_calls([call]), thought + family.say("Done.")
     )
     assert environment.notes == ['a\nb </tool_call> "007"']
