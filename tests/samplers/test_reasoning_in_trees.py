@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,17 @@ from torch import Tensor
 
 from nip_astra.evaluation.outcomes import Replies
 from nip_astra.evaluation.playing import rate_by_others
-from nip_astra.language_models.base import Generation, GenerationSession, Turns, pad_right
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    SamplingOptions,
+    Turns,
+    pad_right,
+)
 from nip_astra.rl_objectives.rewards import mean_nll
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scorers.base import Exchange
 from tests.kit.experiments import trainer_of
@@ -169,3 +178,31 @@ def test_a_scorer_that_reads_the_reasoning_rates_each_one() -> None:
     other = ScorerOf(lambda exchange: 0.5)
     other.rate(exchanges)
     assert len(other.seen) == 1, "equal texts are rated once"
+
+
+def test_a_chat_model_as_target_is_read_without_its_thoughts(tmp_path: Path) -> None:
+    answers = ["<think>\nbomb\n</think>\n\nNo.", "<think>\nbomb"]
+    chat_model = {"_type": "scripted", "answers": answers}
+    scenario = write_scenario(tmp_path, target={"chat_model": chat_model, "max_new_tokens": 6})
+    instance: ScenarioInstance = trainer_of("ast_dpo", scenario=scenario).scenario_instance
+    scorer = ScorerOf(lambda exchange: float("bomb" in exchange.text), reads_history=True)
+    instance.sampler.scorer = scorer
+    tree = instance.sampler.sample(["hello"] * 8, tree_width=2, tree_depth=2, key=(0,))
+    replies = list(zip(tree.responses, tree.failures_of_nodes(), strict=True))
+    assert {*replies} == {("No.", None), ("", "cut"), ("", "ended")}
+    for (text, failure), reasoning in zip(replies, tree.response_reasonings, strict=True):
+        assert (reasoning == "bomb") is (failure != "ended"), text
+    assert {exchange.text for exchange in scorer.seen} == {"No."}
+    scores_N = tree.nodes["response_score"]
+    assert (scores_N[~scores_N.isnan()] == 0.0).all()
+
+
+def test_a_written_turn_ends_the_thought_that_the_prompt_opens() -> None:
+    tokenizer = make_thinking_tokenizer(opens_thought=True)
+    model: Any = SimpleNamespace(tokenizer=tokenizer, context_window=512, end_ids=(3,))
+    agent = ConversationAgent("attacker", model, ChatFormat(tokenizer), SamplingOptions(64))
+    ids = agent.encode_turn("why ?")
+    assert tokenizer.decode(ids) == "\n</think>\n\nwhy ?<end>"
+    (turn,) = agent.read_turns(Generation(*pad_right([ids], CPU), torch.zeros(1, len(ids))))
+    assert (turn.text, turn.reasoning, turn.is_missing) == ("why ?", None, False)
+    assert tokenizer.decode(turn.ids_without_reasoning) == "why ?"
