@@ -333,5 +333,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
+provide("read_recipe", "nip_astra.nexrl.recipes:read_recipe")
 provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")
 provide("start_service", "nip_astra.serve.local_service:start_service")

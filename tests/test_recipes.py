@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,41 @@ def test_five_lines_of_python_train(folder: Path) -> None:
     assert "held out" in result.results["warnings"][0]
     assert result.results["training"]["num_optimizer_steps"] > 0
     assert len(list(folder.glob("runs/data/*.jsonl"))) == 1
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize(
+    ("overrides", "has_accuracy"),
+    [([], False), (["task.evaluation.success_reward=3"], True)],
+)
+def test_a_reward_in_characters_has_no_accuracy(
+    cli: CommandLine, folder: Path, overrides: list[str], has_accuracy: bool
+) -> None:
+    def length(completions: Any, **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    result = train_task(
+        model=MODEL,
+        data="rows.jsonl",
+        rewards=length,
+        overrides=overrides,
+        run_id="c",
+        progress=False,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    for when in ("before", "after"):
+        figures = result.results[when]
+        assert ("accuracy" in figures) is has_accuracy
+        assert ("num_right" in figures) is has_accuracy
+        assert figures["mean_reward"] > 1
+    # Reports, evaluations and comparisons do without.
+    cli.ok("report", "runs/c")
+    evaluation = json.loads(cli.ok("evaluate", "runs/c", "--json").out)
+    assert ("accuracy" in evaluation["figures"]) is has_accuracy
+    shutil.copytree("runs/c", "runs/d")
+    cli.ok("compare", "runs/c", "runs/d")
 
 
 def task_values(**arguments: Any) -> Any:
