@@ -70,15 +70,15 @@ def test_replies_are_scored_and_thoughts_are_not(
         node = json.loads(line)
         assert (node["response"], node["response_reasoning"]) == ("kind", "Be rude?")
     short = ("--num-episodes", "2", "--probability-episodes", "0")
-    for kind, rate in (("kind", 0.0), ("rude", 1.0)):
-        targets = [make_target(tmp_path, name, kind) for name in names]
+    for kind, rate, rated in (("kind", 0.0, names), ("rude", 1.0, names[:1])):
+        targets = [make_target(tmp_path, name, kind) for name in rated]
         cli.ok("evaluate", "runs/s", *(f"--target={target}" for target in targets), *short)
         for target in targets:
             folder = Path("runs/s/evaluations") / f"test-{Path(target).name}"
             assert read_json(folder / "evaluation.json")["failure_rate"]["value"] == rate
     # A thought that is cut is no answer, so there is nothing to rate.
     result = cli("evaluate", "runs/s", "--target", make_target(tmp_path, names[0], "cut"), *short)
-    assert result.code == 1
+    assert result.code == 2
     assert "4 undetermined" in result.err
 
 
