@@ -266,8 +266,14 @@ class ConversationAgent:
         return whole[:longest]
 
     def encode_turn(self, text: str) -> list[int]:
-        """Return the tokens of a given turn of this agent, with its end token."""
+        """Return the tokens of a given turn of this agent, with its end token.
+
+        If the chat template opens a thought, they end it: the text is no reasoning.
+        """
         end = self.conversation_format.turn_end(self.language_model.end_ids)
+        form = self.message_format
+        if form.opens_thought and form.thought is not None:
+            text = f"\n{form.thought.closing}\n\n{text}"
         return [*self.conversation_format.encode(text), *end]
 
     def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:

@@ -143,8 +143,32 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, dtype: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    result = computing_dtype(object(), dtype, CPU, trainable=trainable)
+    module = Mock()
+    module.num_parameters.return_value = 1
+    result = computing_dtype(module, dtype, CPU, trainable=trainable)
     assert result == expected
+
+
+@pytest.mark.parametrize("gains", [False, True])
+@pytest.mark.parametrize("num_parameters", [1000, 10**9])
+def test_a_slow_precision_is_named_with_its_factor_where_a_large_model_asks_for_it(
+    gains: bool,
+    num_parameters: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sources._warn_of_slow_bfloat16.cache_clear()
+    monkeypatch.setattr(sources, "gains_from_bfloat16", lambda *_: gains)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    module = Mock()
+    module.num_parameters.return_value = num_parameters
+    for _ in range(2):
+        computed = computing_dtype(module, "bfloat16", CPU, trainable=False)
+        assert computed == torch.bfloat16
+        computing_dtype(module, "float32", CPU, trainable=False)
+    is_slow = not gains and num_parameters == 10**9
+    assert len(caplog.records) == is_slow
+    assert ("4 times" in caplog.text) is is_slow
 
 
 @pytest.mark.parametrize("name", ["my model", "modèle", "a--b", "\udce9"])
