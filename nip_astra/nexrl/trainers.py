@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import JsonValue
 
+from nip_astra.nexrl.functions import log_rollout_metrics
 from nip_astra.nexrl.nexrl_types import AnyTrajectory, Batch, Trajectory, as_core
 from nip_astra.nexrl.services import (
     ActivityTrackerProxy,
@@ -125,6 +126,11 @@ class NexRLTrainer(ServiceTrainer, NexRLModule):
 
     def has_learned(self) -> bool:
         return self._handed_over is None or super().has_learned()
+
+    def _log_rollout_metrics(self, batch: CoreBatch | Sequence[AnyTrajectory]) -> None:
+        metrics: dict[str, Any] = {}
+        log_rollout_metrics(batch, metrics)
+        self.log_metrics(metrics)
 
     # ---- its parts
 

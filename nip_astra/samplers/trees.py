@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -549,10 +549,10 @@ class _TreeGrowth:
             with self.timed("attacker"):
                 replies = self._text_probes(self.attacker, children)
             probes = self._tokenized([reply.text for reply in replies])
-            contents = self.reader.content_ids(probes)
+            turns = self.reader.read_turns(probes)
             return probes, [
-                Turn("assistant", reply.text, reply.reasoning, ids=ids)
-                for reply, ids in zip(replies, contents, strict=True)
+                replace(turn, text=reply.text, reasoning=reply.reasoning, is_missing=False)
+                for reply, turn in zip(replies, turns, strict=True)
             ]
         session = self._attacker_session
         assert session is not None

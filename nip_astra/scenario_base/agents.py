@@ -32,7 +32,12 @@ from nip_astra.language_models.services.chat import ChatModelParameters
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import decode_all
 from nip_astra.parameters.conditions import where, where_above, where_given
-from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import (
+    PlainText,
+    ReasoningMarkers,
+    SubParameters,
+    polymorphic,
+)
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import (
@@ -74,9 +79,7 @@ class ConversationAgentParameters(SubParameters):
     """Sample from the k most likely tokens only; null for all."""
     top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of most likely tokens with this probability mass."""
-    reasoning_markers: Annotated[list[PlainText] | None, where_given("language_model")] = Field(
-        default=None, max_length=2
-    )
+    reasoning_markers: Annotated[ReasoningMarkers, where_given("language_model")] = None
     """Texts that begin and end the model's reasoning, for instance ["<think>", "</think>"]; null
     for those of its chat template or tokenizer, an empty list for none: then all is text. Scorers,
     rewards, tools and later turns get a message without its reasoning."""
@@ -84,13 +87,6 @@ class ConversationAgentParameters(SubParameters):
         dict[str, JsonValue], where("format", "chat"), where_given("language_model")
     ] = {}
     """Variables of the chat template, for instance enable_thinking: false."""
-
-    @field_validator("reasoning_markers")
-    @classmethod
-    def _is_a_pair(cls, markers: list[str] | None) -> list[str] | None:
-        if markers is not None and (len(markers) == 1 or not all(markers)):
-            raise ValueError("must be two texts, or empty for none")
-        return markers
 
     @field_validator("min_new_tokens")
     @classmethod
@@ -270,8 +266,14 @@ class ConversationAgent:
         return whole[:longest]
 
     def encode_turn(self, text: str) -> list[int]:
-        """Return the tokens of a given turn of this agent, with its end token."""
+        """Return the tokens of a given turn of this agent, with its end token.
+
+        If the chat template opens a thought, they end it: the text is no reasoning.
+        """
         end = self.conversation_format.turn_end(self.language_model.end_ids)
+        form = self.message_format
+        if form.opens_thought and form.thought is not None:
+            text = f"\n{form.thought.closing}\n\n{text}"
         return [*self.conversation_format.encode(text), *end]
 
     def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from nip_astra.errors import ContextLengthError, ModelLoadError
 from nip_astra.language_models.message_format import (
     MessageFormat,
-    ThoughtMarkers,
-    detect_format,
+    format_with_markers,
+    thought_between,
 )
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.rollouts.messages import Role, Turn
@@ -190,9 +190,7 @@ class ChatFormat(ConversationFormat):
 
     @cached_property
     def message_format(self) -> MessageFormat:  # type: ignore[override]  # of the template
-        detected = detect_format(self.tokenizer, thought=_thought_between(self._markers))
-        if self._markers is not None and not self._markers:
-            return replace(detected, thought=None, opens_thought=False, channels=None)
+        detected = format_with_markers(self.tokenizer, self._markers)
         if detected.thought is None:
             return detected
         # As the variables of the template have it.
@@ -396,10 +394,6 @@ def _placeholder_message(number: int, shape: TurnShape) -> dict[str, Any]:
     return message
 
 
-def _thought_between(markers: Sequence[str] | None) -> ThoughtMarkers | None:
-    return ThoughtMarkers(*markers) if markers else None
-
-
 class PlainFormat(ConversationFormat):
     """Consecutive turns, for models without a chat template.
 
@@ -423,7 +417,7 @@ class PlainFormat(ConversationFormat):
         reasoning_markers: Sequence[str] | None = None,
     ) -> None:
         super().__init__(tokenizer)
-        self.message_format = MessageFormat(_thought_between(reasoning_markers))
+        self.message_format = MessageFormat(thought_between(reasoning_markers))
         self._separator = tokenizer.encode(separator, add_special_tokens=False)
         if separator and not self._separator:
             _logger.warning(

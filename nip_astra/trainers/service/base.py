@@ -77,8 +77,10 @@ from nip_astra.trainers.service.metrics import (
     RECORD_COLUMNS,
     Tally,
     answer_rows,
+    log_kept_rewards,
     log_rollout_metrics,
     rollout_rows,
+    without_accuracy,
 )
 from nip_astra.trainers.service_use import (
     estimate_services,
@@ -136,6 +138,16 @@ class GrpoParameters(AdvantageParameters, RolloutParameters):
     overlong_margin: int = Field(default=0, ge=0)
     """Tokens before the policy's max_new_tokens over which the reward of a trajectory falls
     linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
+
+    @model_validator(mode="after")
+    def _has_runs_to_compare(self) -> Self:
+        is_compared = self.advantage == "group" and self.baseline != "none" and self.use_run_ids
+        if self.group_size == 1 and is_compared:
+            raise ValueError(
+                "group_size 1 leaves nothing to compare: all advantages are 0; set it to 2 or "
+                "more, or baseline and scale to none"
+            )
+        return self
 
 
 class PolicyKlParameters(KlParameters):
@@ -520,11 +532,12 @@ class ServiceTrainer(LanguageModelTrainer):
         for rows in played.records:
             columns = RECORD_COLUMNS[: len(rows[0])]
             self.tracker.log_table("train", columns, rows, step=iteration + 1)
-        log_rollout_metrics(trajectories, metrics)
+        if "rollout/num_trajectories" not in metrics:
+            log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
+        metrics.setdefault("rollout/without_reward", float(len(trajectories) - len(known)))
         if self._dumps.is_due(self.state.iteration):
             self.dump("trajectories", Batch.from_trajectories(trajectories))
-        metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         self.dump("samples", {"samples": samples})
         services = service_metrics(self.scenario_instance.services)
@@ -594,8 +607,15 @@ class ServiceTrainer(LanguageModelTrainer):
             **self._sampler.take_metrics(),
             **episode_figures(episodes),
         }
-        # Without resampling every problem stays.
-        return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
+        # Figures are of all that was sampled: those of the kept groups alone would be chosen by it.
+        played = [*kept, *dead]
+        log_rollout_metrics(played, metrics)
+        num_unrewarded = sum(trajectory.reward is None for trajectory in played)
+        metrics["rollout/without_reward"] = float(num_unrewarded)
+        if rounds == 0:
+            # Without resampling every problem stays.
+            return CollectedRollout(played, metrics, records)
+        return CollectedRollout(kept, dict(log_kept_rewards(kept, metrics)), records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
         """Subtract DAPO's penalty on overlong answers from rewards."""
@@ -763,10 +783,14 @@ class ServiceTrainer(LanguageModelTrainer):
                 "nothing was learned: all advantages were 0. Compare runs of one problem "
                 "(group_id) and raise group_size until some of them are right and some are wrong."
             )
+        before, after = self.state.before, self.results.get("after", {})
+        if before and after and ("accuracy" in before) is not ("accuracy" in after):
+            # The reward exceeds 1 in one of them: what is right is unknown in both.
+            before, self.results["after"] = without_accuracy(before), without_accuracy(after)
         self.store_results(
             {
                 "kind": "task",
-                "before": self.state.before,
+                "before": before,
                 "training": self.training_results(),
                 **services_used(self.scenario_instance.services),
             }

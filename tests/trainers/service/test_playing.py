@@ -114,7 +114,7 @@ def test_problems_are_replaced_only_where_equal_rewards_teach_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def num_played(*overrides: str) -> float:
-        options = ("group_size=1", "max_resampling_rounds=2", *overrides)
+        options = ("group_size=1", "use_run_ids=false", "max_resampling_rounds=2", *overrides)
         trainer = prepare(*(f"self_hosted_grpo.{option}" for option in options))
         with torch.no_grad():
             return float(trainer._play_iteration(0).metrics["rollout/played_problems"])
