@@ -326,6 +326,71 @@ def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
     assert result.results["services"]
 
 
+TARGET_FILE = """
+def reply(messages, max_tokens):
+    return {"content": "my aunt eats soup .", "finish_reason": "stop"}
+"""
+
+
+def test_one_command_stresses_a_function_and_the_run_goes_on(
+    cli: CommandLine, folder: Path
+) -> None:
+    (folder / "target.py").write_text(TARGET_FILE)
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    sets = " ".join(f"--set {override}" for override in SHORT)
+    line = (
+        f"stress --target target.py:reply --scorer own.py:f --attacker {POCKET / 'attacker'} "
+        f"--run-id f {sets}"
+    )
+    cli.ok(*line.split())
+    results = read_results(folder / "runs/f").results
+    assert results["after"]["replies"]["num_received"] == 4
+    stored = (folder / "runs/f/hyper_parameters.yaml").read_text()
+    assert f"{folder / 'target.py'}:reply" in stored
+    cli.ok("evaluate", "runs/f", "--probability-episodes", "0", "--num-episodes", "2")
+
+
+def test_a_template_file_and_functions_are_targets(folder: Path, no_plugins_left: None) -> None:
+    (folder / "template.yaml").write_text(
+        "_type: http\nurl: http://127.0.0.1:9/ask\nbody: {q: '{{ prompt }}'}\nanswer: a.0\n"
+    )
+    shared = {"scorer": "profanity", "attacker": POCKET / "attacker"}
+
+    def answer(messages: Any) -> str:
+        return "no"
+
+    for target, kind in (
+        ("template.yaml", "http"),
+        ({"_type": "scripted", "answers": ["a"]}, "scripted"),
+        ("package.module:function", "python"),
+        (json.dumps, "python"),
+        (answer, "answer"),
+    ):
+        values = stress_parameters(target=target, **shared)
+        assert values["scenario"] == "pocket_chat_api"
+        resolved = resolve_experiment(hyper_params=values)
+        assert resolved.hyper_params.get("ast_chat.target.chat_model").type_name == kind
+
+
+def test_a_function_of_a_script_is_a_target_in_python(
+    folder: Path, no_plugins_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(messages: Any) -> str:
+        return "my aunt eats soup ."
+
+    monkeypatch.setattr(answer, "__module__", "__main__")
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    result = stress_test(
+        target=answer,
+        attacker=POCKET / "attacker",
+        scorer="own.py:f",
+        overrides=SHORT,
+        run_id="n",
+        progress=False,
+    )
+    assert result.results["after"]["replies"]["num_received"] == 4
+
+
 def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:
     address = {"target": "https://example.org/v1", "target_model": "m", "scorer": "profanity"}
     assert stress_parameters(**address)["scenario"] == "smollm2_api"

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -188,9 +188,7 @@ class TreeSampler:
             longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
             opening = 0
             if longest is not None:
-                (context,) = agent.contexts(
-                    [[Turn("assistant" if agent.role == "target" else "user", ids=longest)]]
-                )
+                (context,) = agent.contexts([agent.opening_turns(longest)])
                 opening = len(context)
             num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
@@ -551,10 +549,10 @@ class _TreeGrowth:
             with self.timed("attacker"):
                 replies = self._text_probes(self.attacker, children)
             probes = self._tokenized([reply.text for reply in replies])
-            contents = self.reader.content_ids(probes)
+            turns = self.reader.read_turns(probes)
             return probes, [
-                Turn("assistant", reply.text, reply.reasoning, ids=ids)
-                for reply, ids in zip(replies, contents, strict=True)
+                replace(turn, text=reply.text, reasoning=reply.reasoning, is_missing=False)
+                for reply, turn in zip(replies, turns, strict=True)
             ]
         session = self._attacker_session
         assert session is not None

@@ -317,3 +317,27 @@ def test_a_folder_reads_again_only_the_runs_that_changed(
     kept.write_bytes(kept.read_bytes().replace(b"ast_dpo", b"ast_DPO"))
     assert write_report([tmp_path]).read_text() == changed
     assert names[4:] == ["r0", "r1", "r2"]
+
+
+def test_reasoning_is_shown_folded_and_escaped(tmp_path: Path) -> None:
+    thought = f"my plan {ATTACK}"
+    attacked = failing("why ?", probe_reasoning=thought, response_reasoning="so be it")
+    answered = {
+        "step": 0,
+        "problem": 1,
+        "reward": 1.0,
+        "messages": [
+            ["user", "1+1="],
+            ["assistant", "", {"reasoning": thought, "calls": [["add", {"a": 1}]]}],
+            ["tool", "2"],
+            ["assistant", "2", {"reasoning": "easy"}],
+        ],
+    }
+    for name, rows in (("conversations", [attacked]), ("answers", [answered])):
+        folder = write_run(tmp_path / name, tables={"evaluation": rows})
+        result = report(folder)
+        assert thought in result.text
+        assert "<img" not in result.source.replace("\\u003cimg", "")
+        folds = re.findall(r'<details class="fold"><summary>reasoning', result.source)
+        assert len(folds) == 2
+    assert 'add({"a": 1})' in result.text

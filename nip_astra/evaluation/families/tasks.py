@@ -271,6 +271,10 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
     figures = tally.report(num_runs)
     has_accuracy = "num_right" in figures
     trainer._refuse_nothing(f"the evaluation {name}", figures)
+    num_missing = sum(_is_missing(row) for row in rows)
+    if num_missing:
+        # They end their episode with reward 0, as answers that are cut.
+        figures["num_missing"] = num_missing
     num_unknown = len(rows) - len(known)
     if num_unknown and has_accuracy:
         # What the rate would be if all missing rewards were failures, or successes.
@@ -281,6 +285,12 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
     if math.isfinite(spread.low):
         figures["mean_reward_interval"] = [spread.low, spread.high]
     return figures
+
+
+def _is_missing(row: Row) -> bool:
+    """Return whether the policy's last answer ended before its text began."""
+    _, _, *more = row["messages"][-1]
+    return bool(more and more[0].get("is_missing"))
 
 
 def _problems(rows: Sequence[Row]) -> list[_Problem]:
