@@ -188,9 +188,7 @@ class TreeSampler:
             longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
             opening = 0
             if longest is not None:
-                (context,) = agent.contexts(
-                    [[Turn("assistant" if agent.role == "target" else "user", ids=longest)]]
-                )
+                (context,) = agent.contexts([agent.opening_turns(longest)])
                 opening = len(context)
             num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
