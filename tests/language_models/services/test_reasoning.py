@@ -185,6 +185,11 @@ def test_an_agent_without_an_answer_sends_nothing(tmp_path: Path) -> None:
     active = rollouts["agents", "is_active"]
     assert rollouts["agents", "is_filled"][active].all()
     assert (rollouts["decision"] == 2).all()
+    faults = [
+        {move.parsed.fault for node in end.path() for move in node.moves.values()}
+        for end in (*ends, *play(game, retrying("")))
+    ]
+    assert faults[0].isdisjoint(faults[1]), "the reason is not that it is empty"
 
 
 def test_a_refusal_beside_reasoning_is_a_reply() -> None:
