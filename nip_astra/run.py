@@ -34,6 +34,7 @@ from nip_astra.evaluation.tables import Shown
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
+from nip_astra.language_models.services.retrying import keeping_service_files
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.progress import only_own_bars, showing
 from nip_astra.report.page import write_report
@@ -389,7 +390,12 @@ def _run(
     built: list[Trainer] | None = None,
 ) -> ExperimentResult:
     """Build and train; append the trainer to `built`."""
-    with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
+    with (
+        log_file(directory),
+        only_own_bars(),
+        keeping_service_files(directory.path),
+        stop_on_signals() as name_of_signal,
+    ):
 
         def stop_flag() -> str | None:
             return name_of_signal() or (own_flag() if own_flag else None)
