@@ -28,9 +28,22 @@ def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     return [candidate for plain in near for candidate in spelled[plain]][:n]
 
 
+def text_of_error(error: BaseException) -> str:
+    """Return the text of an error, also of one whose own conversion to text fails."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"its text cannot be read ({type(failure).__name__})"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an error of foreign code."""
+    return f"{type(error).__name__}: {text_of_error(error)}"
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of an error, without its full stop."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    return text_of_error(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def show_value(value: Any) -> str:
@@ -233,6 +246,10 @@ class ScorerTimeoutError(ScorerError, TimeoutError):
 
 class TaskError(NipAstraError, RuntimeError):
     """A task or an environment failed, or returned an invalid message or reward."""
+
+
+class UserCodeError(NipAstraError, RuntimeError):
+    """A user's function did what would end or corrupt the process."""
 
 
 class RewardTermError(NipAstraError, RuntimeError):

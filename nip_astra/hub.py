@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from nip_astra.errors import (
     ConfigurationError,
@@ -19,14 +23,35 @@ from nip_astra.errors import (
 from nip_astra.evaluation.api import locate
 from nip_astra.evaluation.families.base import run_of
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.content import HUB
+from nip_astra.parameters.files import flatten, set_value
 from nip_astra.report import summary
-from nip_astra.report.records import RunRecord, mapping, read_run, text
-from nip_astra.report.sections import all_warnings, commands
-from nip_astra.safe_text import safe_text
+from nip_astra.report.records import (
+    CONVERSATION,
+    PROTOCOL,
+    TASK,
+    RunRecord,
+    items,
+    mapping,
+    read_run,
+    text,
+)
+from nip_astra.report.sections import all_warnings
+from nip_astra.report.sections import parameters as report_parameters
+from nip_astra.safe_text import safe_line
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, write_atomically
 from nip_astra.utils.formatting import NOTHING
 
 CARD = "README.md"
+PARAMETERS = "nip_astra.yaml"
+"""File with the parameters of the run that differ from what the trainer and scenario supply."""
+_TRAINED_ROLES = ("attacker", "policy", "prover", "verifier")
+_CAUTIONS = {
+    CONVERSATION: " It was trained to make another model fail: do not use it outside such tests.",
+    TASK: "",
+    PROTOCOL: " A prover may have learned to convince a verifier of what is false.",
+}
+"""Further sentence of a card on the intended use, by the kind of experiment."""
 FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     *("adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -35,6 +60,8 @@ FILES = (
 )
 """Files of a model that are published; no other file of a run is."""
 _PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+ -]*[\w.@+-])+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MARKUP = re.compile(r"[\\`*_\[\]()<>&!|#~]")
 _TOKEN = re.compile(r"\b(?:hf|sk|wandb)[_-][A-Za-z0-9_-]{16,}")
 
 
@@ -50,8 +77,9 @@ def push_to_hub(
 ) -> str:
     """Publish the trained model of a run with a model card, and return its address.
 
-    Weights, tokenizer and card are published, and no token, absolute path, text of a model or
-    other file of the run. The hub's own login is used: `hf auth login`, or HF_TOKEN.
+    Weights, tokenizer, card and the parameters that the user set are published, and no token,
+    absolute path, text of a model or other file of the run. The hub's own login is used:
+    `hf auth login`, or HF_TOKEN.
 
     Parameters
     ----------
@@ -126,7 +154,9 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigurationError(f"{target} is not an empty folder. Give another --output.")
-    card = model_card(read_run(run, has_tables=False), folders, license)
+    record = read_run(run, has_tables=False)
+    card = model_card(record, folders, license)
+    parameters = yaml.safe_dump(reproduction(record).parameters, sort_keys=False)
     try:
         for folder in folders:
             own = target / folder.relative_to(model)
@@ -141,9 +171,74 @@ def write_model_folder(run: Path, target: Path, *, license: str | None = None) -
                     (own / file.name).write_text(text, encoding="utf-8")
                 else:
                     shutil.copyfile(file, own / file.name)
+        write_atomically(target / PARAMETERS, parameters)
         write_atomically(target / CARD, card)
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{target} cannot be written: {error}.") from error
+
+
+class Reproduction(NamedTuple):
+    """What a reader of a model card needs to train the model again."""
+
+    command: str
+    parameters: dict[str, Any]
+    """Contents of `PARAMETERS`: the values that neither the trainer nor the scenario supplies."""
+    local_files: list[str]
+    """Names of files and folders that only the author has."""
+
+
+def reproduction(run: RunRecord) -> Reproduction:
+    """Return the command that trains a published model again, with the parameters that it reads.
+
+    Paths keep their last part: the command is meant for a folder with the published parameters and
+    the author's files.
+    """
+    local_files: dict[str, None] = {}
+
+    def publish(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: publish(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [publish(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        path, separator, attribute = value.partition(":")
+        if _is_local(path):
+            name = _file_name(path)
+            local_files[name] = None
+            return f"{name}{separator}{attribute}"
+        return _redact(value)
+
+    parameters: dict[str, Any] = {}
+    for name in ("trainer", "scenario", "seed"):
+        parameters[name] = publish(run.hyper_params.get(name))
+    values = dict(flatten(run.hyper_params))
+    for parameter in report_parameters(run):
+        is_supplied = run.sources and not (parameter.is_given or parameter.is_of_file)
+        if parameter.path not in ("plugins", *parameters) and not is_supplied:
+            set_value(parameters, parameter.path, publish(values[parameter.path]))
+    plugins = [publish(text(plugin)) for plugin in items(run.hyper_params.get("plugins"))]
+    options = "".join(f" --plugin {shlex.quote(plugin)}" for plugin in plugins)
+    return Reproduction(f"nip-astra --parameters {PARAMETERS}{options}", parameters, [*local_files])
+
+
+def _is_local(path: str) -> bool:
+    """Return whether a value names a file of the author's machine."""
+    if _PATH.fullmatch(path):
+        return True
+    try:
+        return ("/" in path or "." in path) and Path(path).expanduser().exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _file_name(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def _redact(value: str) -> str:
+    """Reduce absolute paths in a text to their last part, and remove likely tokens."""
+    return _TOKEN.sub("[removed]", _PATH.sub(lambda path: _file_name(path[0]), value))
 
 
 def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:  # noqa: A002
@@ -154,6 +249,8 @@ def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:
     trainer, scenario = (Path(text(values.get(name))).name for name in ("trainer", "scenario"))
     is_adapter = (folders[0] / "adapter_config.json").is_file()
     data = ModelCardData(
+        base_model=_base_models(run) or None,
+        datasets=_hub_datasets(run) or None,
         license=license,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
@@ -161,55 +258,83 @@ def model_card(run: RunRecord, folders: list[Path], license: str | None) -> str:
     )
     packages = mapping(run.environment.get("packages"))
     versions = {"python": run.environment.get("python"), **packages}
-    found = mapping(run.environment.get("git")).get("commit")
+    commit = mapping(run.environment.get("git")).get("commit")
+    again = reproduction(run)
     lines = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# {run.run_id}\n",
-        f"Trained with nip_astra by `{trainer}` on the scenario `{scenario}`, seed "
-        f"{text(values.get('seed'))}.\n",
+        f"# {_prose(run.run_id)}\n",
+        f"Trained with nip_astra by {_code(trainer)} on the scenario {_code(scenario)}, seed "
+        f"{_prose(text(values.get('seed')))}.\n",
         "## Figures\n",
-        " ".join(summary.verdict(run)) + "\n",
+        _prose(" ".join(summary.verdict(run))) + "\n",
         *_table(run),
-        *(f"- Warning: {_line(one)}" for one in all_warnings(run)),
+        *(f"- Warning: {_prose(warning)}" for warning in all_warnings(run)),
         "\n## Data\n",
         *_data(run),
         "\n## Intended use\n",
-        "Research on training models against and with each other. An attacker of a stress test was "
-        "trained to make another model fail: do not use it outside such tests.\n",
+        f"Research on training models against and with each other.{_CAUTIONS[run.kind]}\n",
         "## Licence\n",
-        f"{license}."
+        f"{_prose(license)}."
         if license
         else "Not stated by its author; that of the base model applies too.",
         "\n## How it was trained\n",
-        f"```sh\n{_line(commands(run)[-1][1])}\n```\n",
-        "Versions: " + ", ".join(f"{name} {one}" for name, one in versions.items() if one),
-        *([f"Commit of nip_astra: {found}"] if found else []),
+        f"In a folder with `{PARAMETERS}` of this repository{_listed(again.local_files)}:\n",
+        f"```sh\n{_redact(safe_line(again.command)).replace('```', '')}\n```\n",
+        "Versions: "
+        + ", ".join(f"{name} {_prose(version)}" for name, version in versions.items() if version),
+        *([f"Commit of nip_astra: {_prose(commit)}"] if commit else []),
     ]
-    # Paths keep their last part only, and likely tokens are removed.
-    card = _PATH.sub(lambda path: re.split(r"[/\\]", path[0])[-1], "\n".join(lines))
-    return _TOKEN.sub("[removed]", card) + "\n"
+    # The hub's fields contain names of the hub alone.
+    return f"---\n{data.to_yaml()}\n---\n\n" + _redact("\n".join(lines)) + "\n"
+
+
+def _listed(local_files: Sequence[str]) -> str:
+    if not local_files:
+        return ""
+    return f" and these of its author: {', '.join(map(_code, local_files))}"
+
+
+def _base_models(run: RunRecord) -> list[str]:
+    """Return the ids on the hub of the models that were trained."""
+    sections = [mapping(section) for section in run.hyper_params.values()]
+    agents = [mapping(section.get(role)) for section in sections for role in _TRAINED_ROLES]
+    models = [mapping(agent.get("language_model")).get("model") for agent in agents]
+    return _hub_ids(map(text, models))
+
+
+def _hub_datasets(run: RunRecord) -> list[str]:
+    """Return the ids on the hub of the data sets that were read."""
+    names = [name.removeprefix(HUB).partition(":")[0] for _, name in _named_data(run)]
+    return _hub_ids(names)
+
+
+def _hub_ids(names: Iterable[str]) -> list[str]:
+    distinct = dict.fromkeys(name.removeprefix(HUB) for name in names)
+    return [name for name in distinct if _HUB_ID.fullmatch(name)]
 
 
 def _table(run: RunRecord) -> Iterator[str]:
     headings, rows = summary.main_table(run)
     if rows:
-        yield f"| | {' | '.join(headings)} |\n|---|{'---|' * len(headings)}"
+        yield f"| | {' | '.join(map(_prose, headings))} |\n|---|{'---|' * len(headings)}"
         for row in rows:
-            cells = (cell if cell != NOTHING else "" for cell in row.cells)
-            yield f"| {_line(row.label)} | {' | '.join(cells)} |"
+            cells = (_prose(cell) if cell != NOTHING else "" for cell in row.cells)
+            yield f"| {_prose(row.label)} | {' | '.join(cells)} |"
         yield "\nBrackets: 95 % intervals. Figures are of held-out data.\n"
+
+
+def _named_data(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the use and the name of each data set in the parameters."""
+    task = mapping(mapping(run.hyper_params.get("task")).get("task"))
+    uses = ("train", "dev", "test", "dataset")
+    return [(use, text(task.get(use))) for use in uses if task.get(use)]
 
 
 def _data(run: RunRecord) -> Iterator[str]:
     """Yield the data sets named by the parameters."""
-    found = mapping(mapping(run.hyper_params.get("task")).get("task"))
-    named = {
-        name: one for name, one in found.items() if name in ("train", "dev", "test", "dataset")
-    }
-    for name, one in named.items():
-        if one:
-            yield f"- {name}: `{_line(one)}`"
-    if not any(named.values()):
+    named = _named_data(run)
+    for use, name in named:
+        yield f"- {use}: {_code(_file_name(name) if _is_local(name) else name)}"
+    if not named:
         yield "That of the scenario."
 
 
@@ -218,12 +343,23 @@ def _public(value: Any, name: str) -> Any:
     if name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         return value
     if isinstance(value, Mapping):
-        return {key: _public(one, name) for key, one in value.items() if key != "token"}
+        return {key: _public(item, name) for key, item in value.items() if key != "token"}
     if isinstance(value, list):
-        return [_public(one, name) for one in value]
+        return [_public(item, name) for item in value]
     is_path = isinstance(value, str) and _PATH.fullmatch(value) is not None
-    return re.split(r"[/\\]", value)[-1] if is_path else value
+    return _file_name(value) if is_path else value
 
 
-def _line(value: object) -> str:
-    return safe_text(value).replace("\n", " ").replace("|", "\\|")
+def _prose(value: object) -> str:
+    """Return a text in one line in which Markdown and HTML have no meaning."""
+    return _MARKUP.sub(_escape_markup, safe_line(value))
+
+
+def _escape_markup(sign: re.Match[str]) -> str:
+    return html.escape(sign[0]) if sign[0] in "<>&" else f"\\{sign[0]}"
+
+
+def _code(value: object) -> str:
+    """Return a text in one line as code."""
+    line = safe_line(value).replace("`", "'")
+    return f"`{line}`" if line else "none"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError, counted
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.content import HUB, content_root
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
@@ -22,28 +23,16 @@ from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.run_lock import run_lock
+from nip_astra.trl_options import TRAINER, map_trl_options
 
 if TYPE_CHECKING:
     from nip_astra.run import ExperimentResult
 
-TRAINER, SCENARIO = "self_hosted_grpo", "dataset"
-HUB = "hub:"
+SCENARIO = "dataset"
 POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
 scorer, a YAML file or mapping with the parameters of a scorer, or a function."""
-
-LOSS_TYPES: dict[str, dict[str, Any]] = {
-    "grpo": {"reduction": "sequence"},
-    "bnpo": {"reduction": "token"},
-    "dapo": {"reduction": "token"},
-    "dr_grpo": {"reduction": "sum_over_length"},
-    "cispo": {"loss": "cispo", "reduction": "token"},
-    "sapo": {"loss": "sapo", "reduction": "sequence"},
-}
-"""Parameters of `policy_loss` for the values of TRL's `loss_type`."""
-SCALES = {"group": "group", "batch": "batch", "none": "none", "true": "group", "false": "none"}
-"""Our `scale` for the values of TRL's `scale_rewards`."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +44,11 @@ class TaskParameters:
     values : dict
         A parameter file's content.
     mapped : dict
-        Our parameter and its value for each option that was given by TRL's name.
+        Our parameters and their values for each option that was given by TRL's name.
     """
 
     values: dict[str, Any]
-    mapped: dict[str, tuple[str, Any]]
+    mapped: dict[str, dict[str, Any]]
 
 
 def train_task(
@@ -267,36 +256,12 @@ def task_parameters(
         "task": {"task": task, "policy": _speaker(model)},
         TRAINER: _variant(algorithm),
     }
-    mapped = mapped_options(options or {})
-    for path, value in mapped.values():
-        _put(values, path, value)
-    if "epsilon" in mapped and "epsilon_high" not in mapped:
-        _put(values, TRL_OPTIONS["epsilon_high"], mapped["epsilon"][1])
-    return TaskParameters(values, mapped)
-
-
-def mapped_options(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return our parameter and value for each option given by TRL's name.
-
-    Raises
-    ------
-    UnknownNameError
-        For an option or a value that TRL has and we lack.
-    """
-    found = {}
-    for name, value in options.items():
-        if name not in TRL_OPTIONS:
-            raise UnknownNameError("option of a task", name, TRL_OPTIONS)
-        if name == "loss_type":
-            if value not in LOSS_TYPES:
-                raise UnknownNameError("loss_type", str(value), LOSS_TYPES)
-            value = LOSS_TYPES[value]
-        elif name == "scale_rewards":
-            if str(value).lower() not in SCALES:
-                raise UnknownNameError("scale_rewards", str(value), SCALES)
-            value = SCALES[str(value).lower()]
-        found[name] = (TRL_OPTIONS[name], value)
-    return found
+    scenario = read_yaml_mapping(content_root() / "scenarios" / SCENARIO / "scenario.yaml")
+    mapped = map_trl_options(options or {}, values[TRAINER], scenario["training"])
+    for settings in mapped.values():
+        for path, value in settings.items():
+            _put(values, path, value)
+    return TaskParameters(values, {name: mapped[name] for name in mapped if name})
 
 
 def named_rewards(
@@ -404,7 +369,9 @@ def _variant(algorithm: str) -> dict[str, Any]:
 
 def _located(place: str | Path) -> str:
     """Return a path valid in any working directory; hub ids and modules unchanged."""
-    text = str(place).removeprefix(HUB)
+    text = str(place)
+    if text.startswith(HUB):
+        return text
     path = Path(text).expanduser()
     with suppress(OSError, ValueError):
         if path.exists():

@@ -26,8 +26,8 @@ FLOORS = [
         "trainers evaluation report",
         # The last two resolve and build the experiments of runs; measuring code of trainers is
         # below.
-        "run resume_check recipes hub overview installation resolving sweep cli serve astra nip "
-        "nexrl __main__ evaluation.api evaluation.families",
+        "run resume_check recipes trl_options hub overview installation resolving sweep cli serve "
+        "astra nip nexrl __main__ evaluation.api evaluation.families",
     )
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

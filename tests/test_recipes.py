@@ -22,7 +22,7 @@ from nip_astra.evaluation.run_results import read_results
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
-from nip_astra.recipes import mapped_options, named_rewards, stress_parameters, task_parameters
+from nip_astra.recipes import named_rewards, stress_parameters, task_parameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.tracking.run_lock import is_abandoned
@@ -122,22 +122,54 @@ def test_every_algorithm_gives_its_published_loss(folder: Path, algorithm: str) 
 
 
 def test_options_of_trl_become_ours(folder: Path) -> None:
-    given: dict[str, Any] = {"num_generations": 6, "max_completion_length": 7, "temperature": 0.9}
+    given: dict[str, Any] = {"num_generations": 4, "max_completion_length": 7, "temperature": 0.9}
     given |= {"top_p": 0.8, "top_k": 5, "beta": 0.01, "epsilon": 0.1, "epsilon_high": 0.3}
     given |= {"loss_type": "dr_grpo", "scale_rewards": False, "mask_truncated_completions": True}
     given |= {"learning_rate": 1e-4, "warmup_steps": 3, "max_steps": 11, "max_grad_norm": 0.5}
-    given |= {"weight_decay": 0.01, "per_device_train_batch_size": 4}
-    given |= {"gradient_accumulation_steps": 2}
-    assert given.keys() == TRL_OPTIONS.keys()
+    given |= {"weight_decay": 0.01, "per_device_train_batch_size": 4, "delta": 2.0}
+    given |= {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
+    given |= {"importance_sampling_level": "token", "use_bias_correction_kl": False}
+    own_losses = ("sapo", "vespo")
+    assert given.keys() == {name for name in TRL_OPTIONS if not name.startswith(own_losses)}
     hyper_params = task_values(options=given)
-    for name, path in TRL_OPTIONS.items():
-        expected = {"loss_type": None, "scale_rewards": "none"}.get(name, given[name])
-        if expected is not None:
-            assert hyper_params.get(path) == expected
+    expected = given | {"loss_type": "ppo", "importance_sampling_level": "ppo"}
+    expected |= {"scale_rewards": "none", "delta": {"dual_clip": 2.0}}
+    for name in given:
+        assert hyper_params.get(TRL_OPTIONS[name]) == expected[name]
     assert hyper_params.get("self_hosted_grpo.policy_loss.reduction") == "sum_over_length"
+    assert hyper_params.get("self_hosted_grpo.policy_loss.logprobs") == "tempered"
     # A clip range is of both sides unless the upper is given.
     loss = task_values(options={"epsilon": 0.1}).get("self_hosted_grpo.policy_loss")
     assert (loss.clip_low, loss.clip_high) == (0.1, 0.1)
+    sapo = {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}
+    loss = task_values(options=sapo | {"loss_type": "sapo"}).get("self_hosted_grpo.policy_loss")
+    assert loss.chosen_loss().options == {"temperature_positive": 0.5, "temperature_negative": 2.0}
+    vespo = {name: float(number) for number, name in enumerate(TRL_OPTIONS) if "vespo" in name}
+    loss = task_values(options=vespo | {"loss_type": "vespo"}).get("self_hosted_grpo.policy_loss")
+    assert sorted(loss.chosen_loss().options.values()) == sorted(vespo.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "num_problems", "num_minibatches"),
+    [
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}, 4, 4),
+        ({"gradient_accumulation_steps": 4, "num_generations": 16}, 2, 4),
+        ({"per_device_train_batch_size": 32}, 4, 1),
+        # Without a batch of TRL's, one step on the completions of eight problems.
+        ({}, 8, 2),
+        ({"num_generations": 4}, 8, 1),
+    ],
+)
+def test_each_optimizer_step_of_a_task_is_on_completions_of_its_own_weights(
+    folder: Path, options: dict[str, Any], num_problems: int, num_minibatches: int
+) -> None:
+    hyper_params = task_values(options=options | {"max_steps": 5})
+    training = hyper_params.training
+    assert training.num_iterations == 5
+    assert training.num_episodes_per_experience == num_problems
+    assert training.gradient_accumulation_steps == num_minibatches
+    rows = num_problems * hyper_params.get("self_hosted_grpo.group_size")
+    assert rows <= training.minibatch_size * num_minibatches
 
 
 def test_elsewhere_a_name_of_trl_is_answered_with_ours() -> None:
@@ -174,7 +206,21 @@ OF_RECIPE: dict[Callable[..., Any], dict[str, Any]] = {
         (train_task, {"rewards": "rigth"}, UnknownNameError),
         (train_task, {"weights": [1, 2]}, ConfigurationError),
         (train_task, {"algorithm": "gropo"}, UnknownNameError),
-        (train_task, {"loss_type": "luspo"}, UnknownNameError),
+        (train_task, {"loss_type": "grpoo"}, UnknownNameError),
+        (train_task, {"loss_type": "sapo", "epsilon": 0.1}, ConfigurationError),
+        (train_task, {"loss_type": "cispo", "epsilon_high": 0}, ConfigurationError),
+        (train_task, {"loss_type": "cispo", "delta": 2.0}, ConfigurationError),
+        (
+            train_task,
+            {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+            ConfigurationError,
+        ),
+        (train_task, {"importance_sampling_level": "row"}, UnknownNameError),
+        (train_task, {"lr_scheduler_type": "polynomial"}, UnknownNameError),
+        (train_task, {"lr_scheduler_type": "constant", "warmup_steps": 2}, ConfigurationError),
+        (train_task, {"per_device_train_batch_size": 3}, ConfigurationError),
+        (train_task, {"use_bias_correction_kl": False}, ConfigurationError),
+        (train_task, {"beta": "much"}, ConfigurationError),
         (train_task, {"scale_rewards": "some"}, UnknownNameError),
         (train_task, {"num_generation": 3}, ConfigurationError),
         (train_task, {"max_steps": "many"}, ConfigurationError),
@@ -201,7 +247,7 @@ def test_a_mistake_of_the_command_is_refused(cli: CommandLine, folder: Path) -> 
     line = f"task --model {MODEL} --data rows.jsonl --reward exact --weights high"
     refused(cli(*line.split()))
     with pytest.raises(UnknownNameError):
-        mapped_options({"num_generation": 2})
+        task_values(options={"num_generation": 2})
 
 
 # ---- stress tests

@@ -57,42 +57,91 @@ def task(
         str, typer.Option(metavar="NAME", help="grpo, dr_grpo, dapo, cispo, gspo or rloo.")
     ] = "grpo",
     num_generations: Annotated[
-        int | None, _option("num_generations", "Completions per prompt.", min=1)
+        int | None, _option("num_generations", "Completions per prompt.", min=2)
     ] = None,
     max_completion_length: Annotated[
         int | None, _option("max_completion_length", "Longest completion, in tokens.", min=1)
     ] = None,
     temperature: Annotated[
-        float | None, _option("temperature", "Sampling temperature.", min=0)
+        float | None, _option("temperature", "Temperature of sampling and of the loss.", min=0)
     ] = None,
+    top_p: Annotated[float | None, _option("top_p", "Nucleus of sampling.")] = None,
+    top_k: Annotated[int | None, _option("top_k", "Likeliest tokens; 0 for all.", min=0)] = None,
+    per_device_train_batch_size: Annotated[
+        int | None, _option("per_device_train_batch_size", "Completions per minibatch.", min=1)
+    ] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, _option("gradient_accumulation_steps", "Minibatches per step.", min=1)
+    ] = None,
+    max_steps: Annotated[int | None, _option("max_steps", "Optimizer steps.", min=1)] = None,
     learning_rate: Annotated[float | None, _option("learning_rate", "Learning rate.")] = None,
-    beta: Annotated[float | None, _option("beta", "Weight of the KL penalty.", min=0)] = None,
-    epsilon: Annotated[float | None, _option("epsilon", "Clip range of the ratio.", min=0)] = None,
-    epsilon_high: Annotated[
-        float | None, _option("epsilon_high", "Upper clip range, if it differs.", min=0)
+    lr_scheduler_type: Annotated[
+        str | None,
+        _option("lr_scheduler_type", "linear, cosine, constant or constant_with_warmup."),
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, _option("warmup_steps", "Optimizer steps of linear warm-up.", min=0)
+    ] = None,
+    weight_decay: Annotated[
+        float | None, _option("weight_decay", "Weight decay, but of biases and norms.", min=0)
+    ] = None,
+    max_grad_norm: Annotated[
+        float | None, _option("max_grad_norm", "Largest gradient norm.", min=0)
     ] = None,
     loss_type: Annotated[
-        str | None, _option("loss_type", "grpo, bnpo, dapo, dr_grpo, cispo or sapo.")
+        str | None,
+        _option("loss_type", "grpo, bnpo, dapo, dr_grpo, cispo, sapo, luspo or vespo."),
+    ] = None,
+    importance_sampling_level: Annotated[
+        str | None, _option("importance_sampling_level", "One ratio per token or per sequence.")
+    ] = None,
+    epsilon: Annotated[float | None, _option("epsilon", "Clip range of the ratio.", min=0)] = None,
+    epsilon_high: Annotated[
+        float | None,
+        _option("epsilon_high", "Upper clip range, if it differs; cispo: largest ratio.", min=0),
+    ] = None,
+    delta: Annotated[
+        float | None, _option("delta", "Largest ratio at advantages below 0.", min=0)
+    ] = None,
+    sapo_temperature_pos: Annotated[
+        float | None, _option("sapo_temperature_pos", "Temperature of advantages above 0.")
+    ] = None,
+    sapo_temperature_neg: Annotated[
+        float | None, _option("sapo_temperature_neg", "Temperature of the others.")
+    ] = None,
+    vespo_k_pos: Annotated[
+        float | None, _option("vespo_k_pos", "Exponent for advantages from 0.", min=0)
+    ] = None,
+    vespo_lambda_pos: Annotated[
+        float | None, _option("vespo_lambda_pos", "Decay for advantages from 0.", min=0)
+    ] = None,
+    vespo_k_neg: Annotated[
+        float | None, _option("vespo_k_neg", "Exponent for advantages below 0.", min=0)
+    ] = None,
+    vespo_lambda_neg: Annotated[
+        float | None, _option("vespo_lambda_neg", "Decay for advantages below 0.", min=0)
+    ] = None,
+    beta: Annotated[float | None, _option("beta", "Weight of the KL penalty.", min=0)] = None,
+    use_bias_correction_kl: Annotated[
+        Literal["true", "false"] | None,
+        _option("use_bias_correction_kl", "Multiply it by the ratio: true or false."),
     ] = None,
     scale_rewards: Annotated[str | None, _option("scale_rewards", "group, batch or none.")] = None,
     mask_truncated_completions: Annotated[
         Literal["true", "false"] | None,
         _option("mask_truncated_completions", "Leave out truncated completions: true or false."),
     ] = None,
-    warmup_steps: Annotated[
-        int | None, _option("warmup_steps", "Optimizer steps of linear warm-up.", min=0)
-    ] = None,
-    max_steps: Annotated[
-        int | None, _option("max_steps", "Iterations, each of one or several steps.", min=1)
-    ] = None,
 ) -> None:
     """Train a model on a dataset with reward functions, by TRL's conventions."""
+    from nip_astra.errors import show_value
+    from nip_astra.parameters.files import flatten
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
     from nip_astra.recipes import numbers_of, task_parameters
 
     options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
-    if mask_truncated_completions is not None:
-        options["mask_truncated_completions"] = mask_truncated_completions == "true"
+    for name in ("mask_truncated_completions", "use_bias_correction_kl"):
+        if name in options:
+            options[name] = options[name] == "true"
     found = task_parameters(
         model=model,
         data=data,
@@ -102,8 +151,9 @@ def task(
         algorithm=algorithm,
         options=options,
     )
-    for name, (path, value) in found.mapped.items():
-        write_line(f"{name}: --set {path}={value}")
+    for name, settings in found.mapped.items():
+        assignments = [f"--set {path}={show_value(value)}" for path, value in flatten(settings)]
+        write_line(f"{name}: {' '.join(assignments)}")
     train_or_estimate(_resolved(found.values, given), settings_of(given), is_dry=given["dry_run"])
 
 

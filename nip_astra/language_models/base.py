@@ -418,6 +418,24 @@ class TokenScorer(TokenModel):
             )
         return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
 
+    def tempered_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        """Return `logprobs` of the whole vocabulary at a temperature above 0.
+
+        Raises `ModelLoadError` for another than 1 if the backend does not support it.
+        """
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
+        if temperature == 1.0:
+            return self.logprobs(*rows)
+        tempered = SamplingDistribution.tempered(temperature)
+        return self.token_scores(*rows, distribution=tempered).logprobs_BT
+
     def support_mask(
         self,
         context_BC: Tensor,

@@ -314,16 +314,16 @@ class TaggedCalls(CallForm):
 
     def _read_value(self, cursor: TextCursor) -> Reader[str]:
         """Read a value, which may have its closing tag in it: then no argument or end follows."""
-        value = ""
+        parts: list[str] = []
         while True:
             part = yield from cursor.take_until(self.value_close)
-            value += part
+            parts.append(part)
             space = yield from cursor.skip_space()
             for follower in (self.key_open, self.call_close):
                 following = yield from cursor.peek(len(follower))
                 if following == follower:
-                    return self._without_value_lines(value)
-            value += self.value_close + space
+                    return self._without_value_lines("".join(parts))
+            parts += [self.value_close, space]
 
     def _without_value_lines(self, value: str) -> str:
         if not self.has_value_lines:

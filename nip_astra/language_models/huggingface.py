@@ -45,6 +45,7 @@ from nip_astra.language_models.base import (
     register_language_model,
 )
 from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits
+from nip_astra.language_models.message_format import detect_format
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
@@ -147,7 +148,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.config = module.config.get_text_config()
         self.context_window = int(getattr(self.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        banned_ids = find_banned_ids(tokenizer, self.end_ids, self.config.vocab_size)
+        kept_ids = (*self.end_ids, *detect_format(tokenizer).shown_ids())
+        banned_ids = find_banned_ids(tokenizer, kept_ids, self.config.vocab_size)
         if allows_any_token:
             banned_ids, self.end_ids = [], ()
         self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)

@@ -297,6 +297,22 @@ class MessageFormat:
         """Return whether an answer after this prompt begins within a thought."""
         return self.thought is not None and prompt.rstrip().endswith(self.thought.opening)
 
+    def end_of_reasoning(self, text: str) -> int:
+        """Return the number of the first characters of a message up to its text or calls.
+
+        They are the reasoning before it, with its markers or headers; 0 without any.
+        """
+        if self.channels is not None:
+            header_end = self.channels.header_end
+            position = text.rfind(header_end)
+            return position + len(header_end) if position >= 0 else 0
+        if self.thought is None:
+            return 0
+        if not self.opens_thought and not text.lstrip().startswith(self.thought.opening):
+            return 0
+        position = text.find(self.thought.closing)
+        return len(text) if position < 0 else position + len(self.thought.closing)
+
     def parser(
         self, *, begins_in_thought: bool | None = None, tools: ArgumentSchemas | None = None
     ) -> MessageParser:

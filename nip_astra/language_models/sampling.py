@@ -102,6 +102,13 @@ class SamplingDistribution:
     """Temperature 0 has no distribution."""
     support: SupportMask | None = None
     """One entry per scored token, required to truncate. See `TokenScorer.support_mask`."""
+    has_all_tokens: bool = False
+    """Whether tokens that are never drawn have mass too, as in the losses of TRL."""
+
+    @classmethod
+    def tempered(cls, temperature: float) -> SamplingDistribution:
+        """Return the model's distribution over the whole vocabulary at a temperature above 0."""
+        return cls(SamplingOptions(max_new_tokens=1, temperature=temperature), has_all_tokens=True)
 
 
 @dataclass(frozen=True)
@@ -150,14 +157,16 @@ def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None}))
 
 
-def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    """Return special tokens except ends (a model that generated a role marker could forge a turn),
+def find_banned_ids(tokenizer: Any, kept_ids: Collection[int], vocab_size: int) -> list[int]:
+    """Return special tokens except some (a model that generated a role marker could forge a turn),
     and vocabulary rows without a token.
+
+    Kept are ends, and the marks of reasoning and calls (`MessageFormat.shown_ids`).
     """
     special = set(tokenizer.all_special_ids)
     special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     special.update({*range(vocab_size)} - {*tokenizer.get_vocab().values()})
-    return sorted(i for i in special - set(end_ids) if i < vocab_size)
+    return sorted(i for i in special - set(kept_ids) if i < vocab_size)
 
 
 Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
@@ -195,10 +204,11 @@ class ConstrainedSampler:
     def transform(self, distribution: SamplingDistribution, mask_BT: Tensor) -> LogitsTransform:
         """Return the transform from the model's logits to a distribution, at masked tokens."""
         options, support = distribution.options, distribution.support
+        is_whole = distribution.has_all_tokens
         return LogitsTransform(
             temperature=options.temperature,
-            banned_ids=self.banned_ids,
-            end_ids=self._ends(options),
+            banned_ids=self.banned_ids[:0] if is_whole else self.banned_ids,
+            end_ids=self.banned_ids[:0] if is_whole else self._ends(options),
             is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
             support=None if support is None else support.to(self._device),
         )

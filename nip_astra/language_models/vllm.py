@@ -36,6 +36,7 @@ from nip_astra.language_models.base import (
     register_language_model,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.message_format import detect_format
 from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
 from nip_astra.language_models.scoring import sequences_to_read
 from nip_astra.language_models.sources import (
@@ -120,7 +121,8 @@ class VllmLanguageModel(LanguageModel):
         self.token_count = TokenCount()
         self.gap = SamplerGap()
         self.weights: LearntWeights | None = None
-        self._banned_ids = find_banned_ids(tokenizer, end_ids, vocab_size)
+        kept_ids = (*end_ids, *detect_format(tokenizer).shown_ids())
+        self._banned_ids = find_banned_ids(tokenizer, kept_ids, vocab_size)
         self._num_parameters = num_parameters
         if scorer is not None:
             scorer.token_count = self.token_count

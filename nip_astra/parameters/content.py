@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from nip_astra.errors import ConfigurationError, MissingDependencyError, Unknown
 DEFAULT_SCENARIO = "pocket_chat"
 """Scenario of a run that sets none."""
 SCENARIO_FILE = "scenario.yaml"
+HUB = "hub:"
+"""Prefix of a repository of the Hugging Face hub, which is then never a local file."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -90,8 +94,18 @@ def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path 
 
     `scenario://x` is in the run's scenario folder; without one, or if there is no such file,
     `scenario://name/x` is in the shipped scenario of that name. `package://name/x` is in an
-    installed package. Anything else is a path if it exists or looks like one, otherwise a hub id.
+    installed package, and `hub:owner/name` a hub id. Anything else is a path if it exists or looks
+    like one, otherwise a hub id.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown scheme, or a `hub:` without the id of a repository.
+    UnknownNameError
+        For an unknown shipped scenario.
     """
+    if reference.startswith(HUB):
+        return _hub_id(reference)
     scheme, found, rest = reference.partition("://")
     if not found:
         path = Path(reference).expanduser()
@@ -113,6 +127,22 @@ def resolve_reference(reference: str, scenario_dir: Path | None = None) -> Path 
         f"unknown scheme {scheme}:// in {reference!r}. Use scenario://, package://, a path, or a "
         "hub id."
     )
+
+
+def _hub_id(reference: str) -> str:
+    name = reference.removeprefix(HUB)
+    if not _HUB_ID.fullmatch(name) or ".." in name:
+        raise ConfigurationError(
+            f"{reference!r} is no repository of the hub. Write hub:owner/name, or a path without "
+            "the prefix."
+        )
+    if _exists(Path(name)):
+        # The hub's libraries would read the folder.
+        raise ConfigurationError(
+            f"{reference!r} is on the hub, but the working directory has a folder {name}. Run the "
+            "command elsewhere, or write the folder's path."
+        )
+    return name
 
 
 def is_inside_content(reference: str) -> bool:

@@ -53,6 +53,8 @@ class TrainingConfiguration(SubParameters):
     weight_decay have torch's defaults."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay per step (decoupled for adamw). Larger pulls weights towards 0."""
+    decays_vectors: Annotated[bool, where_above("weight_decay", 0)] = True
+    """Whether weight decay also pulls biases and the weights of norms; false as in transformers."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Minibatches whose gradients are averaged before a step; the last group may be smaller."""
     num_iterations: int = Field(default=1000, ge=1)
@@ -68,6 +70,10 @@ class TrainingConfiguration(SubParameters):
     one of a plug-in."""
     num_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly to lr."""
+    schedules_steps: bool = False
+    """Whether the schedule goes by optimizer steps, as in transformers: the warm-up rises from 0,
+    and the schedule begins after it. False goes by iterations, and multiplies it by a warm-up whose
+    first step is above 0."""
     eval_period: int = Field(default=0, ge=0)
     """Iterations between dev evaluations, which select the best checkpoint; 0 for none."""
     dev_metric: Annotated[CheckedName, where_above("eval_period", 0)] = "mean_reward"

@@ -12,6 +12,7 @@ Shape suffixes: `B` row (sample), `T` token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,6 +27,8 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.advantages import Baseline, Scale, ZeroVarianceRule
 from nip_astra.rl_objectives.kl import KlKind, straight_through_kl
 from nip_astra.rl_objectives.reductions import (
+    MAX_LOG_RATIO,
+    TOKEN_REDUCTIONS,
     LossOutput,
     Reduction,
     bounded,
@@ -44,12 +47,20 @@ from nip_astra.rl_objectives.registry import (
 )
 
 OWN_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
-    {"gspo": "sequence", "sapo": "sequence", "rloo": "sequence_sum"}
+    {
+        "gspo": "sequence",
+        "luspo": "sequence_sum",
+        "sapo": "sequence",
+        "rloo": "sequence_sum",
+    }
 )
 """Reductions that the losses' papers use; for all other losses "token"."""
 
-ROW_LOSSES = ("gspo", "rloo")
+ROW_LOSSES = ("gspo", "luspo", "rloo", "vespo")
 """Losses with one ratio per row."""
+
+SMALLEST_ROW_WEIGHT = 1e-8
+"""Smallest ratio of a row in `vespo`, as in its authors' code."""
 
 ImportanceLevel = Literal["token", "sequence"]
 """Whether probability ratios are per token or per row, see `importance_weights`."""
@@ -111,10 +122,18 @@ def cispo(
     """`-clip(r) A log pi` with a constant `clip(r)` (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
 
     The clip bounds a weight and removes no gradient. By default ratios are clipped to [0, 4], as
-    in Tinker; TRL has [0, 5].
+    in Tinker. TRL's `epsilon_high` is the upper bound itself, `1 + clip_high`, without a lower
+    bound, which is `clip_low` 1; so `clip_high` may be below 0 here, but above -1.
     """
     ratio_BT = _ratio(logprobs_BT, old_logprobs_BT).detach()
-    return -_clip(ratio_BT, clip_low, clip_high) * advantages_BT * logprobs_BT
+    # Tensors of bounds are Tinker's, one per token.
+    if not isinstance(clip_low, Tensor) and not (clip_low >= 0 and clip_high > -1):
+        raise ConfigurationError(
+            f"cispo clips ratios to [1 - clip_low, 1 + clip_high]; got {clip_low} and {clip_high}. "
+            "Set clip_low to at least 0, and clip_high above -1."
+        )
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return -weight_BT * advantages_BT * logprobs_BT
 
 
 @register_policy_loss("gspo")
@@ -137,6 +156,63 @@ def gspo(
     mean_B1 = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
     ratio_BT = bounded(mean_B1 + (logprobs_BT - logprobs_BT.detach())).exp()
     return _clipped(ratio_BT, advantages_BT, clip_low, clip_high)
+
+
+@register_policy_loss("luspo")
+def luspo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> Tensor:
+    """GSPO's loss of a row times its length (LUSPO, arXiv:2602.05261).
+
+    GSPO's mean over a row's tokens weighs the tokens of long rows less. Here each token has GSPO's
+    loss, and by the reduction "sequence_sum" a row has their sum. The clip range is that of the
+    paper, section 5.1.
+    """
+    return gspo(
+        *(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT),
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+
+
+@register_policy_loss("vespo")
+def vespo(
+    logprobs_BT: Tensor,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Tensor:
+    """`-phi(w) A log pi`, constant `phi(w) = w**k exp(lambda (1 - w))` (VESPO, arXiv:2602.10693).
+
+    `w` is the ratio of the whole row, the product over its tokens, within 1e-8 and `exp(20)`.
+    `phi` is 1 at `w = 1`, and falls to 0 as w does (by k) and as w grows (by lambda): larger values
+    suppress rows further off policy. k and lambda are those of the sign of A, 0 included in the
+    positive.
+    """
+    if min(k_positive, k_negative) < 0 or not min(lambda_positive, lambda_negative) > 0:
+        raise ConfigurationError(
+            f"vespo has k {k_positive} and {k_negative}, lambda {lambda_positive} and "
+            f"{lambda_negative}. Set k to at least 0, and lambda above 0."
+        )
+    log_ratio_BT = bounded(logprobs_BT - old_logprobs_BT).detach()
+    log_weight_B1 = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
+    log_weight_B1 = log_weight_B1.clamp(math.log(SMALLEST_ROW_WEIGHT), MAX_LOG_RATIO)
+    is_positive_BT = advantages_BT >= 0
+    k_BT = torch.where(is_positive_BT, k_positive, k_negative).to(logprobs_BT.dtype)
+    lambda_BT = torch.where(is_positive_BT, lambda_positive, lambda_negative).to(logprobs_BT.dtype)
+    phi_BT = (k_BT * log_weight_B1 + lambda_BT * (1 - log_weight_B1.exp())).exp()
+    return -phi_BT * advantages_BT * logprobs_BT
 
 
 @register_policy_loss("rloo")
@@ -226,7 +302,7 @@ def _clipped(ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: f
 
 
 def _clip(ratio: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    # Tensors of bounds are Tinker's, one per token.
+    # Tensors of bounds are Tinker's.
     if not isinstance(clip_low, Tensor) and not (clip_low >= 0 and clip_high >= 0):
         raise ConfigurationError(
             f"clip_low and clip_high are distances from 1 and must be >= 0; got {clip_low} and "
@@ -246,8 +322,8 @@ class LossParameters(SubParameters):
     """Policy loss that a trainer minimises."""
 
     loss: PolicyLossName = "ppo"
-    """Loss of each token: ppo, importance_sampling, cispo, gspo, rloo, sapo, dro, reinforce,
-    cross_entropy, or one registered by a plug-in; see `rl_objectives.policy_losses`."""
+    """Loss of each token: ppo, importance_sampling, cispo, gspo, luspo, vespo, rloo, sapo, dro,
+    reinforce, cross_entropy, or one registered by a plug-in; see `rl_objectives.policy_losses`."""
     clip_low: Annotated[float | None, has_option("clip_low")] = Field(default=None, ge=0)
     """How far the ratio may fall below 1 before it is clipped; null takes the loss's own, 0.2 for
     ppo."""
@@ -357,6 +433,17 @@ class PolicyLoss:
             for name, x in columns.items()
         }
 
+    def ratios(self, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return the ratios that the loss compares with its clip range, `[B, T]` or one per row.
+
+        `log_ratio_BT` are those of tokens (nats), 0 where the mask is False; gradients flow.
+        """
+        if self.name in ("gspo", "luspo"):
+            log_ratio_BT = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
+        elif self.name == "rloo":
+            log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
+        return bounded(log_ratio_BT).exp()
+
     def clip_columns(
         self, log_ratio_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor
     ) -> dict[str, Tensor]:
@@ -364,11 +451,7 @@ class PolicyLoss:
         low, high = self.options.get("clip_low"), self.options.get("clip_high")
         if low is None or high is None:
             return {}
-        if self.name == "gspo":
-            log_ratio_BT = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
-        elif self.name == "rloo":
-            log_ratio_BT = bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1))
-        ratio_BT = log_ratio_BT.exp()
+        ratio_BT = self.ratios(log_ratio_BT, mask_BT)
         is_above, is_below = ratio_BT > 1 + high, ratio_BT < 1 - low
         is_clipped = (is_above & (advantages_BT > 0)) | (is_below & (advantages_BT < 0))
         if (dual_clip := self.options.get("dual_clip")) is not None:
@@ -394,6 +477,7 @@ def policy_loss(
     kl_weight: float = 0.0,
     kl_value: KlKind = "k3",
     kl_gradient: Literal["k2", "k3"] = "k2",
+    is_kl_weighted: bool = False,
     entropy_BT: Tensor | None = None,
 ) -> LossOutput:
     """Compute a batch's loss, `reduce(weights * (loss + kl_weight * KL(pi || ref)))`, and metrics.
@@ -419,6 +503,10 @@ def policy_loss(
         Log-probabilities under the reference; needed where `kl_weight` is not 0.
     kl_value, kl_gradient
         See `kl.straight_through_kl`.
+    is_kl_weighted : bool
+        Whether the divergence is multiplied by the loss's ratio (`PolicyLoss.ratios`), through
+        which gradients flow too. With `k3` the gradient at ratio 1 is that of `k2`, and off policy
+        that of KL(pi || ref) without bias (DeepSeek-V3.2, arXiv:2512.02556, eq. 7).
     entropy_BT : Tensor, optional
         Entropy of the policy at each token, nats; for the metrics.
 
@@ -446,6 +534,10 @@ def policy_loss(
         kl_BT = straight_through_kl(
             logprobs_BT, reference_logprobs_BT, mask_BT, value=kl_value, gradient=kl_gradient
         )
+        if is_kl_weighted:
+            old_BT = logprobs_BT.detach() if old_logprobs_BT is None else old_logprobs_BT.detach()
+            log_ratio_BT = bounded(masked_fill_zero(logprobs_BT - old_BT, mask_BT))
+            kl_BT = kl_BT * loss.ratios(log_ratio_BT, mask_BT)
         kl_BT = kl_BT if weights_BT is None else weights_BT.detach() * kl_BT
         metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
         loss_BT = loss_BT + kl_weight * kl_BT
@@ -456,7 +548,7 @@ def policy_loss(
         loss_BT,
         mask_BT,
         by,
-        normaliser=normaliser if by == "token" else None,
+        normaliser=normaliser if by in TOKEN_REDUCTIONS else None,
         max_length=max_length if by == "sum_over_length" else None,
     )
     return LossOutput(total, metrics)

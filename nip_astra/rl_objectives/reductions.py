@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 
-Reduction = Literal["token", "sequence", "sequence_sum", "sum_over_length"]
+Reduction = Literal["token", "minibatch_token", "sequence", "sequence_sum", "sum_over_length"]
 """How per-token losses are reduced to a number, see `reduce_loss`."""
 
-REDUCTIONS: tuple[Reduction, ...] = ("token", "sequence", "sequence_sum", "sum_over_length")
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+TOKEN_REDUCTIONS: tuple[Reduction, ...] = ("token", "minibatch_token")
+"""Reductions with a number of tokens as the normaliser."""
 
 MAX_LOG_RATIO = 20.0
 """Nats. Log-ratios are clamped to this distance from 0 before `exp`, as in verl: an infinite ratio
@@ -66,15 +69,18 @@ def reduce_loss(
 
     - `token`: `sum_bt values / normaliser`, by default `/ sum_b n_b`: every token weighs the same
       (DAPO, arXiv:2503.14476, eq. 8);
+    - `minibatch_token`: the same formula; trainers give the tokens of the minibatch as the
+      normaliser, for `token` those of the optimizer step. A token then weighs less in a minibatch
+      with more of them (TRL's `bnpo`);
     - `sequence`: `1/B sum_b (1/n_b) sum_t values`: every row weighs the same (GRPO,
       arXiv:2402.03300, eq. 3);
     - `sequence_sum`: `1/B sum_b sum_t values`: the loss of whole sequences;
     - `sum_over_length`: `1/B sum_b (1/max_length) sum_t values`: as the sum, at the scale of a
       mean, without a bias by length (Dr. GRPO, arXiv:2503.20783).
 
-    All but `token` are means over rows: parts of a batch, each weighted by its share of the rows,
-    add up to the whole. With `token` they do for `normaliser = tokens of the whole * rows of the
-    part / rows of the whole`. The result is 0 where there is no row or no token.
+    The last three are means over rows: parts of a batch, each weighted by its share of the rows,
+    add up to the whole. With the first two they do for `normaliser = tokens of the whole * rows of
+    the part / rows of the whole`. The result is 0 where there is no row or no token.
 
     Parameters
     ----------
@@ -83,7 +89,7 @@ def reduce_loss(
     mask_BT : Tensor
         bool. A row without tokens gives 0 and counts as a row.
     normaliser : float or Tensor, optional
-        Divisor of the sum over tokens, > 0; for `token` alone.
+        Divisor of the sum over tokens, > 0; for `token` and `minibatch_token` alone.
     max_length : int, optional
         Longest sequence that can be sampled, in tokens; for `sum_over_length` alone.
 
@@ -96,16 +102,17 @@ def reduce_loss(
         raise ConfigurationError(
             f"unknown reduction {reduction!r}. Known reductions: {', '.join(REDUCTIONS)}."
         )
-    if normaliser is not None and reduction != "token":
+    if normaliser is not None and reduction not in TOKEN_REDUCTIONS:
         raise ConfigurationError(
-            f"the reduction {reduction!r} takes no normaliser, which 'token' alone reads."
+            f"the reduction {reduction!r} takes no normaliser. Leave it out, or take one of "
+            f"{', '.join(TOKEN_REDUCTIONS)}."
         )
     if (max_length is None) == (reduction == "sum_over_length"):
         raise ConfigurationError(
             f"the reduction {reduction!r} has max_length {max_length}. 'sum_over_length' needs it, "
             "the longest sequence in tokens; other reductions do not read it."
         )
-    if reduction == "token":
+    if reduction in TOKEN_REDUCTIONS:
         total = masked_sum(values_BT, mask_BT)
         return total / (mask_BT.sum().clamp(min=1) if normaliser is None else normaliser)
     if reduction == "sequence":

@@ -18,7 +18,7 @@ from nip_astra.registry import Registry
 _PACKAGE = "nip_astra.rl_objectives"
 
 _LOSSES = (
-    *("ppo", "importance_sampling", "cispo", "gspo", "rloo", "sapo", "dro"),
+    *("ppo", "importance_sampling", "cispo", "gspo", "luspo", "vespo", "rloo", "sapo", "dro"),
     *("reinforce", "cross_entropy"),
 )
 

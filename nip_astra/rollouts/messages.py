@@ -51,7 +51,10 @@ class Turn:
         Tokens, without role markers and end token, of the model that wrote or reads it; empty where
         there are none. A model's own turn includes its reasoning and calls.
     num_reasoning_ids : int
-        Number of the first `ids` that belong to the reasoning and its markers.
+        Number of the first `ids` that belong to the reasoning, its markers and the space after.
+    text_ids : tuple of int or None
+        Tokens of text and calls, where they are not the rest of `ids`: a token reaches across the
+        end of the reasoning, or text precedes it.
     logprobs : tuple of float or None
         Log-probability of each of `ids` under the model that sampled them, nats.
     loss_mask : tuple of bool or None
@@ -65,8 +68,23 @@ class Turn:
     is_missing: bool = False
     ids: tuple[int, ...] = ()
     num_reasoning_ids: int = 0
+    text_ids: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     loss_mask: tuple[bool, ...] | None = None
+
+    @property
+    def has_reasoning_ids(self) -> bool:
+        """Return whether `ids` has tokens that belong to the reasoning."""
+        return self.num_reasoning_ids > 0 or self.text_ids is not None
+
+    @property
+    def ids_without_reasoning(self) -> tuple[int, ...]:
+        """Return the tokens of text and calls."""
+        return self.ids[self.num_reasoning_ids :] if self.text_ids is None else self.text_ids
+
+    def without_tokens(self) -> Turn:
+        """Return the turn as it is recorded."""
+        return Turn(self.role, self.text, self.reasoning, self.calls, self.is_missing)
 
     def __iter__(self) -> Iterator[str]:
         """Unpack to role and text, which is what most scorers and tasks of users read."""

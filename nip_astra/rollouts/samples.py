@@ -76,6 +76,8 @@ Score = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`LanguageModel.logprobs` or `TrainingService.compute_logprobs`."""
 
 ROWS_AT_ONCE = 64
+IS_EXCLUDED = "is_excluded"
+"""Row field: not 0 for rows whose tokens are not trained, but which count as rows in means."""
 SEPARATE = ("input_ids", "attention_mask", "position_ids", "loss_mask")
 """Batch fields that a sample stores in another form."""
 
@@ -225,7 +227,16 @@ def _table_of(samples: Sequence[Sample]) -> _Table | None:
 
 
 def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:
-    """Collate samples, adding `trained_mask`, the tokens to train."""
+    """Collate samples, adding `trained_mask`, the tokens to train.
+
+    Responses of excluded rows (`IS_EXCLUDED`) are not scored either, unless there is no other row:
+    the loss of these, 0, needs a gradient.
+    """
     batch = collate(samples)
     batch["trained_mask"] = batch["is_trained"] & batch["response_mask"]
+    if IS_EXCLUDED in batch.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+        is_learned_B1 = (batch[IS_EXCLUDED] == 0).unsqueeze(1)
+        batch["trained_mask"] &= is_learned_B1
+        if is_learned_B1.any():
+            batch["response_mask"] &= is_learned_B1
     return batch

@@ -25,7 +25,7 @@ RECORDED = (
 
 _PLAIN = (
     *("tree_width", "probes", "responses", "contexts", "num_unique_tokens", "seconds"),
-    "response_failures",
+    *("response_failures", "probe_reasonings", "response_reasonings", "num_reasoning_tokens"),
 )
 """Fields of a tree with plain values."""
 
@@ -76,6 +76,12 @@ class RolloutTree:
         Time of attacker, target, reference and scorer.
     response_failures : list[str | None]
         Why a node has no response; empty if every node has one.
+    probe_reasonings, response_reasonings : list[str | None]
+        Reasoning of the attacker and of the target in each node, which are part of no text; None
+        without a thought, empty if no model has reasoned.
+    num_reasoning_tokens : list[int | None]
+        Number of the first tokens of each probe that are reasoning, with its markers; empty if the
+        attacker has not reasoned.
     more_of_samples : list[dict[str, Tensor]]
         Further columns of each node's training sample, of any length, set by a trainer.
     staleness : int
@@ -91,6 +97,9 @@ class RolloutTree:
     num_unique_tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     response_failures: list[str | None] = field(default_factory=list, repr=False)
+    probe_reasonings: list[str | None] = field(default_factory=list, repr=False)
+    response_reasonings: list[str | None] = field(default_factory=list, repr=False)
+    num_reasoning_tokens: list[int | None] = field(default_factory=list, repr=False)
     more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     staleness: int = 0
 
@@ -114,7 +123,11 @@ class RolloutTree:
 
     def failures_of_nodes(self) -> list[str | None]:
         """Return why each node has no response; None if it has one."""
-        return self.response_failures or [None] * self.num_nodes
+        return self.response_failures or self.blanks()
+
+    def blanks(self) -> list[None]:
+        """Return a list without a value of any node."""
+        return [None] * self.num_nodes
 
     def replies(self) -> Iterator[tuple[str, str | None, bool]]:
         """Yield each node's response, why there is none, and whether it is marked as a refusal."""
@@ -134,7 +147,9 @@ class RolloutTree:
     def from_plain(cls, plain: Mapping[str, Any], prompts: Sequence[str]) -> RolloutTree:
         """Restore the output of `to_plain` for a tree with these opening prompts."""
         nodes = TensorDict(plain["nodes"], batch_size=[len(plain["probes"])])
-        return cls(nodes, prompts=list(prompts), **{name: plain[name] for name in _PLAIN})
+        # Earlier versions stored no reasoning.
+        known = {name: plain[name] for name in _PLAIN if name in plain}
+        return cls(nodes, prompts=list(prompts), **known)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one flat record per node; a context is found by following `parent`."""
@@ -148,6 +163,11 @@ class RolloutTree:
         if "is_refused" in nodes:
             columns["is_refused"] = nodes["is_refused"].tolist()
         failed = any(self.response_failures)
+        reasonings = {
+            "probe_reasoning": self.probe_reasonings,
+            "response_reasoning": self.response_reasonings,
+        }
+        has_reasonings = any(reasonings.values())
         has_columns = any(map(columns_of, self.prompts))
         for node in range(self.num_nodes):
             prompt = self.prompts[columns["episode"][node]]
@@ -158,6 +178,11 @@ class RolloutTree:
                 "probe": self.probes[node],
                 "response": self.responses[node],
                 **({"response_failure": self.response_failures[node]} if failed else {}),
+                **(
+                    {name: texts[node] if texts else None for name, texts in reasonings.items()}
+                    if has_reasonings
+                    else {}
+                ),
                 **{name: column[node] for name, column in columns.items()},
             }
 
@@ -189,6 +214,14 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
     def in_order(values: list[Any]) -> list[Any]:
         return [values[index] for index in indices]
 
+    def join(name: str) -> list[Any]:
+        """Return a list that a part without such values leaves empty."""
+        lists = [getattr(part, name) for part in parts]
+        if not any(lists):
+            return []
+        pairs = zip(parts, lists, strict=True)
+        return in_order([value for part, values in pairs for value in values or part.blanks()])
+
     counts: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for part in parts:
@@ -206,7 +239,8 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
         [contexts[index // width] for index in indices[::width]],
         counts,
         seconds,
-        in_order([failure for part in parts for failure in part.failures_of_nodes()])
-        if any(part.response_failures for part in parts)
-        else [],
+        join("response_failures"),
+        join("probe_reasonings"),
+        join("response_reasonings"),
+        join("num_reasoning_tokens"),
     )

@@ -79,9 +79,9 @@ Draw = Callable[[Sequence[Sequence[int]], int, Tensor, SamplingOptions], Generat
 class TaskPlan:
     """Sampling plan of problems: `num_runs` each, with at most `max_turns` turns of the policy.
 
-    An episode that takes longer ends with reward 0. `key`, which includes the seed, names the
-    randomness. `earlier` are problems sampled before with the same key: a problem that comes again
-    has other random numbers and is another group.
+    An episode that takes longer ends with reward 0, and so does one with a missing answer. `key`,
+    which includes the seed, names the randomness. `earlier` are problems sampled before with the
+    same key: a problem that comes again has other random numbers and is another group.
     """
 
     split: Split
@@ -100,7 +100,8 @@ class PlayedEpisode:
     """An episode before, during or after sampling, not rated yet.
 
     `spans` has a list per trajectory: one, unless the context lost its oldest turns. `is_over`: the
-    environment ended it. `is_cut`: the policy had no room to end a turn, or to begin the next.
+    environment ended it. `is_cut`: the policy had no room to end a turn, or to begin the next, or
+    its last answer is missing (`is_missing`), which ends the episode.
     """
 
     problem: int
@@ -111,6 +112,7 @@ class PlayedEpisode:
     turns: list[Turn] = field(default_factory=list)
     is_over: bool = False
     is_cut: bool = False
+    is_missing: bool = False
     num_turns: int = 0
     toolbox: Toolbox = NO_TOOLS
 
@@ -294,7 +296,7 @@ def _take_turns(
         sampled.append((generation, [one.spans[-1][-1] for one in active]))
         if turn + 1 == plan.max_turns:
             break
-        are_open = [not one.is_over and one.fits(agent) for one in active]
+        are_open = [not one.is_over and not one.is_missing and one.fits(agent) for one in active]
         for one, is_open in zip(active, are_open, strict=True):
             one.is_cut |= not (is_open or one.is_over)
         active = list(compress(active, are_open))
@@ -343,19 +345,20 @@ def _act(
     episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
 ) -> None:
     """Let each environment, or the called tools, react to the policy's turn."""
-    contents = agent.content_ids(generation)
+    turns = agent.read_turns(generation, [one.toolbox.argument_schemas for one in episodes])
     lengths = generation.mask_BT.sum(dim=1).tolist()
     ids, logprobs = generation.ids_BT.tolist(), generation.logprobs_BT.tolist()
-    texts = agent.decode(contents)
-    for index, (one, text) in enumerate(zip(episodes, texts, strict=True)):
+    for index, (one, turn) in enumerate(zip(episodes, turns, strict=True)):
         length = lengths[index]
         one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
-        one.turns.append(Turn("assistant", text, ids=contents[index]))
-        one.is_cut |= length == len(contents[index])
+        one.turns.append(turn)
+        one.is_missing = turn.is_missing
+        one.is_cut |= turn.is_missing or length == len(turn.ids)
         one.num_turns += 1
-        one.episode.messages.append(Turn("assistant", text))
-    reactions = _reactions(episodes, texts, agent)
-    for one, (reaction, counts) in zip(episodes, reactions, strict=True):
+        one.episode.messages.append(turn.without_tokens())
+    answered = [one for one in episodes if not one.is_missing]
+    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent)
+    for one, (reaction, counts) in zip(answered, reactions, strict=True):
         if counts:
             one.episode.tool_counts.update(counts)
         one.is_over = reaction.is_over
@@ -363,26 +366,24 @@ def _act(
             one.episode.reward = reaction.reward
     observed = [
         (one, reaction.messages)
-        for one, (reaction, _) in zip(episodes, reactions, strict=True)
+        for one, (reaction, _) in zip(answered, reactions, strict=True)
         if reaction.messages
     ]
     observe_together(agent, [one for one, _ in observed], [messages for _, messages in observed])
 
 
 def _reactions(
-    episodes: Sequence[PlayedEpisode], texts: Sequence[str], agent: ConversationAgent
+    episodes: Sequence[PlayedEpisode], turns: Sequence[Turn], agent: ConversationAgent
 ) -> list[tuple[Reaction, Counter[str]]]:
     """Return reactions to the policy's messages, and counts of its tool calls."""
-    message_format = agent.conversation_format.message_format
-    calls = []
-    for one, text in zip(episodes, texts, strict=True):
-        parsed = message_format.parse(text, tools=one.toolbox.argument_schemas)
-        turn = Turn("assistant", parsed.text, parsed.reasoning, parsed.calls)
-        calls.append(one.toolbox.calls_in(turn, message_format))
+    calls = [
+        one.toolbox.calls_in(turn, agent.message_format)
+        for one, turn in zip(episodes, turns, strict=True)
+    ]
     known: dict[tuple[int, str], Reaction] = {}
 
     def react(place: int) -> Reaction | list[Outcome]:
-        one, text = episodes[place], texts[place]
+        one, text = episodes[place], turns[place].text
         if calls[place]:
             return [one.toolbox.execute(call) for call in calls[place]]
         environment = one.episode.environment
@@ -608,7 +609,7 @@ def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None
         messages = opening_of(environment)
         while len(messages) < len(expected):
             own = expected[len(messages)]
-            ((reaction, _),) = _reactions([played], [own.text], agent)
+            ((reaction, _),) = _reactions([played], [own], agent)
             messages += [own, *reaction.messages]
     finally:
         close_environment(environment)

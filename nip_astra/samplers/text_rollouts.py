@@ -33,7 +33,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +46,7 @@ from nip_astra.language_models.services.chat import (
     ChatMessage,
     ChatRequest,
     FinishReason,
+    reject_long_answer,
 )
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.safe_text import valid_text
@@ -348,21 +349,20 @@ class TextRolloutSampler:
         journal: AnswerJournal,
     ) -> StoredResponses:
         request_id = "/".join(map(str, key))
+        request = ChatRequest(
+            prompt,
+            max_tokens=speaker.parameters.max_tokens,
+            temperature=speaker.parameters.temperature,
+            top_p=speaker.parameters.top_p,
+            # Services take seeds of 32 bits, with a sign.
+            seed=derive_seed(*key) % 2**31,
+            num_samples=num_samples,
+            key=None if journal.run_key is None else f"{journal.run_key}/{request_id}",
+        )
         known = journal.get(request_id)
         if known is not None:
-            return known
-        outcome = await speaker.model.answer(
-            ChatRequest(
-                prompt,
-                max_tokens=speaker.parameters.max_tokens,
-                temperature=speaker.parameters.temperature,
-                top_p=speaker.parameters.top_p,
-                # Services take seeds of 32 bits, with a sign.
-                seed=derive_seed(*key) % 2**31,
-                num_samples=num_samples,
-                key=None if journal.run_key is None else f"{journal.run_key}/{request_id}",
-            )
-        )
+            return _without_long_texts(known, request)
+        outcome = await speaker.model.answer(request)
         for sample in outcome.samples:
             if isinstance(sample, ChatFailure) and sample.reason.is_of_service:
                 place = f" at {speaker.model.place}" if speaker.model.place else ""
@@ -419,15 +419,29 @@ def _kept(
             text, is_cut = sample.text, sample.finish_reason == FinishReason.LENGTH
             is_withheld = sample.finish_reason == FinishReason.CONTENT_FILTER
             failure = "the service withheld it" if is_withheld else ""
+            failure = "it was cut before its first word" if sample.is_missing else failure
             failure = f"the model refused: {sample.refusal}" if sample.refusal else failure
         texts.append(text)
         cuts.append(is_cut)
         failures.append(failure)
-    are_final = [isinstance(one, ChatFailure) and one.reason.may_pass for one in samples]
+    are_final = [isinstance(sample, ChatFailure) and sample.reason.is_final for sample in samples]
     return StoredResponses(
         *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
         are_final=tuple(are_final) if any(are_final) else (),
     )
+
+
+def _without_long_texts(answers: StoredResponses, request: ChatRequest) -> StoredResponses:
+    """Return stored responses with a failure for each that is far longer than requested.
+
+    Other versions stored responses of any length.
+    """
+    texts, failures = list(answers.texts), list(answers.failures)
+    for index, text in enumerate(texts):
+        sample = reject_long_answer(ChatAnswer(text), request)
+        if isinstance(sample, ChatFailure):
+            texts[index], failures[index] = "", f"{sample.reason}: {sample.message}"
+    return replace(answers, texts=tuple(texts), failures=tuple(failures))
 
 
 # ---- rollouts as arrays

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field
@@ -29,7 +29,7 @@ from nip_astra.language_models.base import (
     pad_right,
     require_finite,
 )
-from nip_astra.language_models.services.reasons import FAILED_ATTACKER, SKIPPED, is_error
+from nip_astra.language_models.services.reasons import CUT, FAILED_ATTACKER, SKIPPED, is_error
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
@@ -48,6 +48,8 @@ from nip_astra.scenario_base.chat_agent import (
 )
 from nip_astra.scorers.base import Exchange, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
+
+Value = TypeVar("Value")
 
 GLUE_TOKENS = 32
 """Allowance for a chat template's tokens around a turn."""
@@ -336,7 +338,7 @@ class TreeSampler:
                 reference_NT = scorer.logprobs(*padded, probe_NT, mask_NT).cpu()
             _check_logprobs(self.reference, reference_NT, mask_NT, shape)
         if self.reward.likelihood_model == "reference":
-            nll_N = mean_nll(reference_NT, mask_NT)
+            nll_N = mean_nll(reference_NT, _mask_texts(mask_NT, growth.probes))
         else:
             nll_N = torch.cat(growth.target_nll)
         nodes = TensorDict(
@@ -349,7 +351,7 @@ class TreeSampler:
                 "probe_logprobs": logprobs_NT,
                 "reference_logprobs": reference_NT,
                 "probe_nll": nll_N,
-                "is_empty": torch.tensor([not probe for probe in growth.probes]),
+                "is_empty": torch.tensor([not probe.text for probe in growth.probes]),
             },
             batch_size=[len(growth.probes)],
         )
@@ -359,7 +361,7 @@ class TreeSampler:
             nodes,
             shape.tree_width,
             list(prompts),
-            growth.probes,
+            [probe.text for probe in growth.probes],
             growth.responses,
             growth.contexts,
             num_unique_tokens={
@@ -369,6 +371,11 @@ class TreeSampler:
             },
             seconds=growth.seconds,
             response_failures=growth.failures if any(growth.failures) else [],
+            probe_reasonings=_if_any([probe.reasoning for probe in growth.probes]),
+            response_reasonings=_if_any(growth.reasonings),
+            num_reasoning_tokens=_if_any(
+                [probe.num_reasoning_ids or None for probe in growth.probes]
+            ),
         )
 
     def rate(self, tree: RolloutTree) -> None:
@@ -396,6 +403,17 @@ class TreeSampler:
         nodes["reward"] = reward_N.masked_fill(is_failed_N, math.nan)
 
 
+def _mask_texts(mask_NT: Tensor, probes: Sequence[Turn]) -> Tensor:
+    """Return the mask of the tokens that the target reads: without the probe's reasoning."""
+    num_reasoning_N = torch.tensor([probe.num_reasoning_ids for probe in probes])
+    return mask_NT & (torch.arange(mask_NT.shape[1]) >= num_reasoning_N[:, None])
+
+
+def _if_any(values: list[Value | None]) -> list[Value | None]:
+    """Return the list; empty if no model has reasoned."""
+    return values if any(value is not None for value in values) else []
+
+
 # ---- growing a tree
 
 
@@ -403,7 +421,7 @@ class TreeSampler:
 class _OpenConversation:
     """A path of the tree, as read by each model; `target_turns` is empty if it reads texts.
 
-    `failure` is the reason why the conversation ended early.
+    `failure` is the reason why the conversation ended early, `reasoning` that of its last response.
     """
 
     path: str
@@ -414,6 +432,7 @@ class _OpenConversation:
     texts: list[str]
     failure: str | None = None
     is_refused: bool = False
+    reasoning: str | None = None
 
 
 class _TreeGrowth:
@@ -428,8 +447,9 @@ class _TreeGrowth:
         self.depth: list[int] = []
         self.episode: list[int] = []
         self.contexts: list[list[int]] = []
-        self.probes: list[str] = []
+        self.probes: list[Turn] = []
         self.responses: list[str] = []
+        self.reasonings: list[str | None] = []
         self.failures: list[str | None] = []
         self.are_refused: list[bool] = []
         self.generations: list[Generation] = []
@@ -500,10 +520,12 @@ class _TreeGrowth:
             for index, parent in enumerate(parents)
             for branch in range(width)
         ]
-        probes, texts = self._probe(contexts, children, depth)
-        for child, ids, text in zip(children, self.reader.content_ids(probes), texts, strict=True):
-            child.attacker_turns = [*child.attacker_turns, Turn("assistant", text, ids=ids)]
-            child.texts = [*child.texts, text]
+        probes, turns = self._probe(contexts, children, depth)
+        for child, probe in zip(children, turns, strict=True):
+            child.attacker_turns = [*child.attacker_turns, probe]
+            child.texts = [*child.texts, probe.text]
+            if probe.is_missing and child.failure is None:
+                child.failure = f"{FAILED_ATTACKER}{CUT}"
         if isinstance(self.target, ChatAgent):
             with self.timed("target"):
                 self._reply_in_text(self.target, children)
@@ -513,21 +535,27 @@ class _TreeGrowth:
         self.depth += [depth] * len(children)
         self.episode += [child.episode for child in children]
         self.responses += [child.texts[-1] for child in children]
+        self.reasonings += [child.reasoning for child in children]
         self.failures += [child.failure for child in children]
         self.are_refused += [child.is_refused for child in children]
         self.contexts += contexts
-        self.probes += texts
+        self.probes += turns
         self.generations.append(probes)
         return children
 
     def _probe(
         self, contexts: list[list[int]], children: list[_OpenConversation], depth: int
-    ) -> tuple[Generation, list[str]]:
-        """Return the probes of a level, as tokens and as texts."""
+    ) -> tuple[Generation, list[Turn]]:
+        """Return the probes of a level, as sampled and as turns."""
         if isinstance(self.attacker, TextAttacker):
             with self.timed("attacker"):
-                texts = self._text_probes(self.attacker, children)
-            return self._tokenized(texts), texts
+                replies = self._text_probes(self.attacker, children)
+            probes = self._tokenized([reply.text for reply in replies])
+            contents = self.reader.content_ids(probes)
+            return probes, [
+                Turn("assistant", reply.text, reply.reasoning, ids=ids)
+                for reply, ids in zip(replies, contents, strict=True)
+            ]
         session = self._attacker_session
         assert session is not None
         uniforms = self._uniforms(self.attacker, children)
@@ -541,11 +569,11 @@ class _TreeGrowth:
         if depth + 1 == self.shape.tree_depth:
             # Free its keys and values for those of the last responses.
             session.close()
-        return probes, self.attacker.decode(self.attacker.content_ids(probes))
+        return probes, self.attacker.read_turns(probes)
 
     def _text_probes(
         self, attacker: TextAttacker, children: Sequence[_OpenConversation]
-    ) -> list[str]:
+    ) -> list[ChatReply]:
         """Return probes of a text attacker; a failure ends its conversation."""
         is_open = [child for child in children if child.failure is None]
         seeds = [derive_seed(*self.shape.key, attacker.role, child.path) for child in is_open]
@@ -556,7 +584,7 @@ class _TreeGrowth:
         for child in is_open:
             failure = replies[id(child)].failure
             child.failure = None if failure is None else f"{FAILED_ATTACKER}{failure}"
-        return [replies[id(child)].text if id(child) in replies else "" for child in children]
+        return [replies.get(id(child), ChatReply("", SKIPPED)) for child in children]
 
     def _tokenized(self, texts: Sequence[str]) -> Generation:
         """Return turns in the reader's tokens, at most half its window, with NaN logprobs."""
@@ -577,21 +605,25 @@ class _TreeGrowth:
             ids = self.reader.heard_ids(reply.text)
             child.attacker_turns = [*child.attacker_turns, Turn("user", reply.text, ids=ids)]
             child.texts = [*child.texts, reply.text]
+            child.reasoning = reply.reasoning
 
     def _reply_in_tokens(
         self, target: ConversationAgent, children: Sequence[_OpenConversation]
     ) -> None:
         """Add a language model's responses."""
         for child in children:
-            ids, text = child.attacker_turns[-1].ids, child.texts[-1]
+            ids, text = child.attacker_turns[-1].ids_without_reasoning, child.texts[-1]
             read = target.heard_ids(text, ids if self._share_tokens else None)
             child.target_turns = [*child.target_turns, Turn("user", text, ids=read)]
-        response_ids = target.content_ids(self._respond(target, children))
-        response_texts = target.decode(response_ids)
-        for child, ids, text in zip(children, response_ids, response_texts, strict=True):
+        responses = target.read_turns(self._respond(target, children))
+        for child, response in zip(children, responses, strict=True):
+            text, ids = response.text, response.ids_without_reasoning
             read = self.reader.heard_ids(text, ids if self._share_tokens else None)
-            child.target_turns = [*child.target_turns, Turn("assistant", text, ids=ids)]
+            child.target_turns = [*child.target_turns, response]
             child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=read)]
+            if child.failure is None:
+                child.reasoning = response.reasoning
+                child.failure = CUT if response.is_missing else None
             child.texts = [*child.texts, text if child.failure is None else ""]
 
     def _respond(
@@ -697,9 +729,13 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
 
 def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
     """Return the exchanges of some nodes: responses, then both together unless they are equal."""
+    reasonings = tree.response_reasonings or [None] * tree.num_nodes
     if not scorer.reads_history:
-        responses = [Exchange(tree.responses[node]) for node in there]
-        both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
+        responses = [Exchange(tree.responses[node], reasoning=reasonings[node]) for node in there]
+        both = [
+            Exchange(f"{tree.probes[node]} {tree.responses[node]}", reasoning=reasonings[node])
+            for node in there
+        ]
         return [*responses, *both], False
     # A scorer that reads the conversation sees the probe when it rates the response.
     histories: list[tuple[Turn, ...]] = []
@@ -716,6 +752,7 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
             tree.responses[node],
             histories[node],
             columns=columns_of(tree.prompts[episodes[node]]),
+            reasoning=reasonings[node],
         )
         for node in there
     ], True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -23,10 +24,14 @@ from nip_astra.language_models.base import (
     as_sampler,
     as_scorer,
 )
+from nip_astra.language_models.message_format import (
+    ArgumentSchemas,
+    MessageFormat,
+)
 from nip_astra.language_models.services.chat import ChatModelParameters
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import decode_all
-from nip_astra.parameters.conditions import where_above, where_given
+from nip_astra.parameters.conditions import where, where_above, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -69,6 +74,23 @@ class ConversationAgentParameters(SubParameters):
     """Sample from the k most likely tokens only; null for all."""
     top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of most likely tokens with this probability mass."""
+    reasoning_markers: Annotated[list[PlainText] | None, where_given("language_model")] = Field(
+        default=None, max_length=2
+    )
+    """Texts that begin and end the model's reasoning, for instance ["<think>", "</think>"]; null
+    for those of its chat template or tokenizer, an empty list for none: then all is text. Scorers,
+    rewards, tools and later turns get a message without its reasoning."""
+    template_options: Annotated[
+        dict[str, JsonValue], where("format", "chat"), where_given("language_model")
+    ] = {}
+    """Variables of the chat template, for instance enable_thinking: false."""
+
+    @field_validator("reasoning_markers")
+    @classmethod
+    def _is_a_pair(cls, markers: list[str] | None) -> list[str] | None:
+        if markers is not None and (len(markers) == 1 or not all(markers)):
+            raise ValueError("must be two texts, or empty for none")
+        return markers
 
     @field_validator("min_new_tokens")
     @classmethod
@@ -113,6 +135,11 @@ class ConversationAgent:
     """Contexts so far that lost their oldest turns to fit the model's window."""
 
     @property
+    def message_format(self) -> MessageFormat:
+        """Return how its turns are split into reasoning, text and calls."""
+        return self.conversation_format.message_format
+
+    @property
     def token_sampler(self) -> TokenSampler:
         """Return the model, which must be able to sample."""
         return as_sampler(self.language_model, role=self.role)
@@ -151,6 +178,81 @@ class ConversationAgent:
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
+    def read_turns(
+        self,
+        generation: Generation,
+        tools: Sequence[ArgumentSchemas | None] | None = None,
+    ) -> list[Turn]:
+        """Return the sampled turns, split into reasoning, text and calls.
+
+        An answer without text and calls is missing if it ended within its reasoning, or was cut.
+        `tools` has the schemas of each row's tools; without tools, calls are text.
+        """
+        contents = self.content_ids(generation)
+        lengths = generation.mask_BT.sum(dim=1).tolist()
+        texts = self._decode_with_marks(contents, with_calls=tools is not None)
+        schemas = tools or [None] * len(contents)
+        return [
+            self._read_turn(ids, text, row_tools, is_cut=len(ids) == length)
+            for ids, text, row_tools, length in zip(contents, texts, schemas, lengths, strict=True)
+        ]
+
+    def _read_turn(
+        self, ids: tuple[int, ...], text: str, tools: ArgumentSchemas | None, *, is_cut: bool
+    ) -> Turn:
+        form = self.message_format
+        if not form.has_marks and tools is None:
+            return Turn("assistant", text.strip(), ids=ids)
+        parsed = form.parse(text, tools=tools)
+        end = form.end_of_reasoning(text)
+        is_silent = not parsed.text.strip() and not parsed.calls
+        turn = Turn(
+            "assistant",
+            parsed.text.strip(),
+            parsed.reasoning,
+            parsed.calls,
+            is_missing=is_silent and (parsed.is_unfinished or (is_cut and end > 0)),
+            ids=ids,
+        )
+        has_later_thought = form.thought is not None and form.thought.opening in text[end:]
+        if end == 0 and not has_later_thought:
+            return turn
+        turn = self._mark_reasoning(turn, text[:end])
+        if has_later_thought:
+            # It is left out of a later context, too.
+            return replace(turn, text_ids=self.conversation_format.encode(turn.text))
+        return turn
+
+    def _mark_reasoning(self, turn: Turn, beginning: str) -> Turn:
+        """Mark the turn's first tokens, of which the decoded text begins with the reasoning."""
+        count = bisect_left(
+            range(len(turn.ids)),
+            len(beginning),
+            key=lambda number: len(self._decode_part(turn.ids[:number])),
+        )
+        if self._decode_part(turn.ids[:count]) != beginning:
+            # A token reaches across the end of the reasoning.
+            rest = self._decode_part(turn.ids)[len(beginning) :].strip()
+            text_ids = self.conversation_format.encode(rest)
+            return replace(turn, num_reasoning_ids=count, text_ids=text_ids)
+        while count < len(turn.ids) and not self._decode_part(turn.ids[count : count + 1]).strip():
+            count += 1
+        return replace(turn, num_reasoning_ids=count)
+
+    def _decode_part(self, ids: Sequence[int]) -> str:
+        return self.message_format.decode(self.language_model.tokenizer, ids)
+
+    def _decode_with_marks(
+        self, turns: Sequence[tuple[int, ...]], *, with_calls: bool
+    ) -> list[str]:
+        """Return the texts of turns, with the special tokens that are marks."""
+        shown = {*self.message_format.shown_ids(with_calls=with_calls)}
+        if not shown:
+            return self._decode(turns)
+        texts = {ids: self._decode_part(ids) for ids in turns if not shown.isdisjoint(ids)}
+        plain = iter(self._decode([ids for ids in turns if ids not in texts]))
+        return [texts[ids] if ids in texts else next(plain) for ids in turns]
+
     def heard_ids(self, text: str, ids: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Return the tokens of another speaker's turn, cut where the window holds no more.
 
@@ -183,11 +285,15 @@ class ConversationAgent:
         return len(self.conversation_format.encode(text))
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        """Return the texts of turns."""
+        """Return the texts of turns, with their reasoning but without special tokens."""
+        return [text.strip() for text in self._decode(turns)]
+
+    def _decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of turns, without special tokens."""
         distinct = list(dict.fromkeys(map(tuple, turns)))
         decoded = decode_all(self.language_model.tokenizer, [list(ids) for ids in distinct])
         texts = dict(zip(distinct, decoded, strict=True))
-        return [texts[tuple(ids)].strip() for ids in turns]
+        return [texts[tuple(ids)] for ids in turns]
 
     def shares_tokens_with(self, other: ConversationAgent) -> bool:
         """Return whether both agents have the same vocabulary."""
@@ -221,10 +327,18 @@ def build_agent(
     tokenizer = language_model.tokenizer
     conversation_format: ConversationFormat
     if parameters.format == "plain":
-        conversation_format = PlainFormat(tokenizer, separator=parameters.turn_separator)
+        conversation_format = PlainFormat(
+            tokenizer,
+            separator=parameters.turn_separator,
+            reasoning_markers=parameters.reasoning_markers,
+        )
     else:
         conversation_format = ChatFormat(
-            tokenizer, system_prompt=parameters.system_prompt, preamble=parameters.preamble
+            tokenizer,
+            system_prompt=parameters.system_prompt,
+            preamble=parameters.preamble,
+            template_options=parameters.template_options,
+            reasoning_markers=parameters.reasoning_markers,
         )
     return ConversationAgent(
         role=role,

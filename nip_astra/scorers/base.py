@@ -29,6 +29,7 @@ from nip_astra.errors import (
     ScorerError,
     ScorerTimeoutError,
     counted,
+    describe_error,
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.retrying import RetryingChatModel
@@ -348,7 +349,7 @@ class Scorer:
     def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
         return ScorerError(
             f"the scorer {self._name!r} failed on {counted(num_texts, 'text')}: "
-            f"{type(error).__name__}: {error}. Fix the scorer, then resume the run."
+            f"{describe_error(error)}. Fix the scorer, then resume the run."
         )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:

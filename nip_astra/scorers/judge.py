@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +23,13 @@ from nip_astra.language_models.services.chat import (
     ChatOutcome,
     ChatRequest,
     FailureReason,
+    FinishReason,
     LimitParameters,
     PriceParameters,
     complete_all,
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.reasons import MISSING
 from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
@@ -57,8 +61,9 @@ class JudgeScorer(Scorer):
 
     Works with any service that implements OpenAI's chat completions. The judge reads the
     conversation up to the text and the further columns of its prompt. It answers with a JSON
-    object; a null rating means no verdict. An invalid answer or a rating out of range is retried
-    like a transient failure, at most `num_retries` times.
+    object. There is no verdict if the rating is null or out of range, if the answer was cut, is far
+    too long or a refusal, or if the conversation exceeds the judge's window. An answer without a
+    rating is retried like a transient failure, at most `num_retries` times.
     """
 
     reads_history = True
@@ -162,7 +167,11 @@ class JudgeScorer(Scorer):
     def _verdict(self, exchange: Exchange, outcome: ChatOutcome) -> Verdict:
         (sample,) = outcome.samples
         if isinstance(sample, ChatAnswer):
+            if not is_complete(sample):
+                return None
             return read_rating(sample.text, self.parameters.max_rating)
+        if sample.reason in MISSING:
+            return None
         return ScorerError(
             f"the judge {self.parameters.model!r} at {self.parameters.place} gave no rating for "
             f"the text {exchange.text[:60]!r}: {sample.message}. Check the service, raise "
@@ -244,6 +253,8 @@ class _RatingModel(ChatModel):
                 self._sends_form = False
                 return await self.answer(request)
             return outcome
+        if not is_complete(sample):
+            return outcome
         try:
             read_rating(sample.text, self._max_rating)
         except MalformedAnswerError as error:
@@ -255,27 +266,56 @@ class _RatingModel(ChatModel):
         await self.model.close()
 
 
+def is_complete(answer: ChatAnswer) -> bool:
+    """Return whether an answer may hold a verdict: a cut one may hold the draft of one."""
+    return answer.finish_reason is FinishReason.STOP and not answer.is_refused
+
+
 def read_rating(answer: str, max_rating: int) -> float | None:
-    """Return the score in an answer, in [0, 1]; None for a null rating."""
+    """Return the score in an answer, in [0, 1]; None for a null rating or one out of range.
+
+    Raises
+    ------
+    MalformedAnswerError
+        If the answer has no rating, or one that is no number.
+    """
     rating = find_rating(answer)["rating"]
     if rating is None:
         return None
+    if isinstance(rating, str) and _NUMBER.fullmatch(rating.strip()):
+        rating = float(rating)
     # A bool is an int in Python, but not a rating.
     is_number = isinstance(rating, int | float) and not isinstance(rating, bool)
-    if not is_number or not 0 <= rating <= max_rating:
+    if not is_number or math.isnan(rating):
         raise MalformedAnswerError(f"the rating {rating!r} is not a number from 0 to {max_rating}")
+    if not 0 <= rating <= max_rating:
+        return None
     return float(rating) / float(max_rating)
 
 
+LONGEST_READ = 2**14
+"""Characters of an answer in which its rating is sought; the time may grow with their square."""
+_NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{1,9})?")
+_TEXT_OR_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+"""A text of JSON, or a comma after the last element of an object or a list."""
+_DECODER = json.JSONDecoder(strict=False)
+"""A reader that accepts line breaks within texts."""
+
+
 def find_rating(answer: str) -> dict[str, Any]:
-    """Return the last JSON object with a "rating" in an answer, also within other text."""
-    decoder = json.JSONDecoder()
+    """Return the last JSON object with a "rating" in an answer, also within other text.
+
+    Line breaks within texts and commas after the last element are accepted. Of a long answer the
+    end is read.
+    """
+    answer = answer[-LONGEST_READ:]
+    answer = _TEXT_OR_COMMA.sub(lambda match: "" if match[0] == "," else match[0], answer)
     last: dict[str, Any] | None = None
     start = answer.find("{")
     while start >= 0:
         end = start + 1
         try:
-            value, end = decoder.raw_decode(answer, start)
+            value, end = _DECODER.raw_decode(answer, start)
         except (json.JSONDecodeError, RecursionError):
             pass
         else:

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
+from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError, describe_error
 from nip_astra.language_models.sources import (
     DTYPES,
     load_causal_lm,
@@ -257,7 +257,7 @@ class GuardPrompts:
             try:
                 shown = self._render(turns, tokenize=False)
             except Exception as error:
-                problems.append(f"{type(error).__name__}: {error}".rstrip("."))
+                problems.append(f"{describe_error(error)}".rstrip("."))
                 continue
             if all(mark in shown for mark in _MARKS):
                 return uses_parts

@@ -16,6 +16,7 @@ from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
 from nip_astra.utils.background_loop import BackgroundLoop
+from nip_astra.utils.user_code import process_state_kept
 
 COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     "completions": lambda exchange: exchange.text,
@@ -25,6 +26,7 @@ COLUMNS: dict[str, Callable[[Exchange], Any]] = {
     ],
     "roles": lambda exchange: exchange.role,
     "columns": lambda exchange: dict(exchange.columns),
+    "reasonings": lambda exchange: exchange.reasoning,
 }
 """Arguments that a function may declare, each a list with an element per text."""
 
@@ -35,10 +37,10 @@ class PythonScorer(Scorer):
 
     `completions` are the texts to rate, `prompts` the turn before each ("" if there is none),
     `conversations` all turns up to and including the text, as `{"role", "content"}`, `roles` the
-    author of each text, `columns` a dict of the further columns of its prompt. The function
-    receives the arguments that it declares, or all with `**columns`. A function of `completions`
-    alone rates each distinct text once. None means no verdict. An `async` function runs in the
-    scorer's event loop.
+    author of each text, `columns` a dict of the further columns of its prompt, `reasonings` what
+    the author thought before each text, or None. The function receives the arguments that it
+    declares, or all with `**columns`. A function of `completions` alone rates each distinct text
+    once. None means no verdict. An `async` function runs in the scorer's event loop.
     """
 
     class Parameters(Scorer.Parameters):
@@ -54,7 +56,8 @@ class PythonScorer(Scorer):
         super().__init__(parameters, **given)
         self._function = UserFunction(parameters.function, self.scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
-        self.reads_history = self._columns != ["completions"]
+        self.reads_history = bool({*self._columns} - {"completions", "reasonings"})
+        self.reads_reasoning = "reasonings" in self._columns
         # Clients that the function keeps belong to the loop of their first use.
         self._loop = BackgroundLoop()
 
@@ -80,7 +83,8 @@ class PythonScorer(Scorer):
     def _call(self, columns: dict[str, list[Any]]) -> Sequence[Verdict]:
         result = self._function.call(columns)
         if inspect.isawaitable(result):
-            result = self._loop.run(_wait(result))
+            with process_state_kept(f"the function {self._function.reference!r}"):
+                result = self._loop.run(_wait(result))
         values: Sequence[Verdict] = result
         return values
 
@@ -121,7 +125,7 @@ class UserFunction:
         module = ""
         if function is None:
             module, function = find_function(reference, scenario_dir)
-        self.function = function
+        self.reference, self.function = reference, function
         self.modules = {module, getattr(function, "__module__", None) or module} - {""}
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -143,7 +147,9 @@ class UserFunction:
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function with those of the arguments that it takes."""
-        return self.function(**{n: value for n, value in arguments.items() if self.takes(n)})
+        accepted = {name: value for name, value in arguments.items() if self.takes(name)}
+        with process_state_kept(f"the function {self.reference!r}"):
+            return self.function(**accepted)
 
 
 def find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:

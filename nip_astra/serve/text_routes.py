@@ -323,7 +323,7 @@ class ChatBody(SamplingBody):
             return None
         start = " | ".join(answers)
         if begins_in_thought:
-            start = f"thought ({start})"
+            start = f"thought /[ \\n]{{0,4}}/ ({start})"
             rules.append(message_format.thought_rule())
         return "\n".join([f"start: {start}", *rules])
 

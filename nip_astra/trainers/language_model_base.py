@@ -42,7 +42,12 @@ from nip_astra.language_models.services.sharded import (
 )
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.rl_objectives.reductions import LossOutput, as_loss_output
+from nip_astra.rl_objectives.reductions import (
+    TOKEN_REDUCTIONS,
+    LossOutput,
+    Reduction,
+    as_loss_output,
+)
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.samplers.executor import AsyncRollouts
 from nip_astra.tracking.tracker import plain_numbers
@@ -69,6 +74,13 @@ BatchT = TypeVar("BatchT")
 
 STEP_TOTALS = "step_totals"
 """Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
+MINIBATCH_TOTALS = "minibatch_totals"
+"""Column of a batch: trained tokens and samples of the minibatch, int64 `[B, 2]`; processes may
+take parts of it."""
+IS_FIRST_STEP = "is_first_step"
+"""Column of the batches of an iteration's first optimizer step; bool `[B]`, True."""
+HAS_GIVEN_OLD = "has_given_old"
+"""Column `[B]` of samples whose `old_logprobs` are not the trainer's own, as with older weights."""
 
 
 @dataclass
@@ -319,11 +331,14 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Return the checked result of `loss` for a batch; see `as_loss_output`."""
         return as_loss_output(self.loss(batch), owner=type(self).__name__)
 
-    def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
+    def policy_logprobs(
+        self, batch: TensorDict, *names: str, temperature: float = 1.0
+    ) -> tuple[Tensor, ...]:
         """Return the policy's log-probabilities of continuations of `context`, from one call.
 
         `batch` has for each name tokens and `<name>_mask`. Returns a `[B, T]` tensor per name, all
-        as wide as the longest, nats, 0 on padding, with gradient.
+        as wide as the longest, nats, 0 on padding, with gradient. For `temperature` see
+        `TrainingService.tempered_logprobs`.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -331,13 +346,25 @@ class LanguageModelTrainer(TensorDictTrainer):
             padding = (0, width - batch[name].shape[1])
             ids.append(torch.nn.functional.pad(batch[name], padding))
             masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
-        logprobs = self.service.logprobs(
+        logprobs = self.service.tempered_logprobs(
             batch["context"].repeat(len(names), 1),
             batch["context_mask"].repeat(len(names), 1),
             torch.cat(ids),
             torch.cat(masks),
+            temperature,
         )
         return logprobs.chunk(len(names))
+
+    def old_logprobs(self, batch: TensorDict, logprobs_BT: Tensor) -> Tensor:
+        """Return the log-probabilities before the iteration's first optimizer step, no gradient.
+
+        Within that step they are `logprobs_BT`, the policy's own: ratios are exactly 1 in every
+        precision. Later they are `old_logprobs` of the batch.
+        """
+        if IS_FIRST_STEP in batch.keys() and HAS_GIVEN_OLD not in batch.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+            return logprobs_BT.detach()
+        old_BT: Tensor = batch["old_logprobs"].to(logprobs_BT.device)
+        return old_BT
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
         """Return the trained tokens of the optimizer step, times the batch's share of its samples.
@@ -347,8 +374,21 @@ class LanguageModelTrainer(TensorDictTrainer):
         totals = batch.get(STEP_TOTALS, None)
         if totals is None:
             return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
-        num_tokens, num_samples = totals[0].tolist()
-        return float(num_tokens * len(batch) / num_samples)
+        return _share_of_tokens(totals, len(batch))
+
+    def token_normaliser(self, batch: TensorDict, reduction: Reduction) -> float | None:
+        """Return the divisor of a sum over tokens by a reduction's name; None if it has none."""
+        if reduction not in TOKEN_REDUCTIONS:
+            return None
+        if reduction == "minibatch_token" and batch.get(MINIBATCH_TOTALS, None) is not None:
+            return _share_of_tokens(batch[MINIBATCH_TOTALS], len(batch))
+        return self.num_tokens_in_step(batch)
+
+    def num_steps_with(self, num_samples: int) -> int:
+        """Return the optimizer steps of an iteration with so many samples."""
+        num_batches = math.ceil(num_samples / self.training.minibatch_size)
+        per_epoch = math.ceil(num_batches / self.training.gradient_accumulation_steps)
+        return per_epoch * self.training.num_epochs
 
     # ---- several processes
 
@@ -523,9 +563,19 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         """Take one step on the mean loss over the samples of all batches."""
-        progress = self.state.iteration / self.training.num_iterations
-        lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
+        state, num_iterations = self.state, self.training.num_iterations
+        num_before = state.num_optimizer_steps - state.num_steps_done
+        per_iteration = self.num_steps_with(len(state.samples or ()))
+        lr = learning_rate(
+            self.training,
+            step=state.num_optimizer_steps,
+            progress=state.iteration / num_iterations,
+            num_steps=num_before + (num_iterations - state.iteration) * per_iteration,
+        )
         self._write_step_totals(batches)
+        if self.state.num_steps_done == 0:
+            for batch in batches:
+                batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
         metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
@@ -537,13 +587,15 @@ class LanguageModelTrainer(TensorDictTrainer):
         return metrics | {"grad_norm": step.grad_norm, "lr": lr}
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
-        """Add the step's totals to each of its batches; see `num_tokens_in_step`."""
+        """Add the totals of step and minibatch to each batch; see `token_normaliser`."""
         name = f"{self.trained_tokens}_mask"
         if any(batch.get(name, None) is None for batch in batches):
             return
-        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
-        for batch in batches:
-            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+        num_tokens = [int(batch[name].sum()) for batch in batches]
+        step_totals = [sum(num_tokens), sum(map(len, batches))]
+        for batch, count in zip(batches, num_tokens, strict=True):
+            batch[STEP_TOTALS] = torch.tensor([step_totals]).expand(len(batch), 2)
+            batch[MINIBATCH_TOTALS] = torch.tensor([[count, len(batch)]]).expand(len(batch), 2)
 
     def dry_run(self) -> dict[str, Any]:
         """Sample one episode, compute the gradient of one minibatch, and estimate a whole run."""
@@ -668,6 +720,12 @@ class LanguageModelTrainer(TensorDictTrainer):
 
 
 # ---- batches and optimizer steps
+
+
+def _share_of_tokens(totals_B2: Tensor, num_rows: int) -> float:
+    """Return a total of tokens times the share that some rows have in its samples, at least 1."""
+    num_tokens, num_samples = totals_B2[0].tolist()
+    return float(max(num_tokens, 1) * num_rows / num_samples)
 
 
 def batches_of(

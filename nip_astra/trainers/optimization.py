@@ -101,9 +101,10 @@ def build_optimizer(
     groups = [(list(parameters), 1.0), *((list(group), factor) for group, factor in more)]
     optimizer: object = OPTIMIZERS.get(config.optimizer)(
         [
-            {"params": group, "lr": config.lr * factor, "lr_factor": factor}
+            {"params": part, "lr": config.lr * factor, "lr_factor": factor, **decay}
             for group, factor in groups
-            if group
+            for part, decay in _decay_parts(config, group)
+            if part
         ],
         lr=config.lr,
         weight_decay=config.weight_decay,
@@ -116,18 +117,43 @@ def build_optimizer(
     return optimizer
 
 
-def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
+def _decay_parts(
+    config: TrainingConfiguration, group: Sequence[torch.nn.Parameter]
+) -> list[tuple[list[torch.nn.Parameter], dict[str, float]]]:
+    """Return the parts of a group, each with its own options: vectors may be without decay."""
+    if config.decays_vectors:
+        return [(list(group), {})]
+    vectors = [parameter for parameter in group if parameter.ndim < 2]
+    others = [parameter for parameter in group if parameter.ndim >= 2]
+    return [(others, {}), (vectors, {"weight_decay": 0.0})]
+
+
+def learning_rate(
+    config: TrainingConfiguration, *, step: int, progress: float, num_steps: int
+) -> float:
     """Return the learning rate of optimizer step `step`; it rises linearly over `num_warmup_steps`.
 
-    `progress` is the share of iterations done, in [0, 1]; the number of steps is not known in
-    advance.
+    Parameters
+    ----------
+    progress : float
+        Share of iterations done, in [0, 1].
+    num_steps : int
+        Optimizer steps of the whole training, if later iterations take as many as this one. It is
+        read where `config.schedules_steps`.
 
     Raises
     ------
     ConfigurationError
         When a registered schedule returns something else than a finite number from 0.
     """
-    warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
+    num_warmup = config.num_warmup_steps
+    if config.schedules_steps:
+        if step < num_warmup:
+            return config.lr * step / num_warmup
+        warmup = 1.0
+        progress = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
+    else:
+        warmup = min(1.0, (step + 1) / num_warmup) if num_warmup else 1.0
     factor: object = SCHEDULES.get(config.lr_schedule)(progress)
     if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
         raise ConfigurationError(

@@ -39,6 +39,7 @@ from nip_astra.errors import (
     NipAstraError,
     RunDirectoryError,
     StopRequested,
+    describe_error,
 )
 from nip_astra.evaluation.outcomes import Known
 from nip_astra.experiment_settings import ExperimentSettings
@@ -278,7 +279,7 @@ class Trainer(ABC):
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"the trainer {self.hyper_params.trainer!r} cannot read {checkpoint}: "
-                f"{type(error).__name__}: {error}. Resume with the version of nip_astra and the "
+                f"{describe_error(error)}. Resume with the version of nip_astra and the "
                 "plug-ins that wrote it."
             ) from error
         self._generators = load_state(checkpoint / GENERATORS)

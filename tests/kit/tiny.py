@@ -107,6 +107,32 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+THINKING_TEMPLATE = (
+    "{% set last = namespace(user=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
+    "<bos>{% for tool in tools or [] %}{{ tool.function | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content and loop.index0 > last.user %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    '{% for call in m.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<end>'
+    "{% endfor %}{% if add_generation_prompt %}assistant: "
+    "{% if opens_thought %}<think>\n{% endif %}{% endif %}"
+)
+"""As those of Qwen 3: only reasoning after the last message of the user is shown."""
+
+
+def make_thinking_tokenizer(
+    *, opens_thought: bool = False, are_special: bool = False
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes whose chat template has thoughts, which its prompt may open."""
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=are_special)
+    start = f"{{% set opens_thought = {str(opens_thought).lower()} %}}"
+    tokenizer.chat_template = start + THINKING_TEMPLATE
+    return tokenizer
+
+
 Files = tuple[dict[str, bytes], torch.Tensor]
 
 

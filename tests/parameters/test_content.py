@@ -132,3 +132,20 @@ def test_an_existing_file_or_a_name_like_a_path_is_a_path_and_all_else_a_hub_id(
     with pytest.raises(ConfigurationError) as caught:
         resolve_reference("s3://bucket/x", None)
     assert says(caught.value, "s3://", "'s3://bucket/x'", "scenario://, package://")
+
+
+@pytest.mark.parametrize("name", ["", "../secret", "/etc/passwd", ".", "a/b/c", "a//b", "a/.."])
+def test_the_hubs_prefix_needs_the_name_of_a_repository(name: str) -> None:
+    with pytest.raises(ConfigurationError):
+        resolve_reference(f"hub:{name}")
+
+
+def test_the_hubs_prefix_never_reads_a_local_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_reference("hub:someone/rows") == "someone/rows"
+    (tmp_path / "someone/rows").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="someone/rows"):
+        resolve_reference("hub:someone/rows")
+    assert resolve_reference("someone/rows") == Path("someone/rows")

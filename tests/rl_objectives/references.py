@@ -101,7 +101,9 @@ def grpo_of_trl(
         "_entropy_bonus_enabled": False,
     }
     args = {"use_bias_correction_kl": False, "delta": None, "steps_per_generation": 1}
-    args |= {name: changes.pop(name) for name in [*changes] if name.startswith(("delta", "sapo"))}
+    of_args = ("delta", "sapo", "vespo", "use_bias_correction_kl")
+    args |= {name: changes.pop(name) for name in [*changes] if name.startswith(of_args)}
+    attributes["get_gamma_weights"] = trl.GRPOTrainer.get_gamma_weights
     return loss_of_trl(
         trl.GRPOTrainer,
         *(logprobs, mask, advantages),

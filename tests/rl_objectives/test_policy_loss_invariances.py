@@ -55,7 +55,7 @@ LOSSES: dict[str, Callable[..., LossOutput]] = {
     },
     **{f"variant {name}": partial(variant, name) for name in GROUP_VARIANTS},
 }
-NEEDS_TOKENS = {"nll token", "variant dapo", "variant cispo"} | {
+NEEDS_TOKENS = {"nll token", "nll minibatch_token", "variant dapo", "variant cispo"} | {
     name for name in LOSSES if " " not in name
 }
 """Losses that are by default a mean over tokens, so that parts need the tokens of the whole."""

@@ -50,8 +50,12 @@ LOSSES: dict[str, PolicyLoss] = {
     "dual_clip": PolicyLoss.of("ppo", {"dual_clip": 1.5}),
     "gspo": PolicyLoss.of("gspo", clip_low=0.1, clip_high=0.1),
     "dro": PolicyLoss.of("dro", {"beta": 0.5}),
-    **{name: PolicyLoss.of(name) for name in ("reinforce", "rloo")},
+    **{name: PolicyLoss.of(name) for name in ("reinforce", "rloo", "vespo")},
+    "luspo": PolicyLoss.of("luspo", clip_low=0.1, clip_high=0.1),
 }
+
+
+VESPO_UP, VESPO_DOWN = 1.5**2 * math.exp(-1.5), 1.5**3 * math.exp(-1.0)
 
 
 def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
@@ -75,6 +79,12 @@ def one_token(ratio: float, advantage: float) -> tuple[torch.Tensor, ...]:
         ("narrow_cispo", 0.5, 2.0, -1.6 * (math.log(0.5) - 3), -1.6),
         ("gspo", 1.05, 2.0, -2.1, -2.1),
         ("gspo", 1.5, 2.0, -2.2, 0.0),
+        ("luspo", 1.05, 2.0, -2.1, -2.1),
+        ("luspo", 1.5, 2.0, -2.2, 0.0),
+        ("vespo", 1.0, 2.0, 6.0, -2.0),
+        # phi = 1.5**2 e**(3 (1 - 1.5)) for A >= 0, else 1.5**3 e**(2 (1 - 1.5))
+        ("vespo", 1.5, 2.0, -2 * VESPO_UP * (math.log(1.5) - 3), -2 * VESPO_UP),
+        ("vespo", 1.5, -2.0, 2 * VESPO_DOWN * (math.log(1.5) - 3), 2 * VESPO_DOWN),
         ("rloo", 1.1, 2.0, -2.2, -2.2),
         ("rloo", 1.5, 2.0, -2.4, 0.0),
         ("sapo", 1.0, 2.0, -4.0, -2.0),
@@ -211,6 +221,7 @@ def test_dual_clip_equals_the_delta_of_trl(trl: SimpleNamespace, seed: int) -> N
     assert_same(reduce_loss(mine, given[3], "token"), grpo_of_trl(trl, given, delta=1.5), given[0])
 
 
+VESPO_OF_TRL = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 OF_TRL: dict[str, dict[str, Any]] = {
     "ppo": {},
     "gspo": {
@@ -221,6 +232,14 @@ OF_TRL: dict[str, dict[str, Any]] = {
     },
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     "cispo": {"loss_type": "cispo", "epsilon_high": 4.0},
+    "luspo": {
+        "loss_type": "luspo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 2e-3,
+        "epsilon_high": 2.5e-3,
+    },
+    "vespo": {"loss_type": "vespo"}
+    | {f"vespo_{name}": value for name, value in VESPO_OF_TRL.items()},
 }
 """How TRL computes what trainers compute by their defaults; Tinker's cispo has a bound of 4."""
 
@@ -252,6 +271,7 @@ def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
     batch[STEP_TOTALS] = torch.tensor([[int(given[3].sum()), len(batch)]]).expand(len(batch), 2)
     trainer: Any = SimpleNamespace(
         parameters=SimpleNamespace(policy_loss=RemoteLossParameters(loss=name)),
+        old_logprobs=lambda batch, _: batch["old_logprobs"],
         policy_logprobs=lambda *_: (given[0],),
     )
     mine = RemoteApiTrainer.loss(trainer, batch).loss
@@ -289,6 +309,39 @@ def test_group_variants_equal_grpo_of_trl(
         beta=kl_weight,
     )
     assert_same(mine, theirs, given[0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "sapo", "gspo"])
+@pytest.mark.parametrize("scale", [0.05, 0.5])
+def test_a_divergence_by_ratio_equals_the_bias_correction_of_trl(
+    trl: SimpleNamespace, name: str, scale: float
+) -> None:
+    batch = random_batch(5, rows=8, tokens=6, scale=scale)
+    batch["logprobs_BT"].requires_grad_()
+    given, reference = inputs_of(batch), batch["reference_logprobs_BT"]
+    kl = {"reference_logprobs_BT": reference, "kl_weight": 0.3, "kl_gradient": "k3"}
+    mine = policy_loss(*given, loss=name, is_kl_weighted=True, **kl).loss
+    options = {"beta": 0.3, "use_bias_correction_kl": True} | OF_TRL[name]
+    theirs = grpo_of_trl(trl, given, {"ref_per_token_logps": reference}, **options)
+    assert_same(mine, theirs, given[0])
+
+
+def test_on_policy_a_divergence_by_ratio_has_the_gradient_of_k2() -> None:
+    batch = random_batch(6)
+    logprobs = batch["old_logprobs_BT"].clone().requires_grad_()
+    reference, mask = batch["reference_logprobs_BT"], batch["mask_BT"]
+    given = (logprobs, batch["old_logprobs_BT"], torch.zeros(len(mask)), mask)
+    weighted, plain = (
+        policy_loss(
+            *given,
+            reference_logprobs_BT=reference,
+            kl_weight=1.0,
+            kl_gradient=gradient,
+            is_kl_weighted=is_weighted,
+        ).loss
+        for gradient, is_weighted in (("k3", True), ("k2", False))
+    )
+    assert_same(weighted, plain, logprobs)
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.5])

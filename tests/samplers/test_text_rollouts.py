@@ -111,6 +111,8 @@ def test_only_failed_samples_are_requested_again(adp: TextGame) -> None:
         ChatFailure(FailureReason.REFUSED, "no"),
         ChatAnswer("half", FinishReason.CONTENT_FILTER),
         ChatAnswer("", refusal="I will not"),
+        ChatAnswer("", FinishReason.LENGTH),
+        ChatFailure(FailureReason.TOO_LONG, "more than 9 bytes"),
     ],
 )
 def test_a_refused_request_is_data(adp: TextGame, bad: ChatAnswer | ChatFailure) -> None:
@@ -118,6 +120,26 @@ def test_a_refused_request_is_data(adp: TextGame, bad: ChatAnswer | ChatFailure)
     (end,) = play(adp, FakeChatModel(lambda request, number: next(answers)))
     move = end.path()[0].moves["prover"]
     assert (move.num_retries, move.answer, move.is_cut) == (1, "hi", True)
+
+
+def test_a_conversation_that_exceeds_the_window_is_not_asked_again(adp: TextGame) -> None:
+    model = FakeChatModel(lambda *_: ChatFailure(FailureReason.CONTEXT_LENGTH, "no room"))
+    (end,) = play(adp, model)
+    assert end.path()[0].moves["prover"].is_filled
+    assert len(model.requests) == 2
+
+
+def test_a_stored_answer_of_any_length_is_bounded(adp: TextGame, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    play(adp, FakeChatModel(_say), journal=AnswerJournal(path))
+    first, rest = path.read_text().split("\n", 1)
+    stored = json.loads(first)
+    stored["texts"] = ["word " * 100_000]
+    path.write_text(json.dumps(stored) + "\n" + rest)
+    (end,) = play(adp, FakeChatModel(_say), journal=AnswerJournal(path))
+    move = end.path()[0].moves["prover"]
+    assert move.num_retries == 1
+    assert len(move.answer) < 100
 
 
 def test_requests_that_the_model_repeats_itself_are_neither_repeated_nor_kept(

@@ -15,6 +15,7 @@ from nip_astra.scorers.judge import JudgeScorer, find_rating
 from tests.kit.chat_stub import ChatStub, Reply, chat_stub, rating
 from tests.kit.messages import says
 from tests.kit.scorers import HISTORY, scorer_on_cpu
+from tests.language_models.services.requests import completion
 
 pytest.importorskip("openai")
 
@@ -108,7 +109,7 @@ def test_a_format_that_the_service_refuses_is_requested_once() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        *map(rating, (11, -1, "5", True, [5])),
+        *map(rating, ("five", True, [5], "1e999")),
         *(Reply(content=text) for text in ("", "five", "[3]", '{"score": 5}', '{"rating": NaN}')),
         Reply(content="{" * 5000),
         Reply(body="not json"),
@@ -125,6 +126,35 @@ def test_an_invalid_rating_is_requested_again_and_then_a_failure(wrong: Reply) -
         assert len(stub.requests) == 2
     facts = ("'a'", "'judge-1'", stub.base_url, "2 attempts", "num_retries", "timeout")
     assert says(caught.value, *facts)
+
+
+@pytest.mark.parametrize("given", ["7", " 7 ", "7.0", 7, 7.0])
+def test_a_rating_may_be_a_number_in_a_text(given: Any) -> None:
+    with chat_stub([rating(given)]) as stub:
+        assert build(stub).score(["a"]).item() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *map(rating, (11, -1, "11", "-1", 1e999)),
+        completion('{"rating": 0} on second thought {"rating": 7}', finish_reason="length"),
+        completion('I would say {"rating": 0}, but', finish_reason="length"),
+        completion(None, finish_reason="length"),
+        completion('{"rating": 0}', finish_reason="content_filter"),
+        completion(None, message={"role": "assistant", "content": None, "refusal": "I cannot."}),
+        completion('{"rating": 0, "reason": "' + "so " * 1_000_000 + '"}'),
+        Reply(400, body='{"error": {"code": "context_length_exceeded", "message": "no"}}'),
+    ],
+)
+def test_a_rating_out_of_range_and_an_answer_that_is_no_whole_one_are_no_verdict(
+    answer: Reply,
+) -> None:
+    with chat_stub([answer]) as stub:
+        ratings = build(stub, num_retries=3).rate([Exchange("a")])
+        assert len(stub.requests) == 1, "asking until there is a rating would select ratings"
+    assert math.isnan(ratings.scores_N.item())
+    assert not ratings.is_error_N.any()
 
 
 def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
@@ -164,6 +194,10 @@ def test_the_key_is_read_from_the_variable_and_written_nowhere(
         ('I think {this} is {"a": 1} or {"reason": "{}", "rating": 3}.', 3),
         ('{"outer": {"rating": 3}', 3),
         ('{"rating": null}', None),
+        ('{"reason": "so\n it \t is", "rating": 3}', 3),
+        ('{"reason": "so, }", "rating": 3,}', 3),
+        ('{"rating": 1} no: "{"rating": 3 , \n}', 3),
+        ('{"reason": ["a", "b",], "rating": "3"}', "3"),
     ],
 )
 def test_a_rating_is_found_amid_other_words(answer: str, expected: int | None) -> None:

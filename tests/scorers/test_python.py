@@ -53,6 +53,7 @@ def test_it_gets_all_columns_where_it_takes_any(tmp_path: Path) -> None:
             "conversations": [[{"role": role, "content": text} for role, text in turns]],
             "roles": ["assistant"],
             "columns": [{}],
+            "reasonings": [None],
         }
     ]
 

@@ -40,7 +40,12 @@ def gradients(trainer: Any, *parts: list[Sample]) -> tuple[float, list[Tensor]]:
     return loss, grads
 
 
-REDUCTIONS = ("token", "sequence", "sequence_sum", "sum_over_length")
+REDUCTIONS = (
+    "token",
+    "sequence",
+    "sequence_sum",
+    "sum_over_length",
+)  # minibatch_token depends on it
 
 
 @pytest.mark.parametrize(

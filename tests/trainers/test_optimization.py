@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services import training
@@ -72,8 +73,38 @@ def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:
     cosine = TrainingConfiguration(lr=2.0, lr_schedule="cosine", num_warmup_steps=4)
     linear = TrainingConfiguration(lr=2.0, lr_schedule="linear")
     places = ((cosine, 0, 0.0), (cosine, 3, 0.0), (cosine, 9, 0.5), (linear, 0, 0.25))
-    rates = [learning_rate(one, step=step, progress=progress) for one, step, progress in places]
+    rates = [
+        learning_rate(one, step=step, progress=progress, num_steps=12)
+        for one, step, progress in places
+    ]
     assert rates == pytest.approx([0.5, 2.0, 1.0, 1.5])
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant"])
+def test_a_schedule_of_steps_is_that_of_transformers(name: str) -> None:
+    config = TrainingConfiguration(
+        lr=2.0, lr_schedule=name, num_warmup_steps=3, schedules_steps=True
+    )
+    rates = [learning_rate(config, step=step, progress=0.0, num_steps=8) for step in range(8)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    theirs = "constant_with_warmup" if name == "constant" else name
+    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=3, num_training_steps=8)
+    expected = []
+    for _ in range(8):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx(expected)
+
+
+def test_vectors_can_be_left_out_of_weight_decay() -> None:
+    matrix, bias = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((2, 2), (2,)))
+    config = TrainingConfiguration(lr=0.1, weight_decay=0.1, decays_vectors=False)
+    optimizer = build_optimizer(config, [bias, matrix])
+    matrix.grad, bias.grad = torch.zeros(2, 2), torch.zeros(2)
+    optimizer.step()
+    assert matrix.max() < 1
+    assert bias.min() == 1
 
 
 @pytest.mark.usefixtures("no_plugins_left")
@@ -85,7 +116,9 @@ def test_a_plug_in_adds_an_optimizer_and_a_schedule(tmp_path: Path) -> None:
     training = resolved.hyper_params.training
     optimizer = build_optimizer(training, [torch.nn.Parameter(torch.ones(1))])
     assert optimizer.param_groups[0]["momentum"] == 0.9
-    rates = [learning_rate(training, step=9, progress=p) for p in (0.0, 0.4, 0.6, 1.0)]
+    rates = [
+        learning_rate(training, step=9, progress=p, num_steps=12) for p in (0.0, 0.4, 0.6, 1.0)
+    ]
     assert rates == [0.5, 0.5, 0.25, 0.25]
 
 
@@ -103,4 +136,4 @@ def test_a_schedule_that_is_no_factor_is_refused_by_name(factor: float | None) -
     SCHEDULES.register("wrong")(lambda progress: factor)
     config = TrainingConfiguration(lr_schedule="wrong")
     with pytest.raises(ConfigurationError, match=f"'wrong'.*{factor}"):
-        learning_rate(config, step=0, progress=0.5)
+        learning_rate(config, step=0, progress=0.5, num_steps=2)

@@ -72,7 +72,12 @@ def graphs_and_nodes(tree: RolloutTree) -> tuple[list[TextGraph], list[TextNode]
         children: list[TextNode] = []
         node = Node(
             Conversation(turns, tree.context_of(number)),
-            Spoken(tree.probes[number], tree.nodes["probe"][number][mask_T].tolist(), "attacker"),
+            Spoken(
+                tree.probes[number],
+                tree.nodes["probe"][number][mask_T].tolist(),
+                "attacker",
+                (tree.num_reasoning_tokens[number] or 0) if tree.num_reasoning_tokens else 0,
+            ),
             Spoken(tree.responses[number], speaker="target"),
             columns["reward"][number],
             children,

@@ -24,19 +24,29 @@ class Spoken(str):
         The sampled tokens, including the end token; in the author's vocabulary.
     speaker : str or None
         "attacker" or "target", if known.
+    num_reasoning_ids : int
+        Number of the first `ids` that are its reasoning, which the text leaves out.
     """
 
     ids: tuple[int, ...]
     speaker: str | None
+    num_reasoning_ids: int
 
-    def __new__(cls, text: str, ids: Sequence[int] = (), speaker: str | None = None) -> Spoken:
+    def __new__(
+        cls,
+        text: str,
+        ids: Sequence[int] = (),
+        speaker: str | None = None,
+        num_reasoning_ids: int = 0,
+    ) -> Spoken:
         spoken = super().__new__(cls, text)
         spoken.ids = tuple(ids)
         spoken.speaker = speaker
+        spoken.num_reasoning_ids = num_reasoning_ids
         return spoken
 
     def __getnewargs__(self) -> Any:
-        return str(self), self.ids, self.speaker
+        return str(self), self.ids, self.speaker, self.num_reasoning_ids
 
     def __radd__(self, before: str) -> str:
         # An opening prompt followed by a turn; a conversation adds its turns itself.

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from nip_astra.errors import DataError
 from nip_astra.lazy import import_extra
-from nip_astra.parameters.content import find_scenario
+from nip_astra.parameters.content import HUB, find_scenario, resolve_reference
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trust import read_variable
 from nip_astra.utils.seeding import derive_seed
@@ -40,7 +40,6 @@ TRAIN_SHARE, DEV_SHARE = 80, 5
 """Per cent of a corpus without splits; the rest is for tests."""
 NO_TEXTS = ("", "[deleted]", "[removed]")
 """Texts of deleted posts."""
-HUB = "hub:"
 HUB_SPLITS = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
 
 
@@ -85,7 +84,7 @@ def openings(split: Split, source: str | Path | None = None, *, column: str = "t
     if source is None:
         return [*read_prompts(f"scenario://prompts/{split}.jsonl", find_scenario(OWN_PROMPTS))]
     if str(source).startswith(HUB):
-        found = _of_hub(split, str(source).removeprefix(HUB), column)
+        found = _of_hub(split, str(resolve_reference(str(source))), column)
     else:
         found = _of_folder(split, Path(source).expanduser())
     if not found:

@@ -209,7 +209,7 @@ def _sample(row: Row) -> Sample:
     reward = row["reward"]
     scores = {} if reward is None else {"reward": (float(reward), str(row["answer"]))}
     messages = [
-        ("assistant" if role == "assistant" else "user", text) for role, text in row["messages"]
+        ("assistant" if role == "assistant" else "user", text) for role, text, *_ in row["messages"]
     ]
     named = {name: row[name] for name in ("problem", "run", "is_right")}
     return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))

@@ -7,6 +7,7 @@ without retries and without redirections, which could leak a key.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,13 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import SplitResult, urlsplit
 
-from nip_astra.errors import AnswerTooLargeError, BudgetExhaustedError, ConfigurationError
+from nip_astra.errors import (
+    AnswerTooLargeError,
+    BudgetExhaustedError,
+    ConfigurationError,
+    ServiceError,
+    ServiceUnreachableError,
+)
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.lazy import import_extra
 from nip_astra.trust import read_variable
@@ -133,6 +140,58 @@ FILTER_CODES = frozenset({"content_filter", "content_policy_violation", "invalid
 TOKEN_FIELDS = ("max_tokens", "max_completion_tokens")
 """Names of the field for the maximum length of an answer; a service may support only one."""
 UNSUPPORTED_WORDS = ("unsupported", "not supported", "unrecognized", "unknown", "not permitted")
+
+
+async def fetch_json(url: str, what: str, *, timeout: float, max_bytes: int) -> Any:
+    """Return the JSON of a GET request without credentials.
+
+    Parameters
+    ----------
+    what : str
+        Name of the service for messages: "the environment".
+    timeout : float
+        Seconds for the whole request, even if data still arrives.
+    max_bytes : int
+        Limit of the response.
+
+    Raises
+    ------
+    ServiceUnreachableError
+        If nothing answers in time.
+    ServiceError
+        If the answer has another status than 200, is too large, or is not JSON.
+    """
+    httpx = import_extra("httpx", what, "http")
+    check_address(url, what)
+    try:
+        async with (
+            asyncio.timeout(timeout),
+            bounded(httpx.AsyncClient, max_bytes)(timeout=timeout, follow_redirects=True) as client,
+        ):
+            answer = await client.get(url)
+    except TimeoutError as error:
+        raise ServiceUnreachableError(
+            f"{what} has not answered {url} in {timeout:g} s. Start it, or raise its time limit."
+        ) from error
+    except httpx.HTTPError as error:
+        shown = str(error) or type(error).__name__
+        # A redirection to another protocol was an answer.
+        is_answer = isinstance(error, httpx.UnsupportedProtocol)
+        is_lost = isinstance(error, httpx.TransportError) and not is_answer
+        kind = ServiceUnreachableError if is_lost else ServiceError
+        raise kind(
+            f"{what} does not answer at {url}: {shown}. Start it, or check the address."
+        ) from error
+    if answer.status_code != 200:
+        raise ServiceError(
+            f"{what} answered {url} with status {answer.status_code}. Check the address."
+        )
+    try:
+        return json.loads(answer.content)
+    except (ValueError, RecursionError) as error:
+        raise ServiceError(
+            f"the answer of {what} at {url} is not JSON: {error}. Check the address."
+        ) from error
 
 
 class OpenAIConnection:

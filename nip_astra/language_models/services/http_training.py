@@ -295,12 +295,15 @@ class TrainingConnection:
         raise self.error(answer)
 
     def notify(self, method: str, path: str) -> None:
-        """Send a short request and ignore failures."""
-        with suppress(self._httpx.HTTPError):
-            # At interpreter exit the event loop takes no more work.
-            self._httpx.request(
+        """Send a short request; ignore failures and the body of the response."""
+        # At interpreter exit the event loop takes no more work.
+        with (
+            suppress(self._httpx.HTTPError),
+            self._httpx.stream(
                 method, f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_NOTIFY
-            )
+            ),
+        ):
+            pass
 
     def unreadable(self, problem: str) -> ServiceError:
         """Return the error for a response that violates the protocol."""

@@ -48,6 +48,13 @@ class FailureReason(StrEnum):
         )
 
     @property
+    def is_final(self) -> bool:
+        """Whether a caller must not ask again: the model was asked as often as its limits allow, or
+        would fail alike.
+        """
+        return self.may_pass or self is FailureReason.CONTEXT_LENGTH
+
+    @property
     def is_of_service(self) -> bool:
         """Whether the service, and not its answer, is the reason; runs stop then."""
         return self.may_pass and self is not FailureReason.MALFORMED

@@ -226,12 +226,40 @@ class TrainingService(ABC):
     ) -> Tensor:
         """Return `LanguageModel.logprobs`, with gradient within the loss of `forward_backward`."""
 
+    def tempered_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        """Return `logprobs` of the whole vocabulary at a temperature above 0.
+
+        Raises
+        ------
+        ConfigurationError
+            For another temperature than 1, if the service does not support it.
+        """
+        if temperature == 1.0:
+            return self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+        raise ConfigurationError(
+            f"the training service {type(self).__name__} scores at temperature 1, not "
+            f"{temperature:g}. Set policy_loss.logprobs to raw, or train_service.backend to local."
+        )
+
     @torch.no_grad()
     def compute_logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature: float = 1.0,
     ) -> Tensor:
-        """Return `logprobs` without gradient, on the CPU."""
-        return self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT).detach().cpu()
+        """Return `tempered_logprobs` without gradient, on the CPU."""
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
+        return self.tempered_logprobs(*rows, temperature).detach().cpu()
 
     @abstractmethod
     def sample(
@@ -352,6 +380,20 @@ class LocalTrainingService(TrainingService):
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
         return self.model.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+
+    def tempered_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        temperature: float,
+    ) -> Tensor:
+        if temperature == 1.0:
+            return self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+        return self.model.tempered_logprobs(
+            context_BC, context_mask_BC, ids_BT, mask_BT, temperature
+        )
 
     def sample(
         self,

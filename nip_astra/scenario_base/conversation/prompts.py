@@ -12,7 +12,7 @@ from typing import Any
 
 from nip_astra.errors import DataError, nearest_names
 from nip_astra.lazy import import_extra
-from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.content import HUB, resolve_reference
 from nip_astra.rollouts.prompts import Prompt
 
 DEFAULT_COLUMN = "prompt"
@@ -50,14 +50,18 @@ def read_prompts(
     if dataset is not None:
         name, split = dataset
         place = f"the dataset {name!r}, split {split!r},"
-        rows = _loaded(place, name, split=split)
+        advice = f"Check the name and the network, or give {_KINDS_OF_FILES}."
+        if Path(name).is_dir():
+            advice = "Check its files and the name of the split."
+        rows = _load_rows(place, advice, name, split=split)
     else:
         path = Path(resolve_reference(reference, scenario_dir))
         place = f"the prompt file {path}"
         if path.suffix != _PARQUET:
             rows = _rows_of_file(path, _read_text(path, reference))
         elif path.is_file():
-            rows = _loaded(place, "parquet", data_files=str(path), split="train")
+            advice = "It is damaged, or not in this format: write it again."
+            rows = _load_rows(place, advice, "parquet", data_files=str(path), split="train")
         else:
             raise DataError(f"{place} does not exist. Give {_KINDS_OF_FILES}.")
     try:
@@ -183,6 +187,9 @@ def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | 
     """Return name and split of a dataset; None for a file."""
     if "://" in reference:
         return None
+    if reference.startswith(HUB):
+        name, _, split = reference.removeprefix(HUB).partition(":")
+        return str(resolve_reference(f"{HUB}{name}")), split or "train"
     found = _DATASET.fullmatch(reference)
     if found is None or Path(found["name"]).suffix in _SUFFIXES:
         return None
@@ -193,15 +200,12 @@ def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | 
     return str(resolved), found["split"] or "train"
 
 
-def _loaded(place: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
-    """Load rows with the package datasets."""
+def _load_rows(place: str, advice: str, *arguments: Any, **options: Any) -> list[tuple[str, Any]]:
+    """Load rows with the package datasets; errors name the place and end with the advice."""
     datasets = import_extra("datasets", place, "datasets")
     try:
         rows = list(datasets.load_dataset(*arguments, **options))
     except Exception as error:
         # datasets and the hub's client have many error classes.
-        raise DataError(
-            f"{place} cannot be loaded: {error}. Check the name and the network, or give "
-            f"{_KINDS_OF_FILES}."
-        ) from error
+        raise DataError(f"{place} cannot be loaded: {error}. {advice}") from error
     return [(f"row {number}", row) for number, row in enumerate(rows)]

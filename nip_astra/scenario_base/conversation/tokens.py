@@ -11,17 +11,24 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
-from nip_astra.language_models.message_format import MessageFormat, detect_format
-from nip_astra.rollouts.messages import Turn
+from nip_astra.language_models.message_format import (
+    MessageFormat,
+    ThoughtMarkers,
+    detect_format,
+)
+from nip_astra.rollouts.messages import Role, Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
+_REASONING = "\u241e{}\u241e"
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning in chat templates."""
 MAX_KEPT_TEXTS = 4096
 """Texts whose tokens a format keeps."""
 MAX_KEPT_LENGTH = 1000
@@ -34,6 +41,21 @@ class FittedContext:
 
     ids: list[int]
     num_dropped_turns: int
+
+
+class TurnShape(NamedTuple):
+    """The part of a turn on which the text around it depends."""
+
+    role: Role
+    has_reasoning: bool = False
+
+
+class Layout(NamedTuple):
+    """The tokens before the first turn, after each one, and before the next."""
+
+    glue: list[list[int]]
+    keeps_reasoning: list[bool]
+    """Whether a context has each turn's reasoning."""
 
 
 class ConversationFormat(ABC):
@@ -68,7 +90,7 @@ class ConversationFormat(ABC):
     def last_turn_span(self, turns: Sequence[Turn], context: Sequence[int]) -> tuple[int, int]:
         """Return start and end of the last turn's content in a context."""
         stop = len(context) - self.num_tokens_after(turns)
-        return stop - len(turns[-1].ids), stop
+        return stop - len(turns[-1].ids_without_reasoning), stop
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the token that ends the reading model's turn, if any, given its end tokens."""
@@ -126,11 +148,20 @@ class ConversationFormat(ABC):
 class ChatFormat(ConversationFormat):
     """The tokenizer's chat template; the reading model is `assistant`, the other `user`.
 
-    `preamble` is a `user` turn before the conversation, for templates that require one.
+    `preamble` is a `user` turn before the conversation, for templates that require one, and
+    `template_options` are variables of the template, for instance `enable_thinking`. The reasoning
+    of the reading model's earlier turns is left out, unless the template shows it;
+    `reasoning_markers` replace those of the template, and none if they are empty.
     """
 
     def __init__(
-        self, tokenizer: Any, *, system_prompt: str | None = None, preamble: str | None = None
+        self,
+        tokenizer: Any,
+        *,
+        system_prompt: str | None = None,
+        preamble: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        reasoning_markers: Sequence[str] | None = None,
     ) -> None:
         super().__init__(tokenizer)
         if not getattr(tokenizer, "chat_template", None):
@@ -140,13 +171,22 @@ class ChatFormat(ConversationFormat):
             )
         self._head = [("system", system_prompt)] if system_prompt else []
         self._head += [("user", preamble)] if preamble else []
-        self._glue_by_roles: dict[tuple[str, ...], list[list[int]]] = {}
+        self._options = dict(template_options or {})
+        self._markers = reasoning_markers
+        self._layouts: dict[tuple[TurnShape, ...], Layout] = {}
         self._tools: tuple[str, ...] = ()
         self._by_tools: dict[tuple[str, ...], ChatFormat] = {(): self}
 
     @cached_property
     def message_format(self) -> MessageFormat:  # type: ignore[override]  # of the template
-        return detect_format(self.tokenizer)
+        detected = detect_format(self.tokenizer, thought=_thought_between(self._markers))
+        if self._markers is not None and not self._markers:
+            return replace(detected, thought=None, opens_thought=False, channels=None)
+        if detected.thought is None:
+            return detected
+        # As the variables of the template have it.
+        opens_thought = detected.begins_in_thought(self.answer_opening)
+        return replace(detected, opens_thought=opens_thought)
 
     @property
     def supports_tools(self) -> bool:  # type: ignore[override]  # of the template
@@ -157,68 +197,118 @@ class ChatFormat(ConversationFormat):
             self.message_format.require_tools()
         if described not in self._by_tools:
             own = copy(self)
-            own._tools, own._glue_by_roles = described, {}
+            own._tools, own._layouts = described, {}
             self._by_tools[described] = own
         return self._by_tools[described]
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        before, *glue = self._glue(tuple(turn.role for turn in turns))
+        layout = self._layout(turns)
+        before, *glue = layout.glue
         ids = list(before)
-        for turn, after in zip(turns, glue, strict=True):
-            ids += turn.ids
+        for turn, keeps_reasoning, after in zip(turns, layout.keeps_reasoning, glue, strict=True):
+            ids += turn.ids if keeps_reasoning else turn.ids_without_reasoning
             ids += after
         return ids
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
-        return len(self._glue(tuple(turn.role for turn in turns))[-1])
+        return len(self._layout(turns).glue[-1])
 
-    def _glue(self, roles: tuple[str, ...]) -> list[list[int]]:
-        if roles not in self._glue_by_roles:
-            self._glue_by_roles[roles] = self._render_glue(roles)
-        return self._glue_by_roles[roles]
+    def _layout(self, turns: Sequence[Turn]) -> Layout:
+        shapes = tuple(TurnShape(turn.role, turn.has_reasoning_ids) for turn in turns)
+        if shapes not in self._layouts:
+            self._layouts[shapes] = self._lay_out(shapes)
+        return self._layouts[shapes]
+
+    @property
+    def answer_opening(self) -> str:
+        """Return the text of a context after a user's turn, with which an answer begins."""
+        return self._texts_around((TurnShape("user"),))[-1]
 
     def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
         # Of several end tokens, the template contains the one of training.
-        *_, after = self._render_glue(("user", "assistant"), speaks_next=False)
+        shapes = (TurnShape("user"), TurnShape("assistant"))
+        *_, text_after = self._texts_around(shapes, speaks_next=False)
+        after = self.tokenizer.encode(text_after, add_special_tokens=False)
         named = [token for token in after if token in end_ids]
         return tuple(named[:1]) or super().turn_end(end_ids)
 
-    def _render_glue(self, roles: tuple[str, ...], *, speaks_next: bool = True) -> list[list[int]]:
-        """Render placeholders through the template and tokenise the text between them.
+    def _lay_out(self, shapes: tuple[TurnShape, ...]) -> Layout:
+        """Return the tokens around turns, and which turns keep their reasoning.
+
+        A turn keeps it if the template shows it after the text that began the answer. Then the
+        context extends that of the answer by the answer's own tokens.
+        """
+        texts = self._texts_around(shapes)
+        keeps_reasoning = [False] * len(shapes)
+        for number, shape in enumerate(shapes):
+            before, is_shown, _ = texts[number].partition(_REASONING.format(number))
+            if not is_shown:
+                continue
+            answer_opening = self._texts_around(shapes[:number])[-1]
+            if not before.startswith(answer_opening):
+                # The answer was sampled after another text than its tokens would follow here.
+                without = (*shapes[:number], TurnShape(shape.role), *shapes[number + 1 :])
+                return self._lay_out(without)
+            texts[number] = answer_opening
+            keeps_reasoning[number] = True
+        glue = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return Layout(glue, keeps_reasoning)
+
+    def _texts_around(
+        self, shapes: tuple[TurnShape, ...], *, speaks_next: bool = True
+    ) -> list[str]:
+        """Render placeholders through the template, and return the texts around their contents.
 
         A system message of the conversation replaces the agent's own.
         """
-        has_own = roles[:1] == ("system",)
-        head = [one for one in self._head if not (has_own and one[0] == "system")]
-        names = [_PLACEHOLDER.format(index) for index in range(len(roles))]
-        turns = list(zip(roles, names, strict=True))
-        turns = [*turns[:1], *head, *turns[1:]] if has_own else [*head, *turns]
-        messages = [{"role": role, "content": content} for role, content in turns]
+        has_own = bool(shapes) and shapes[0].role == "system"
+        head = [
+            {"role": role, "content": content}
+            for role, content in self._head
+            if not (has_own and role == "system")
+        ]
+        turns = [_placeholder_message(number, shape) for number, shape in enumerate(shapes)]
+        messages = [*turns[:1], *head, *turns[1:]] if has_own else [*head, *turns]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
                 tools=[json.loads(tool) for tool in self._tools] or None,
                 tokenize=False,
                 add_generation_prompt=speaks_next,
+                **self._options,
             )
         except Exception as error:
+            if any(shape.has_reasoning for shape in shapes):
+                without = tuple(TurnShape(shape.role) for shape in shapes)
+                return self._texts_around(without, speaks_next=speaks_next)
             raise ModelLoadError(
                 f"the chat template refused a conversation of the roles "
                 f"{[message['role'] for message in messages]}: {error}. If the user must begin, "
                 "give the agent a preamble; without a system role, remove system_prompt and "
                 "system messages."
             ) from error
-        glue = []
-        for name in names:
-            before, found, text = text.partition(name)
-            if not found:
+        texts = []
+        for number in range(len(shapes)):
+            before, is_shown, text = text.partition(_PLACEHOLDER.format(number))
+            if not is_shown:
                 raise ModelLoadError(
                     "the chat template changes the content of a turn. Set format: plain for this "
                     "agent."
                 )
-            glue.append(before)
-        glue.append(text)
-        return [self.tokenizer.encode(part, add_special_tokens=False) for part in glue]
+            texts.append(before)
+        return [*texts, text]
+
+
+def _placeholder_message(number: int, shape: TurnShape) -> dict[str, str]:
+    """Return a message of placeholders; templates have different names for its reasoning."""
+    message = {"role": str(shape.role), "content": _PLACEHOLDER.format(number)}
+    if shape.has_reasoning:
+        message |= dict.fromkeys(REASONING_FIELDS, _REASONING.format(number))
+    return message
+
+
+def _thought_between(markers: Sequence[str] | None) -> ThoughtMarkers | None:
+    return ThoughtMarkers(*markers) if markers else None
 
 
 class PlainFormat(ConversationFormat):
@@ -232,10 +322,19 @@ class PlainFormat(ConversationFormat):
     ----------
     separator : str
         Text between turns; a single token also ends a turn.
+    reasoning_markers : sequence of str, optional
+        Texts around the reasoning of the model's own turns; without them all is text.
     """
 
-    def __init__(self, tokenizer: Any, *, separator: str = "\n") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        separator: str = "\n",
+        reasoning_markers: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(tokenizer)
+        self.message_format = MessageFormat(_thought_between(reasoning_markers))
         self._separator = tokenizer.encode(separator, add_special_tokens=False)
         if separator and not self._separator:
             _logger.warning(
@@ -260,7 +359,7 @@ class PlainFormat(ConversationFormat):
     def context(self, turns: Sequence[Turn]) -> list[int]:
         ids = list(self._start)
         for turn in turns:
-            ids += turn.ids
+            ids += turn.ids_without_reasoning
             ids += self._separator
         return ids
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 from pydantic import Field
 
-from nip_astra.errors import DataError, NipAstraError, TaskError
+from nip_astra.errors import DataError, NipAstraError, TaskError, describe_error
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.messages import Role, Turn
@@ -130,7 +130,14 @@ class Episode:
     def exchange(self) -> Exchange:
         """Return the last message with its history, for scorers."""
         *history, last = self.messages
-        return Exchange(last.text, tuple(history), "assistant", self.environment.columns)
+        return Exchange(
+            last.text,
+            tuple(history),
+            "assistant",
+            self.environment.columns,
+            last.reasoning,
+            last.calls,
+        )
 
 
 class TrainingProgress(NamedTuple):
@@ -287,7 +294,7 @@ def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
         raise
     except Exception as error:
         raise TaskError(
-            f"{hook} of {type(owner).__name__} failed: {type(error).__name__}: {error}. Fix it, "
+            f"{hook} of {type(owner).__name__} failed: {describe_error(error)}. Fix it, "
             "then resume the run."
         ) from error
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import JsonValue
 
-from nip_astra.errors import ConfigurationError, NipAstraError
+from nip_astra.errors import ConfigurationError, NipAstraError, describe_error
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import TaskType
@@ -164,7 +164,7 @@ class GymnasiumTask(SeededTask):
             raise
         except Exception as error:  # of the environment's own code
             raise ConfigurationError(
-                f"{parameters.environment} cannot be built: {type(error).__name__}: {error}. Set "
+                f"{parameters.environment} cannot be built: {describe_error(error)}. Set "
                 "task.task.arguments, or fix its class."
             ) from error
         for name in ("observation_space", "action_space"):

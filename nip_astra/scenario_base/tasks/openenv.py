@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import json
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, get_type_hints
-from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from nip_astra.errors import (
     ConfigurationError,
     ServiceBusyError,
+    ServiceError,
     ServiceUnreachableError,
     TaskError,
 )
+from nip_astra.language_models.services.http_client import MIB, fetch_json
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import CheckedName, PlainText
 from nip_astra.parameters.types import TaskType
+from nip_astra.progress import waiting_for
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
@@ -34,7 +37,16 @@ from nip_astra.scenario_base.tasks.base import (
 from nip_astra.scorers.python import find_function
 from nip_astra.utils.background_loop import BackgroundLoop
 
+logger = logging.getLogger(__name__)
+
 _RESULTS = ("done", "reward", "metadata")
+LARGEST_SCHEMA = 4 * MIB
+LARGEST_MESSAGE = 1 * MIB
+"""Limits of a server's answers, in bytes. An observation is a text that a policy reads."""
+SECONDS_TO_CLOSE = 1.0
+"""Seconds to wait for the end of a session; the server may take longer."""
+SECONDS_UNSHOWN = 10.0
+"""Seconds after which the progress bar shows that the run waits for a server."""
 _OF_TOOLS = ("CallToolAction", "ListToolsAction")
 """Titles of actions of environments that are called through MCP; or Action, without a text."""
 
@@ -56,6 +68,29 @@ class Result(NamedTuple):
 
 class RejectedActionError(ValueError):
     """The action does not match the environment's schema."""
+
+
+class MalformedResultError(ValueError):
+    """The environment's answer to a reset or a step is no result."""
+
+
+def _checked_result(observation: Any, reward: Any, done: Any) -> Result:
+    """Return the parts of an environment's answer, of the types that OpenEnv documents."""
+    if not isinstance(observation, Mapping):
+        raise MalformedResultError(f"the observation {str(observation)[:80]!r} is no object")
+    if not isinstance(done, bool | None):
+        raise MalformedResultError(f"done is {str(done)[:80]!r}, not true or false")
+    if reward is None:
+        return Result(observation, None, bool(done))
+    # A text is no reward, even if it can be converted to a number.
+    is_number = isinstance(reward, int | float)
+    try:
+        value = float(reward) if is_number else math.nan
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise MalformedResultError(f"the reward {str(reward)[:80]!r} is no finite number")
+    return Result(observation, value, bool(done))
 
 
 class _LocalSession:
@@ -85,7 +120,7 @@ class _LocalSession:
     @staticmethod
     def _result(observation: Any) -> Result:
         plain = observation.model_dump()
-        return Result(plain, plain.pop("reward", None), bool(plain.pop("done", False)))
+        return _checked_result(plain, plain.pop("reward", None), plain.pop("done", False))
 
 
 class _RemoteSession:
@@ -94,9 +129,12 @@ class _RemoteSession:
     def __init__(self, address: str, timeout: float, loop: BackgroundLoop) -> None:
         from openenv import GenericEnvClient
 
-        self._address, self._loop = address, loop
+        self._address, self._timeout, self._loop = address, timeout, loop
         self._client = GenericEnvClient(
-            base_url=address, connect_timeout_s=timeout, message_timeout_s=timeout
+            base_url=address,
+            connect_timeout_s=timeout,
+            message_timeout_s=timeout,
+            max_message_size_mb=LARGEST_MESSAGE / MIB,
         )
 
     def reset(self, seed: int) -> Result:
@@ -116,27 +154,48 @@ class _RemoteSession:
         return self._result("step", action)
 
     def close(self) -> None:
-        self._loop.run(self._answer("close"))
+        self._loop.run(self._close())
 
-    async def _answer(self, method: str, *given: Any, **named: Any) -> Any:
+    async def _close(self) -> None:
+        """Close the session; a server that does not take part in it is not waited for."""
+        ending = asyncio.create_task(self._answer("close"))
+        # What fails here is of no consequence: the episode has ended.
+        ending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.wait({ending}, timeout=SECONDS_TO_CLOSE)
+
+    async def _answer(self, method: str, *arguments: Any, **options: Any) -> Any:
         # Newer clients answer at once where no loop runs.
-        return await getattr(self._client, method)(*given, **named)
+        return await getattr(self._client, method)(*arguments, **options)
 
-    def _result(self, method: str, *given: Any, **named: Any) -> Result:
+    async def _answer_in_time(self, method: str, *arguments: Any, **options: Any) -> Any:
+        # The client limits opening and each message; a reset does both.
+        async with asyncio.timeout(2 * self._timeout):
+            with waiting_for(f"the environment {self._address}", after=SECONDS_UNSHOWN):
+                return await self._answer(method, *arguments, **options)
+
+    def _result(self, method: str, *arguments: Any, **options: Any) -> Result:
         from websockets.exceptions import WebSocketException
 
         try:
-            found = self._loop.run(self._answer(method, *given, **named))
+            answer = self._loop.run(self._answer_in_time(method, *arguments, **options))
+            return _checked_result(answer.observation, answer.reward, answer.done)
         except (TimeoutError, OSError, WebSocketException) as error:
+            shown = str(error) or f"nothing in {self._timeout:g} s"
             raise ServiceUnreachableError(
-                f"the environment at {self._address} does not answer: {error}. Start it, then "
+                f"the environment at {self._address} does not answer: {shown}. Start it, then "
                 "resume the run."
             ) from error
+        except RecursionError as error:
+            raise MalformedResultError("its answer is nested too deeply") from error
         except RuntimeError as error:
             if "VALIDATION_ERROR" in str(error):
                 raise RejectedActionError(str(error)) from error
             raise TaskError(f"the environment at {self._address} failed: {error}.") from error
-        return Result(found.observation, found.reward, bool(found.done))
+        except MalformedResultError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            # The client does not check what it reads.
+            raise MalformedResultError(f"its answer is malformed ({error})") from error
 
     def _busy(self) -> ServiceBusyError:
         return ServiceBusyError(
@@ -148,8 +207,8 @@ class _RemoteSession:
 class OpenEnvEnvironment(Environment):
     """One episode; the reward is the sum of those of its steps.
 
-    An action that the environment rejects is answered with the error. If the session is lost, the
-    episode has no reward.
+    An action that the environment rejects is answered with the error. If the session is lost, or a
+    step is answered with anything else than a result, the episode has no reward.
     """
 
     figures: Counter[str]
@@ -161,13 +220,19 @@ class OpenEnvEnvironment(Environment):
         self.max_open = num_open
         self.concurrency = num_open or 1
         self.columns = (("seed", seed),)
-        self.figures = Counter(rejected_actions=0, lost=0)
+        self.figures = Counter(rejected_actions=0, lost=0, malformed=0)
         self._session: Any = None
         self._return: float | None = None
 
     def reset(self) -> Sequence[Turn]:
         self._session, self._return = self._open(), None
-        return [self._message(self._session.reset(self._seed))]
+        try:
+            return [self._message(self._session.reset(self._seed))]
+        except MalformedResultError as error:
+            raise TaskError(
+                f"the environment's answer to reset is no result: {error}. Check that it is an "
+                "environment of OpenEnv, and task.task.observation_field."
+            ) from error
 
     def step(self, message: str) -> Reaction:
         try:
@@ -178,11 +243,22 @@ class OpenEnvEnvironment(Environment):
         except ServiceUnreachableError:
             self.figures["lost"] += 1
             return Reaction()
+        except MalformedResultError as error:
+            return self._end_malformed(error)
         if result.reward is not None:
-            self._return = (self._return or 0.0) + float(result.reward)
+            self._return = (self._return or 0.0) + result.reward
         if result.is_over:
             return Reaction(reward=self._return)
-        return Reaction([self._message(result)], is_over=False)
+        try:
+            return Reaction([self._message(result)], is_over=False)
+        except MalformedResultError as error:
+            return self._end_malformed(error)
+
+    def _end_malformed(self, error: MalformedResultError) -> Reaction:
+        """Count the episode, which ends without a reward."""
+        self.figures["malformed"] += 1
+        logger.warning("an episode ends without a reward: the environment's step: %s", error)
+        return Reaction()
 
     def close(self) -> None:
         session, self._session = self._session, None
@@ -192,9 +268,9 @@ class OpenEnvEnvironment(Environment):
     def _message(self, result: Result) -> Turn:
         text = result.observation.get(self._fields.observation)
         if not isinstance(text, str):
-            raise TaskError(
+            raise MalformedResultError(
                 f"the observation has no text {self._fields.observation!r}, but "
-                f"{str(dict(result.observation))[:80]}. Set task.task.observation_field."
+                f"{str(dict(result.observation))[:80]}"
             )
         return Turn("user", text)
 
@@ -239,7 +315,7 @@ class OpenEnvTask(SeededTask):
         super().__init__(parameters, **given)
         self._loop = BackgroundLoop()
         if parameters.address is not None:
-            schemas = _schemas_at(parameters.address, parameters.timeout_seconds)
+            schemas = _schemas_at(parameters.address, parameters.timeout_seconds, self._loop)
         else:
             self._class = find_function(parameters.environment, self.scenario_dir)[1]
             self._action_class, schemas = _schemas_of(self._class, parameters.environment)
@@ -266,22 +342,42 @@ class OpenEnvTask(SeededTask):
         """Leave episodes with a lost session, or without any reward, unrated."""
 
 
-def _schemas_at(address: str, timeout: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def _schemas_at(
+    address: str, timeout: float, loop: BackgroundLoop
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a server's schemas of actions and observations."""
     import_extra("openenv", f"the environment {address}", "openenv")
     url = f"{address.rstrip('/')}/schema"
     try:
-        with urlopen(url, timeout=timeout) as answer:
-            found = json.load(answer)
-        return found["action"], found["observation"]
-    except (HTTPError, ValueError, KeyError, TypeError) as error:
+        with waiting_for(f"the environment {address}", after=SECONDS_UNSHOWN):
+            schemas = loop.run(
+                fetch_json(url, "the environment", timeout=timeout, max_bytes=LARGEST_SCHEMA)
+            )
+        return _checked_schema(schemas["action"]), _checked_schema(schemas["observation"])
+    except ServiceUnreachableError:
+        raise
+    except (ServiceError, ValueError, LookupError, TypeError) as error:
         raise ConfigurationError(
             f"{url} gives no schema of an OpenEnv environment ({error}). Check task.task.address."
         ) from error
-    except (URLError, OSError) as error:
-        raise ServiceUnreachableError(
-            f"no environment answers at {url} ({error}). Start it, or check task.task.address."
-        ) from error
+
+
+def _checked_schema(schema: Any) -> dict[str, Any]:
+    """Return a JSON Schema of an object; raise `ValueError` for anything else."""
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema {str(schema)[:80]!r} is no object")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not all(
+        isinstance(field, dict) for field in properties.values()
+    ):
+        raise ValueError("its properties are no objects")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError("its required fields are no names")
+    for field in properties.values():
+        kinds = field.get("anyOf", [])
+        if not isinstance(kinds, list) or not all(isinstance(kind, dict) for kind in kinds):
+            raise ValueError("its anyOf is no list of schemas")
+    return schema
 
 
 def _schemas_of(

@@ -1,8 +1,9 @@
 """Weighted reward functions in TRL's calling convention, and scorers as rewards.
 
 A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, as
-`trl.GRPOTrainer` calls it, plain or `async`. `@register_reward` gives one a name for parameter
-files.
+`trl.GRPOTrainer` calls it, plain or `async`. Completions are without reasoning, which is in
+`reasonings`, with None for an answer without a thought. `@register_reward` gives a function a name
+for parameter files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,15 +21,19 @@ from typing import Annotated, Any
 
 import torch
 
-from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted
+from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted, describe_error
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
 from nip_astra.registry import Registry
+from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.tasks.base import Episode, TrainingProgress
 from nip_astra.scenario_base.tasks.tools import tool_figures
 from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.scorers.python import UserFunction
 from nip_astra.utils.background_loop import BackgroundLoop
+from nip_astra.utils.user_code import process_state_kept
+
+logger = logging.getLogger(__name__)
 
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward",
@@ -35,7 +41,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
     members=("exact", "contains"),
     modules={"exact": "rewards", "contains": "rewards"},
 )
-_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state")
+_ARGUMENTS = ("prompts", "completions", "completion_ids", "reasonings", "trainer_state")
 _LOGGERS = ("log_metric", "log_extra")
 
 
@@ -134,6 +140,18 @@ class WeightedRewards:
         function = UserFunction(
             reference, scenario_dir, REWARDS.get(reference) if is_name else None
         )
+        hidden = [
+            name
+            for name in self._columns
+            if name in (*_ARGUMENTS, *_LOGGERS) and function.takes(name)
+        ]
+        if hidden and not is_name:
+            logger.warning(
+                "the columns %s of the data do not reach the reward function %r: arguments of "
+                "these names are the framework's own. Rename the columns to read them.",
+                ", ".join(hidden),
+                reference,
+            )
         known = {*_ARGUMENTS, *_LOGGERS, *self._columns}
         unknown = [name for name in function.required if name not in known]
         if unknown:
@@ -158,9 +176,10 @@ class WeightedRewards:
         for name, function in self._functions.items():
             with _naming(name):
                 started[name] = function.call(arguments)
-        waiting = {name: one for name, one in started.items() if inspect.isawaitable(one)}
+        waiting = {name: result for name, result in started.items() if inspect.isawaitable(result)}
         if waiting:
-            results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
+            with process_state_kept(f"a reward function of {', '.join(waiting)}"):
+                results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
             started |= zip(waiting, results, strict=True)
         values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
         exchanges = [one.exchange() for one in episodes] if self.scorers else []
@@ -181,8 +200,7 @@ class WeightedRewards:
             messages = getattr(given, "messages", ())
             plain = [{"role": role, "content": text} for role, text in messages]
             prompts.append(plain or str(given))
-            message = [{"role": "assistant", "content": answer.text}]
-            completions.append(message if plain else answer.text)
+            completions.append([_message_of(answer)] if plain else answer.text)
         rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
 
         def log_metric(name: str, value: float) -> None:
@@ -196,11 +214,23 @@ class WeightedRewards:
             **{name: [row.get(name) for row in rows] for name in self._columns},
             "prompts": prompts,
             "completions": completions,
+            "reasonings": [one.messages[-1].reasoning for one in episodes],
             "completion_ids": [list(one.completion_ids) for one in episodes],
             "trainer_state": _trainer_state(progress),
             "log_metric": log_metric,
             "log_extra": log_extra,
         }
+
+
+def _message_of(answer: Turn) -> dict[str, Any]:
+    """Return an answer as a message in OpenAI's form, with reasoning and calls if it has them."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        calls = enumerate(answer.calls)
+        message["tool_calls"] = [call.as_message_part(f"call_{place}") for place, call in calls]
+    return message
 
 
 def _plain(value: Any) -> Any:
@@ -223,7 +253,7 @@ def _naming(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise TaskError(
-            f"the reward function {name!r} failed: {type(error).__name__}: {error}. Correct it, "
+            f"the reward function {name!r} failed: {describe_error(error)}. Correct it, "
             "then resume the run."
         ) from error
 

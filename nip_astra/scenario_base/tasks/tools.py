@@ -24,7 +24,7 @@ from jsonschema.validators import validator_for
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from nip_astra.errors import ConfigurationError, TaskError
+from nip_astra.errors import ConfigurationError, TaskError, describe_error
 from nip_astra.language_models.message_format import MessageFormat
 from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
 from nip_astra.registry import Registry
@@ -355,7 +355,7 @@ class Toolbox:
                 value = json.dumps(value, ensure_ascii=False)
             return Outcome(value)
         except Exception as error:  # of the tool's own code; the policy reads it
-            return Outcome(f"{type(error).__name__}: {error}", "failed")
+            return Outcome(f"{describe_error(error)}", "failed")
 
     def texts(
         self, outcomes: Sequence[Outcome], num_tokens: Callable[[str], int], room: int

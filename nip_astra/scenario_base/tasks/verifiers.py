@@ -16,8 +16,13 @@ from typing import Any
 
 from pydantic import Field, JsonValue
 
-from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError, NipAstraError
-from nip_astra.language_models.message_format import MessageFormat
+from nip_astra.errors import (
+    ConfigurationError,
+    DataError,
+    MissingDependencyError,
+    NipAstraError,
+    describe_error,
+)
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.types import TaskType
 from nip_astra.plugins import load_plugin, module_of
@@ -221,14 +226,14 @@ def add_messages(trace: Any, messages: Sequence[Turn], *, first_own: int = 0) ->
         number = len(trace.nodes)
         message: Any
         if role == "assistant":
-            parsed = MessageFormat().parse(text, tools={} if place >= first_own else None)
-            content, calls = parsed.text, parsed.calls
-            waiting = [f"call_{number}_{index}" for index in range(len(calls))]
+            waiting = [f"call_{number}_{index}" for index in range(len(turn.calls))]
             parts = [
                 v1.ToolCall(id=identity, name=call.name, arguments=json.dumps(call.arguments))
-                for identity, call in zip(waiting, calls, strict=True)
+                for identity, call in zip(waiting, turn.calls, strict=True)
             ]
-            message = v1.AssistantMessage(content=content, tool_calls=parts or None)
+            message = v1.AssistantMessage(
+                content=text, reasoning_content=turn.reasoning, tool_calls=parts or None
+            )
         elif role == "tool":
             identity = waiting.pop(0) if waiting else f"call_{number}"
             message = v1.ToolMessage(tool_call_id=identity, content=text)
@@ -358,7 +363,7 @@ class VerifiersTask(Task):
         except Exception as error:
             raise DataError(
                 f"scoring of the taskset {self.parameters.taskset!r} failed: "
-                f"{type(error).__name__}: {error}. Fix the taskset."
+                f"{describe_error(error)}. Fix the taskset."
             ) from error
         for episode, reward in zip(episodes, rewards, strict=True):
             episode.reward = reward

@@ -25,6 +25,7 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatModelParameters,
     ChatRequest,
+    FinishReason,
     complete_all,
 )
 from nip_astra.parameters.parameters_base import (
@@ -356,8 +357,7 @@ def judge_rollouts(
             verdict, reason = read_verdict(_text_of(sample, analyser, model))
             verdicts["verdict"][subject.place] = verdict
             verdicts["reason"][subject.place] = reason
-            # The model itself has already retried transient failures.
-            is_final = isinstance(sample, ChatFailure) and sample.reason.may_pass
+            is_final = isinstance(sample, ChatFailure) and sample.reason.is_final
             if verdict == Verdict.UNKNOWN and not is_final:
                 unread.append(subject)
         subjects = unread
@@ -376,7 +376,8 @@ def read_verdict(answer: str) -> tuple[Verdict, str]:
 def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model: ChatModel) -> str:
     """Return the answer or refusal; raise an error if the service is unavailable."""
     if isinstance(sample, ChatAnswer):
-        return sample.text
+        # A cut answer may hold the draft of a verdict.
+        return "" if sample.finish_reason is FinishReason.LENGTH else sample.text
     if sample.reason.is_of_service:
         raise ServiceError(
             f"the judge {model.name!r} does not answer for {analyser.name}: {sample.reason}, "

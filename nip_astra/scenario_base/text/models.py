@@ -66,8 +66,9 @@ class TextAgentParameters(SubParameters):
     """Whether each job starts from the first model, instead of from the last job's."""
     human_name: PlainText | None = None
     """Name in messages; null for the name in the protocol."""
-    temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal."""
+    temperature: float | None = Field(default=1.0, ge=0)
+    """Sampling temperature. Larger varies answers more; at 0 siblings of a tree are equal; null is
+    the default of the model's service, which some models require."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of most likely tokens with this probability mass."""
     max_tokens: int = Field(default=256, ge=1)

@@ -149,12 +149,12 @@ class AstGrpoTrainer(AstTrainer):
         batch = batch.to(scores.logprobs_BT.device)
         loss, metrics = policy_loss(
             scores.logprobs_BT,
-            batch["old_logprobs"],
+            self.old_logprobs(batch, scores.logprobs_BT),
             batch["advantage"],
             batch["probe_mask"],
             loss=self.policy_loss,
             reduction=self.reduction,
-            normaliser=self.num_tokens_in_step(batch),
+            normaliser=self.token_normaliser(batch, self.reduction),
             max_length=self.attacker.sampling.max_new_tokens,
             weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
             reference_logprobs_BT=batch["reference_logprobs"],

@@ -144,6 +144,7 @@ def ppo_loss(
     normaliser: float | None,
     entropy_BT: Tensor | None = None,
     weights_BT: Tensor | None = None,
+    old_logprobs_BT: Tensor | None = None,
 ) -> LossOutput:
     """Compute policy, value, divergence and entropy loss of a batch of probes; see `AstPpoTrainer`.
 
@@ -160,11 +161,13 @@ def ppo_loss(
         With gradient; needed if `options.entropy_weight` is not 0.
     weights_BT : Tensor, optional
         Importance weights of policy loss and divergence.
+    old_logprobs_BT : Tensor, optional
+        Replaces those of the batch.
     """
     mask_BT, is_kl_in_loss = batch["probe_mask"], options.kl.place == "loss"
     loss, metrics = policy_loss(
         logprobs_BT,
-        batch["old_logprobs"],
+        batch["old_logprobs"] if old_logprobs_BT is None else old_logprobs_BT,
         batch["advantage"],
         mask_BT,
         loss=options.chosen_loss(),
@@ -267,4 +270,5 @@ class AstPpoTrainer(AstTrainer):
             weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
             normaliser=self.num_tokens_in_step(batch),
             entropy_BT=scores.entropy_BT,
+            old_logprobs_BT=self.old_logprobs(batch, scores.logprobs_BT),
         )

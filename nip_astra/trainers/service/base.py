@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +36,7 @@ from nip_astra.language_models.services.training import (
     TrainingServiceRequest,
     TrainServiceParameters,
 )
-from nip_astra.parameters.conditions import where
+from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import ScenarioType
@@ -105,8 +105,9 @@ class RolloutParameters(AsyncRolloutParameters):
     """Runs per problem, which are compared with each other. Larger compares more reliably, on fewer
     problems for the same cost."""
     mask_truncated_completions: bool = False
-    """Whether trajectories truncated at the token limit are excluded from the loss; they still
-    count in the statistics of their group (DAPO, arXiv:2503.14476, section 3.4)."""
+    """Whether the tokens of trajectories truncated at the token limit are excluded from the loss;
+    they still count in the statistics of their group (DAPO, arXiv:2503.14476, section 3.4), and as
+    trajectories where the loss is a mean over these, as in TRL."""
     max_resampling_rounds: int = Field(default=0, ge=0)
     """Maximum rounds in which problems with equal rewards in all runs are replaced by other
     problems. Each round samples at most as many problems as are missing, so an iteration costs at
@@ -137,6 +138,15 @@ class GrpoParameters(AdvantageParameters, RolloutParameters):
     linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
 
 
+class PolicyKlParameters(KlParameters):
+    """KL penalty of the loss."""
+
+    by_ratio: Annotated[bool, where_above("weight", 0)] = False
+    """Whether the divergence of a token is multiplied by the loss's ratio, as by TRL's
+    use_bias_correction_kl (arXiv:2512.02556, eq. 7). With gradient k3 it acts as KL(policy ||
+    reference), also on samples of earlier weights."""
+
+
 class PolicyLossParameters(LossParameters):
     """The loss of a trainer in this process."""
 
@@ -144,12 +154,18 @@ class PolicyLossParameters(LossParameters):
     """Reduction of the token losses; see `rl_objectives.reductions.reduce_loss`. null uses the
     loss's own: sequence for gspo and sapo, as in their papers, token for most others.
     sum_over_length divides by the policy's max_new_tokens."""
-    kl: KlParameters = KlParameters()
+    kl: PolicyKlParameters = PolicyKlParameters()
     """KL penalty against the untrained policy."""
-    rescore: bool = False
-    """Whether trajectories are rescored before training, for exact old log-probabilities if sampler
-    and trainer compute differently. It takes another pass; correction and max_staleness do so
-    too."""
+    logprobs: Literal["raw", "tempered"] = "raw"
+    """Distribution whose log-probabilities are trained: raw, the model's at temperature 1, whatever
+    temperature it is sampled at; tempered, at the policy's temperature and over the whole
+    vocabulary, as in TRL, for policy and reference."""
+    rescore: bool | None = None
+    """Whether trajectories are rescored before training, which takes another pass. Old
+    log-probabilities are the trainer's own: in an iteration's first optimizer step those of the
+    step, in later ones rescored or, if false, those of sampling. null rescores where there are
+    later steps and the sampler computes differently (in bfloat16, at a service, or tempered).
+    correction and max_staleness rescore in any case."""
     correction: CorrectionMode | None = None
     """Weighting of a token's loss by the ratio between trainer and sampler: up to max_mismatch
     (truncate), excluding tokens beyond it (mask), or none (null), which truncates samples of older
@@ -390,11 +406,18 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent: ConversationAgent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
-        modifications = self.agent.sampling.modifications
+        policy_loss = getattr(self.parameters, "policy_loss", None)
+        is_tempered = getattr(policy_loss, "logprobs", "raw") == "tempered"
+        sampling = self.agent.sampling
+        learned_sampling = replace(sampling, temperature=1.0) if is_tempered else sampling
+        modifications = learned_sampling.modifications
         if self.samples_in_training and modifications:
+            advice = f"Leave these out of {self.scenario_instance.kind}.policy"
+            if hasattr(policy_loss, "logprobs") and not is_tempered:
+                advice += f", or set {self.hyper_params.trainer}.policy_loss.logprobs to tempered"
             self._warn(
                 f"problems are sampled with {modifications}, but learned from without them: "
-                f"gradients are off-policy. Leave these out of {self.scenario_instance.kind}.policy"
+                f"gradients are off-policy. {advice}"
             )
         if self.training.eval_period and task.num_problems("dev") == 0:
             raise ConfigurationError(
@@ -584,7 +607,7 @@ class ServiceTrainer(LanguageModelTrainer):
                 trajectory.reward += penalty
 
     def learnt_samples(self, batch: Batch) -> list[Sample]:
-        """Return the samples of a prepared batch; see `mask_truncated_completions`."""
+        """Return the samples of a prepared batch, without truncated ones if these are masked."""
         if self.parameters.mask_truncated_completions and "is_cut" in batch.values:
             is_whole_B = batch.values["is_cut"] == 0
             batch.values["row_weights"] = batch.values["row_weights"] * is_whole_B
@@ -795,9 +818,9 @@ class ServiceTrainer(LanguageModelTrainer):
         """Log metrics of the rollout with those of the iteration."""
         self.log_metrics(log_rollout_metrics(batch))
 
-    def score(self, model: TokenScorer, batch: Batch) -> Tensor:
+    def score(self, model: TokenScorer, batch: Batch, *, temperature: float = 1.0) -> Tensor:
         """Return another model's log-probabilities of a batch's tokens, `[B, T]`, no gradient."""
-        return score_batch(batch, model.logprobs)
+        return score_batch(batch, partial(model.tempered_logprobs, temperature=temperature))
 
     def imitate(self, teacher: TokenScorer, batch: Batch) -> dict[str, float]:
         """Set `advantages` and `teacher_logprobs` for distillation; return the divergence.

@@ -141,7 +141,8 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
     num_runs = len(rollout.episodes) // max(len(problems), 1)
     rows: list[list[Any]] = []
     for i, one in enumerate(rollout.episodes[:count]):
-        rows.append([problems[i // num_runs], one.reward, [[m.role, m.text] for m in one.messages]])
+        messages = [message.to_plain() for message in one.messages]
+        rows.append([problems[i // num_runs], one.reward, messages])
         if one.rewards:
             rows[-1].append({"rewards": one.rewards, **one.extra})
     return rows
@@ -177,7 +178,7 @@ def _texts_of(episode: Episode) -> tuple[Any, ...]:
         "\n\n".join(one.text for one in prompt),
         environment.solution,
         messages[own[-1]].text if own else "",
-        [[one.role, one.text] for one in messages],
+        [message.to_plain() for message in messages],
     )
 
 

@@ -20,7 +20,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample, score_batch
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory, advantages_of
 from nip_astra.scenario_base.tasks.base import environment_of, opening_of
-from nip_astra.trainers.language_model_base import STEP_TOTALS
+from nip_astra.trainers.language_model_base import HAS_GIVEN_OLD, STEP_TOTALS
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.service.base import (
     CollectedRollout,
@@ -100,6 +100,10 @@ class RemoteApiTrainer(ServiceTrainer):
             metrics |= mismatch_metrics(values["logprobs"], scored_BT, values["loss_mask"])
         if "logprobs" in batch.values:
             batch.values["old_logprobs"] = batch.values["logprobs"]
+            is_corrected = self.parameters.policy_loss.loss == "importance_sampling"
+            if is_corrected or self._staleness:
+                # Their ratio is that to the sampler, which corrects for its other weights.
+                batch.values[HAS_GIVEN_OLD] = torch.ones(len(batch))
         self.dump("prepared_trajectories", batch)
         return self.learnt_samples(batch), metrics
 
@@ -116,10 +120,10 @@ class RemoteApiTrainer(ServiceTrainer):
         # The loop takes the mean over samples; services take the sum over tokens.
         num_samples = float(batch[STEP_TOTALS][0, 1])
         # Given solutions were not sampled: to a ratio they count as the policy's own.
-        has_ratio = options.loss != "cross_entropy"
+        has_ratio = options.loss != "cross_entropy" and "old_logprobs" in batch.keys()  # noqa: SIM118 - `in` of a TensorDict asks for values
         return policy_loss(
             logprobs_BT,
-            batch.get("old_logprobs", None) if has_ratio else None,
+            self.old_logprobs(batch, logprobs_BT) if has_ratio else None,
             batch["advantages"],
             batch["trained_mask"],
             loss=options.chosen_loss(),

@@ -5,8 +5,9 @@ Shape suffixes: `B` row, `T` token.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, counted
+from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives import policy_losses
 from nip_astra.rl_objectives.advantages import codes_of
@@ -21,10 +23,10 @@ from nip_astra.rl_objectives.kl import AdaptiveKl
 from nip_astra.rl_objectives.policy_losses import importance_weights, refuse_token_weights
 from nip_astra.rl_objectives.reductions import LossOutput, masked_sum
 from nip_astra.rollouts.batch import Batch
-from nip_astra.rollouts.samples import Sample, score_batch
+from nip_astra.rollouts.samples import IS_EXCLUDED, Sample, samples_of, score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.trainers.language_model_base import Experience
+from nip_astra.trainers.language_model_base import HAS_GIVEN_OLD, Experience
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.service.base import (
     DistillationParameters,
@@ -47,18 +49,19 @@ def policy_loss(
     normaliser: float | None,
     max_length: int | None,
     kl_weight: float | None = None,
+    old_logprobs_BT: Tensor | None = None,
 ) -> LossOutput:
     """Compute a batch's loss from the parameters; see `rl_objectives.policy_losses.policy_loss`.
 
-    `batch` has `old_logprobs`, `advantages`, `trained_mask`, `reference_logprobs` if
-    `options.kl.weight` is above 0, and optionally `correction_weights`. `kl_weight` replaces an
-    adapted weight.
+    `batch` has `old_logprobs`, unless `old_logprobs_BT` replaces them, `advantages`,
+    `trained_mask`, `reference_logprobs` if `options.kl.weight` is above 0, and optionally
+    `correction_weights`. `kl_weight` replaces an adapted weight.
     """
     batch = batch.to(logprobs_BT.device)
     has_reference = options.kl.weight > 0
     return policy_losses.policy_loss(
         logprobs_BT,
-        batch["old_logprobs"],
+        batch["old_logprobs"] if old_logprobs_BT is None else old_logprobs_BT,
         batch["advantages"],
         batch["trained_mask"],
         loss=options.chosen_loss(),
@@ -70,6 +73,7 @@ def policy_loss(
         kl_weight=options.kl.weight if kl_weight is None else kl_weight,
         kl_value=options.kl.value,
         kl_gradient=options.kl.gradient,
+        is_kl_weighted=options.kl.by_ratio,
     )
 
 
@@ -95,6 +99,23 @@ class SelfHostedTrainer(ServiceTrainer):
                 options.loss,
                 "policy_loss.correction_level=sequence (with correction=truncate)",
             )
+        if self._temperature == 0.0:
+            raise ConfigurationError(
+                "policy_loss.logprobs=tempered needs a temperature above 0. Set it, or set "
+                "policy_loss.logprobs to raw."
+            )
+        if is_corrected and self._temperature != 1.0:
+            raise ConfigurationError(
+                f"policy_loss.logprobs=tempered with temperature {self._temperature:g} cannot be "
+                "corrected for another sampler. Leave out correction and max_staleness, or set it "
+                "to raw."
+            )
+
+    @property
+    def _temperature(self) -> float:
+        """The temperature of the log-probabilities that are trained."""
+        is_tempered = self.parameters.policy_loss.logprobs == "tempered"
+        return float(self.agent.sampling.temperature) if is_tempered else 1.0
 
     @abstractmethod
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
@@ -118,34 +139,48 @@ class SelfHostedTrainer(ServiceTrainer):
             return [], {}
         options = self.parameters.policy_loss
         mismatch: dict[str, float] = {}
-        if options.rescore or options.correction or self.parameters.max_staleness:
+        if self._needs_rescoring(len(batch)):
             mismatch = self._rescore(batch, options)
         if options.kl.weight > 0:
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
             reference = agent.token_scorer(to="measure the policy's divergence from it")
-            batch.values["reference_logprobs"] = self.score(reference, batch)
+            batch.values["reference_logprobs"] = self.score(
+                reference, batch, temperature=self._temperature
+            )
             others = (batch.values[name] for name in ("reference_logprobs", "loss_mask"))
             mismatch |= self.kl.adapt(logprobs_before_update(batch), *others)
         if not self._is_checked:
             check_takes(self._prepare_batch, "batch")
+        is_rescored = "old_logprobs" in batch.values
         given = self._prepare_batch(batch)
         if not self._is_checked:
             given = check_batch(given, trainer=type(self).__name__, num_rows=len(batch))
             self._is_checked = True
         batch, metrics = given
+        if "old_logprobs" in batch.values and not is_rescored:
+            batch.values[HAS_GIVEN_OLD] = torch.ones(len(batch))
         batch.values["old_logprobs"] = logprobs_before_update(batch)
         self.dump("prepared_batch", batch)
         return self.learnt_samples(batch), {**mismatch, **metrics}
 
+    def learnt_samples(self, batch: Batch) -> list[Sample]:
+        """Return the samples of a prepared batch; truncated ones stay in means over rows."""
+        if self.parameters.mask_truncated_completions and "is_cut" in batch.values:
+            batch.values[IS_EXCLUDED] = (batch.values["is_cut"] != 0).float()
+        return samples_of(batch)
+
     def loss(self, batch: TensorDict) -> LossOutput:
-        (logprobs_BT,) = self.policy_logprobs(batch, "response")
+        options = self.parameters.policy_loss
+        (logprobs_BT,) = self.policy_logprobs(batch, "response", temperature=self._temperature)
+        reduction = options.reduction or options.chosen_loss().reduction
         return policy_loss(
             logprobs_BT,
             batch,
-            self.parameters.policy_loss,
-            normaliser=self.num_tokens_in_step(batch),
+            options,
+            normaliser=self.token_normaliser(batch, reduction),
             max_length=self.agent.sampling.max_new_tokens,
             kl_weight=self.kl.weight,
+            old_logprobs_BT=self.old_logprobs(batch, logprobs_BT),
         )
 
     @cached_property
@@ -166,19 +201,49 @@ class SelfHostedTrainer(ServiceTrainer):
         has_other_loss = type(self).loss is not SelfHostedTrainer.loss
         if not found.samples or has_other_loss or self.parameters.policy_loss.kl.weight > 0:
             return super().why_nothing_is_learnt(found)
-        if any(bool(one["advantages"][one["is_trained"]].any()) for one in found.samples):
+        is_learned = [not bool(sample.get(IS_EXCLUDED, 0)) for sample in found.samples]
+        if not any(is_learned):
+            return (
+                f"all {counted(len(found.samples), 'trajectory')} are truncated, and "
+                "mask_truncated_completions excludes them. Raise max_new_tokens."
+            )
+        learned = itertools.compress(found.samples, is_learned)
+        if any(bool(sample["advantages"][sample["is_trained"]].any()) for sample in learned):
             return ""
-        return f"all advantages are 0, of {counted(len(found.samples), 'trajectory')}."
+        return f"all advantages are 0, of {counted(sum(is_learned), 'trajectory')}."
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
         """Rescore the policy's own log-probabilities before the update, `[B, T]`."""
-        return score_batch(batch, self.service.compute_logprobs)
+        return score_batch(
+            batch, partial(self.service.compute_logprobs, temperature=self._temperature)
+        )
+
+    def _needs_rescoring(self, num_rows: int) -> bool:
+        """Return whether an iteration's samples are scored by the trainer before its first step."""
+        options = self.parameters.policy_loss
+        if options.rescore or options.correction or self.parameters.max_staleness:
+            return True
+        is_tempered = self._temperature != 1.0
+        if is_tempered and options.kl.target is not None:
+            # The divergence is measured before the update.
+            return True
+        if self.num_steps_with(num_rows) == 1:
+            return False
+        if is_tempered:
+            return True
+        is_here = isinstance(self.service, LocalTrainingService)
+        samples_as_it_scores = is_here and self.policy.samples_as_it_scores
+        return options.rescore is None and not samples_as_it_scores
 
     def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
         """Rescore the samples and measure the mismatch of sampler and trainer.
 
         Samples of older weights are corrected for it: by default truncated, see `correction`.
         """
+        if self._temperature != 1.0:
+            # Log-probabilities of sampling are those at temperature 1: there is no mismatch.
+            batch.values["old_logprobs"] = self._compute_old_log_probs(batch)
+            return {}
         if "logprobs" not in batch.values:
             raise ConfigurationError(
                 "rescore, correction and max_staleness need trajectories with log-probabilities. "
@@ -186,8 +251,7 @@ class SelfHostedTrainer(ServiceTrainer):
             )
         sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
         scored_BT = self._compute_old_log_probs(batch)
-        if options.rescore or options.correction or self._staleness:
-            batch.values["old_logprobs"] = scored_BT
+        batch.values["old_logprobs"] = scored_BT
         correction = options.correction or ("truncate" if self._staleness else None)
         if correction is not None:
             batch.values["correction_weights"] = importance_weights(

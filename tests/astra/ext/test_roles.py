@@ -55,9 +55,8 @@ def test_an_advance_that_adds_the_same_turns_otherwise_plays_the_same_conversati
     shown = other.tokenizer.decode(ids)
     # The opening and two responses are the other side's, two probes are the attacker's.
     assert (shown.count("<user>"), shown.count("<assistant>")) == (3, 3)
-    assert [turn.is_own for turn in other._reader._turns("attacker", last.context.turns)] == [
-        *(False, True, False, True, False)
-    ]
+    turns = other._reader._turns("attacker", last.context.turns)
+    assert [turn.role == "assistant" for turn in turns] == [*(False, True, False, True, False)]
 
 
 @pytest.mark.parametrize(

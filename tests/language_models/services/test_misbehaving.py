@@ -145,6 +145,16 @@ def test_training_and_jobs_end_in_time_with_a_typed_error(
         assert result == ("ServiceError" if is_job else OF_TRAINING[name])
 
 
+@pytest.mark.parametrize("name", ["endless body", "gzip bomb", "body drips", "reset", "status 500"])
+def test_a_notification_of_a_training_service_reads_no_body(name: str) -> None:
+    with misbehaving(MISBEHAVIOURS[name].send) as server:
+        connection = TrainingConnection(
+            TrainServiceParameters(backend="http", base_url=server.address)
+        )
+        in_time(lambda: connection.notify("DELETE", "/training/v1/models/m"))
+        assert server.num_requests == 1
+
+
 @pytest.mark.parametrize(
     "address", ["http://[", "http://a\x00b", "http://", "ftp://a.test", "http://a.test:99999"]
 )

@@ -182,3 +182,22 @@ def test_a_scorer_and_all_records_have_the_columns(cli: CommandLine) -> None:
             beside = row["prompt_columns"]
             assert beside == COLUMNS[beside["kind"]]
             assert row["response_score"] == float(beside["share"])
+
+
+def test_a_damaged_parquet_file_is_named_without_advice_on_the_network(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DataError) as caught:
+        read_prompts(str(path), None)
+    assert str(path) in str(caught.value)
+    assert "network" not in str(caught.value)
+
+
+def test_the_hubs_prefix_names_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    loaded = {("someone/talk", "train"): ["hello"], ("someone/talk", "dev"): ["good day"]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: loaded[name, split])
+    assert read_prompts("hub:someone/talk", None) == ["hello"]
+    assert read_prompts("hub:someone/talk:dev", None) == ["good day"]
+    with pytest.raises(ConfigurationError):
+        read_prompts("hub:", None)

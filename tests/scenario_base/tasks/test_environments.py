@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import socket
 import sys
@@ -17,6 +18,7 @@ from nip_astra import resolve_experiment
 from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
+    NipAstraError,
     ParameterError,
     ServiceBusyError,
     ServiceUnreachableError,
@@ -26,6 +28,16 @@ from nip_astra.evaluation.run_results import read_results
 from nip_astra.scenario_base.tasks.base import Task, opening_of, reaction_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import metrics_of, run_in
+from tests.kit.misbehaving import misbehaving, reply
+from tests.kit.openenv_servers import (
+    FRAMES,
+    LONG_FRAME,
+    RIGHT_FRAME,
+    SCHEMA,
+    SCHEMAS,
+    install_stand_in,
+    serving_frames,
+)
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
 
@@ -348,6 +360,71 @@ def test_an_address_needs_the_package_and_an_environment() -> None:
     kind = ServiceUnreachableError if HAS_OPENENV else MissingDependencyError
     with pytest.raises(kind, match="127"):
         task_of("openenv", address="http://127.0.0.1:9")
+
+
+LIMIT = 0.3
+"""Time limit of a request in seconds, for servers that do not answer."""
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_that_is_none_ends_the_start_with_a_typed_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_stand_in(monkeypatch)
+    send, error = SCHEMAS[name]
+    limit = LIMIT if error == "ServiceUnreachableError" else 10.0
+    with misbehaving(send) as server, pytest.raises(NipAstraError) as caught:
+        task_of("openenv", address=server.address, timeout_seconds=limit)
+    assert type(caught.value).__name__ == error
+    assert server.address in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_malformed_step_ends_its_episode_without_a_reward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = install_stand_in(monkeypatch)
+    frame, figure = FRAMES[name]
+    client.frames = {"reset": RIGHT_FRAME, "step": frame}
+    with misbehaving(reply(json.dumps(SCHEMA))) as server:
+        check_step(server.address, figure)
+
+
+def check_step(address: str, figure: str) -> None:
+    """Check the figure that counts an episode after its first step."""
+    task = task_of("openenv", address=address, timeout_seconds=LIMIT if figure == "lost" else 10.0)
+    environment: Any = task.environment("train", 0)
+    assert opening_of(environment)[0].text == "go on"
+    reaction = reaction_of(environment, "hello")
+    assert (reaction.reward, reaction.is_over) == (None, bool(figure))
+    counts = {"rejected_actions": 0, "lost": 0, "malformed": 0}
+    assert environment.figures == counts | ({figure: 1} if figure else {})
+    environment.close()
+
+
+@pytest.mark.parametrize("name", [name for name, (_, figure) in FRAMES.items() if figure])
+def test_a_malformed_reset_ends_the_run_with_a_typed_error(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = install_stand_in(monkeypatch)
+    frame, figure = FRAMES[name]
+    client.frames = {"reset": frame}
+    with misbehaving(reply(json.dumps(SCHEMA))) as server:
+        task = task_of("openenv", address=server.address)
+    error = ServiceUnreachableError if figure == "lost" else TaskError
+    with pytest.raises(error):
+        opening_of(task.environment("train", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_OPENENV, reason="openenv is not installed")
+@pytest.mark.parametrize(("frame", "figure"), [*FRAMES.values(), (LONG_FRAME, "lost")])
+def test_a_malformed_step_of_a_server_ends_its_episode(
+    frame: str | bytes | None, figure: str
+) -> None:
+    """With the package's own client."""
+    with serving_frames(frame) as address:
+        check_step(address, figure)
 
 
 @pytest.fixture(scope="module")

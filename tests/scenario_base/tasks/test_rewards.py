@@ -257,3 +257,34 @@ def test_rows_of_parquet_are_those_of_jsonl(tmp_path: Path) -> None:
     assert parquet == jsonl == ["system: Be brief.\n\nuser: 1+1=", "1+1="]
     assert [item.messages for item in parquet] == [item.messages for item in jsonl]
     assert [item.row for item in parquet] == [{"answer": "2"}, {"answer": "3"}]
+
+
+def test_columns_that_a_function_cannot_read_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.py").write_text("def f(completions, **columns): return [0] * 2\n")
+    row = {"prompt": "a", "answer": "1", "prompts": "hidden", "log_metric": 3}
+    file = write(tmp_path, "rows.jsonl", row)
+    function = {"function": f"{tmp_path / 'mine.py'}:f"}
+    task_of("dataset", train=file, reward="functions", functions={"mine": function})
+    assert says(caplog.text, "prompts, log_metric", "mine.py")
+    caplog.clear()
+    dataset(tmp_path, [row], "exact")
+    assert "log_metric" not in caplog.text
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def unreadable(completions: Any, **_: Any) -> Any:
+    raise Unreadable
+
+
+def test_a_failure_without_a_readable_text_names_the_function(tmp_path: Path) -> None:
+    REWARDS.register("unreadable")(unreadable)
+    task = dataset(tmp_path, [{"prompt": "a"}], "unreadable")
+    with pytest.raises(TaskError) as caught:
+        rated(task, "x")
+    assert says(caught.value, "'unreadable'", "Unreadable")

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ServiceError
-from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatFailure,
+    ChatRequest,
+    FailureReason,
+    FinishReason,
+)
 from nip_astra.language_models.services.chat_models.scripted import Script, ScriptedChatModel
 from nip_astra.samplers.text_rollouts import rollouts_of
 from nip_astra.scenario_base.text.analysers import (
@@ -169,6 +175,13 @@ def test_an_unreadable_answer_is_requested_again_as_another_sample(tmp_path: Pat
     assert judged.verdicts["verdict"][0, 0, 0] == Verdict.UNKNOWN
 
 
+def test_a_cut_answer_holds_no_verdict(tmp_path: Path) -> None:
+    rollouts, cast = _played(tmp_path)
+    draft = ChatAnswer("Answer: no. Or rather", FinishReason.LENGTH)
+    judged, _ = _judge("direct_quotation", rollouts, cast, lambda *_: draft, num_retries=0)
+    assert judged.verdicts["verdict"][0, 0, 0] == Verdict.UNKNOWN
+
+
 def test_verdicts_are_masked_where_there_is_neither_yes_nor_no(tmp_path: Path) -> None:
     rollouts, cast = _played(tmp_path)
     answers = {"yes": [True], "no": [False], "does not apply": [], "?": []}
@@ -180,7 +193,12 @@ def test_verdicts_are_masked_where_there_is_neither_yes_nor_no(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("reason", "num_retries"), [(FailureReason.REFUSED, 0), (FailureReason.MALFORMED, 3)]
+    ("reason", "num_retries"),
+    [
+        (FailureReason.REFUSED, 0),
+        (FailureReason.MALFORMED, 3),
+        (FailureReason.CONTEXT_LENGTH, 3),
+    ],
 )
 def test_a_failure_that_the_model_has_repeated_itself_is_no_verdict_and_a_service_down_ends_all(
     reason: FailureReason, num_retries: int, tmp_path: Path

@@ -24,6 +24,7 @@ from nip_astra.plugins import load_plugin
 from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.trainers.language_model_base import Experience
 from tests.kit.experiments import iterations_of, task_trainer
 
 LEARN = (
@@ -204,8 +205,134 @@ def test_truncated_completions_leave_the_loss_and_stay_in_their_group(name: str)
     samples, _ = trainer.prepare(trajectories)
     # Mean and deviation of all three; the second is not learnt from.
     std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
-    result = [float(one["advantages"][-1]) for one in samples]
+    batch = trainer.collate_fn(samples)
+    is_learnt = batch["trained_mask"].any(dim=1)
+    result = batch["advantages"][is_learnt][:, -1].tolist()
     assert result == pytest.approx([2 / 3 / std, -1 / 3 / std], abs=1e-4)
+    # A mean over trajectories counts all of them, as in TRL; a sum over tokens has no divisor.
+    assert len(samples) == (3 if name == "self_hosted_grpo" else 2)
+
+
+def test_only_truncated_completions_are_named_as_the_reason_for_learning_nothing() -> None:
+    trainer = task_trainer("self_hosted_grpo", "self_hosted_grpo.mask_truncated_completions=true")
+    trajectories = [
+        Trajectory([1, 2], [0, 1], logprobs=[0, -1], reward=reward, group_id=0, is_cut=1)
+        for reward in (1.0, 0.0)
+    ]
+    samples, _ = trainer.prepare(trajectories)
+    reason = trainer.why_nothing_is_learnt(Experience(samples))
+    assert "mask_truncated_completions" in reason
+    trainer.state.begin(samples, {})
+    before = [weight.clone() for weight in trainer.learned]
+    trainer._update(0)
+    # Their gradient is 0, and so is the step.
+    assert all(map(torch.equal, before, trainer.learned))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("loss", ["gspo", "rloo", "luspo", "vespo"])
+def test_ratios_of_samples_that_no_step_followed_are_exactly_one(loss: str, dtype: str) -> None:
+    trainer = task_trainer(
+        "self_hosted_grpo",
+        f"task.policy.language_model.dtype={dtype}",
+        f"self_hosted_grpo.policy_loss.loss={loss}",
+        "training.minibatch_size=8",
+        "training.gradient_accumulation_steps=64",
+    )
+    (metrics,) = iterations_of(trainer, 1)
+    assert metrics["num_steps"] == 1
+    assert metrics["ratio_mean"] == 1.0
+    assert metrics["approx_kl"] == 0.0
+    assert metrics.get("ratio_outside_clip", 0.0) == 0.0
+    assert "mismatch/kl" not in metrics, "no second pass"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rescore", "is_rescored"),
+    [
+        ("bfloat16", "null", True),
+        ("bfloat16", "false", False),
+        # Sampling and scoring differ by rounding of float32 only.
+        ("float32", "null", False),
+        ("float32", "true", True),
+    ],
+)
+def test_later_steps_compare_with_the_trainer_before_the_first(
+    dtype: str, rescore: str, is_rescored: bool
+) -> None:
+    trainer = task_trainer(
+        "self_hosted_grpo",
+        f"task.policy.language_model.dtype={dtype}",
+        f"self_hosted_grpo.policy_loss.rescore={rescore}",
+        "training.minibatch_size=16",
+        "training.lr=1e-3",
+    )
+    trainer._collect(0)
+    assert ("mismatch/kl" in trainer.state.iteration_metrics) is is_rescored
+    batch = trainer.collate_fn(trainer.state.samples)
+    rows = (batch[name] for name in ("context", "context_mask", "response", "response_mask"))
+    mask = batch["trained_mask"]
+    scored = trainer.service.compute_logprobs(*rows)[mask]
+    old, sampled = batch["old_logprobs"][mask], batch["logprobs"][mask]
+    if is_rescored or dtype == "float32":
+        # Rounding depends on the rows of a pass.
+        tolerance = 1e-4 if dtype == "float32" else 0.1
+        torch.testing.assert_close(old, scored, atol=tolerance, rtol=0)
+    else:
+        assert torch.equal(old, sampled)
+    trainer._update(0)
+    metrics = trainer.state.end()
+    assert metrics["num_steps"] > 1
+    assert metrics["ratio_mean"] != 1.0
+
+
+def test_log_probabilities_given_by_a_hook_are_compared_with_in_every_step() -> None:
+    trainer = task_trainer("self_hosted_grpo", "training.minibatch_size=256")
+    prepare = trainer._prepare_batch
+
+    def prepare_with_older(batch: Batch) -> Any:
+        batch, metrics = prepare(batch)
+        batch.values["old_logprobs"] = batch.values["logprobs"] - 0.1
+        return batch, metrics
+
+    trainer._prepare_batch = prepare_with_older
+    (metrics,) = iterations_of(trainer, 1)
+    assert metrics["ratio_mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
+def test_tempered_log_probabilities_are_those_of_logits_over_the_temperature() -> None:
+    tempered = "self_hosted_grpo.policy_loss.logprobs=tempered"
+    trainer = task_trainer("self_hosted_grpo", "task.policy.temperature=0.5", tempered)
+    with torch.no_grad():
+        batch = trainer.collate_fn(trainer.collect(0).samples)
+        rows = [batch[name] for name in ("context", "context_mask", "response", "response_mask")]
+        (logprobs,) = trainer.policy_logprobs(batch, "response", temperature=0.5)
+        (plain,) = trainer.policy_logprobs(batch, "response")
+        ids = torch.cat([rows[0], rows[2]], dim=1)
+        attention = torch.cat([rows[1], rows[3]], dim=1)
+        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
+        module = trainer.policy.module
+        logits = module(ids, attention_mask=attention, position_ids=positions).logits
+    start = rows[0].shape[1]
+    expected = (logits[:, start - 1 : -1] / 0.5).log_softmax(dim=-1)
+    expected = expected.gather(2, rows[2].unsqueeze(2)).squeeze(2)
+    mask = batch["trained_mask"]
+    torch.testing.assert_close(logprobs[mask], expected[mask], atol=1e-4, rtol=0)
+    assert not torch.allclose(logprobs[mask], plain[mask], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "self_hosted_grpo.policy_loss.correction=truncate",
+        "self_hosted_grpo.max_staleness=1",
+        "task.policy.temperature=0",
+    ],
+)
+def test_tempered_log_probabilities_are_refused_where_they_cannot_be(option: str) -> None:
+    tempered = "self_hosted_grpo.policy_loss.logprobs=tempered"
+    with pytest.raises(ConfigurationError):
+        task_trainer("self_hosted_grpo", "task.policy.temperature=0.5", tempered, option)
 
 
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])

@@ -188,12 +188,15 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         require_finite(
             generation.logprobs_BT, generation.mask_BT, role=role, model=model, during="a rollout"
         )
-        spoken = agent.decode(agent.content_ids(generation))
+        turns = agent.read_turns(generation)
         ids = [
             row[mask].tolist()
             for row, mask in zip(generation.ids_BT, generation.mask_BT, strict=True)
         ]
-        return [Spoken(text, tokens, role) for text, tokens in zip(spoken, ids, strict=True)]
+        return [
+            Spoken(turn.text, tokens, role, turn.num_reasoning_ids)
+            for turn, tokens in zip(turns, ids, strict=True)
+        ]
 
     def advance(self, state: str, action: str, response: str) -> str:
         return Conversation([*turns_of(state), action, response])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
 from nip_astra.errors import ConfigurationError
@@ -61,13 +62,21 @@ class Reader:
                     "conversation + probe + response, without role markers such as 'User: '."
                 )
             ids = self._content_ids(role, text, speaker)
-            turns.append(Turn("assistant" if is_own else "user", str(text), ids=ids))
+            turn = Turn("assistant" if is_own else "user", str(text), ids=ids)
+            if is_own and isinstance(text, Spoken) and text.num_reasoning_ids:
+                text_ids = self.agents[role].conversation_format.encode(str(text))
+                turn = replace(turn, num_reasoning_ids=text.num_reasoning_ids, text_ids=text_ids)
+            turns.append(turn)
         return turns
 
     def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:
         """Return a turn's tokens, without its end, as an agent reads them."""
-        is_readable = self._shares_tokens or (role == "target") == (speaker == "target")
+        is_author = (role == "target") == (speaker == "target")
+        is_readable = self._shares_tokens or is_author
         if not isinstance(text, Spoken) or not text.ids or not is_readable:
+            return self.agents[role].conversation_format.encode(str(text))
+        if text.num_reasoning_ids and not is_author:
+            # Others do not read the author's reasoning.
             return self.agents[role].conversation_format.encode(str(text))
         author = self.agents[speaker]
         ends = {*author.language_model.end_ids, *author.sampling.end_ids}
