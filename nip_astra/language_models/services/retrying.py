@@ -435,6 +435,8 @@ def keeping_service_files(folder: Path) -> Iterator[None]:
         del _KEPT_FILES[folder.resolve()]
         for file in kept:
             if file.path is not None and file.path.resolve().is_relative_to(folder.resolve()):
+                # A run that is resumed in this process opens it again.
+                _OPEN_FILES.pop((type(file), file.path.resolve()), None)
                 file.close()
 
 
