@@ -65,6 +65,7 @@ from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
+from nip_astra.utils.module_names import check_module_names
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 from nip_astra.utils.seeding import derived_generator
 
@@ -235,7 +236,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             raise UnknownNameError("dev_metric", self.training.dev_metric, of_dev, advice)
         self._noted: dict[str, float] = {}
         self.policy = self.build_policy()
-        self.modules = torch.nn.ModuleDict(self.build_modules())
+        modules_by_name = self.build_modules()
+        check_module_names(modules_by_name, owner=f"build_modules of {type(self).__name__}")
+        self.modules = torch.nn.ModuleDict(modules_by_name)
         policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
         self.learned = [*policy, *modules]
         self.optimizer = build_optimizer(

@@ -402,6 +402,7 @@ class ServiceTrainer(LanguageModelTrainer):
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
         self._staleness = 0
+        self._num_drawn: int | None = None
         if self.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             self.parameters = self.Parameters.from_dict(self._own_values())
@@ -552,11 +553,19 @@ class ServiceTrainer(LanguageModelTrainer):
         played.metrics["rollout/staleness"] = float(self._staleness)
         return played
 
+    def _next_problem(self, iteration: int) -> int:
+        """Return the position of the first problem that no earlier iteration has drawn."""
+        rounds = self.parameters.max_resampling_rounds
+        if rounds and self._num_drawn is not None:
+            return self._num_drawn
+        # In runs begun by earlier versions each iteration reserved those of all rounds.
+        return iteration * self.training.num_episodes_per_experience * (rounds + 1)
+
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Sample problems, replacing uninformative ones."""
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
-        first = iteration * wanted * (rounds + 1)
+        first = self._next_problem(iteration)
         self.task.progress = TrainingProgress(iteration, self.training.num_iterations)
         kept: list[Trajectory] = []
         dead: list[Trajectory] = []
@@ -607,6 +616,7 @@ class ServiceTrainer(LanguageModelTrainer):
             **self._sampler.take_metrics(),
             **episode_figures(episodes),
         }
+        self._num_drawn = first + num_played
         # Figures are of all that was sampled: those of the kept groups alone would be chosen by it.
         played = [*kept, *dead]
         log_rollout_metrics(played, metrics)
@@ -687,8 +697,19 @@ class ServiceTrainer(LanguageModelTrainer):
         if self._async is not None:
             self._async.wait()
 
+    def _wait_for_drawn(self) -> int | None:
+        """Return the number of problems drawn so far, those of rollouts ahead included."""
+        self._wait_for_playing()
+        return self._num_drawn
+
+    def _set_drawn(self, count: int | None) -> None:
+        self._num_drawn = count
+
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
+        if self.parameters.max_resampling_rounds:
+            # A cache to runs begun by earlier versions, which go on as they began.
+            parts["problems"] = Part(self._wait_for_drawn, self._set_drawn, is_memory=True)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
