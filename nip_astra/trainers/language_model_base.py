@@ -577,8 +577,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         )
         self._write_step_totals(batches)
         if self.state.num_steps_done == 0:
-            for batch in batches:
-                batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
+            self._mark_first_step(batches)
         metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
@@ -588,6 +587,11 @@ class LanguageModelTrainer(TensorDictTrainer):
             # A fault may show in the norm even where the loss is fine.
             self._stop_on_non_finite(metrics["loss"], step.grad_norm)
         return metrics | {"grad_norm": step.grad_norm, "lr": lr}
+
+    def _mark_first_step(self, batches: Sequence[TensorDict]) -> None:
+        """Mark the batches of an iteration's first step, before which no weight has changed."""
+        for batch in batches:
+            batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Add the totals of step and minibatch to each batch; see `token_normaliser`."""
