@@ -5,6 +5,7 @@ The API for plug-ins, scripts and notebooks; everything else is imported from it
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from nip_astra.lazy import exports_for_types, lazy_exports, provide
@@ -323,9 +324,15 @@ _HOMES = exports_for_types(__file__)
 __all__ = ["__version__", *_HOMES]
 
 
+# By default a waiting thread of OpenMP spins for milliseconds, and on a busy machine takes the core
+# that its partner needs. The policy is read when torch is loaded: every process that this package
+# starts imports the package earlier. A user's own value, also of GOMP_SPINCOUNT, wins.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Imported on first use: torch takes seconds, and `--help` does not need it.
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
+provide("read_recipe", "nip_astra.nexrl.recipes:read_recipe")
 provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")
 provide("start_service", "nip_astra.serve.local_service:start_service")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,12 @@ POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
 scorer, a YAML file or mapping with the parameters of a scorer, or a function."""
+Target = str | Path | Mapping[str, Any] | Callable[..., Any]
+"""The target of a stress test: a saved model, `.gguf` file or hub id; the address of a service with
+OpenAI's API; `file.py:function` or `package.module:function` or a function, called as
+`chat_models.python` describes; or a YAML file or mapping with the parameters of a chat model."""
+FUNCTION = re.compile(r".+\.py:[A-Za-z_][\w.]*|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""A reference to a function."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def train_task(
 
 def stress_test(
     *,
-    target: str | Path,
+    target: Target,
     scorer: Reward,
     target_model: str | None = None,
     attacker: str | Path | None = None,
@@ -129,8 +136,8 @@ def stress_test(
 
     Parameters
     ----------
-    target : str or Path
-        A saved model, `.gguf` file or hub id, or the address of a service with OpenAI's API.
+    target : Target
+        A saved model, `.gguf` file or hub id; or a chat model, see `Target`.
     scorer : Reward
         What rates the target's responses, 0 to 1; see `Reward`.
     target_model : str, optional
@@ -170,37 +177,63 @@ def stress_test(
 
 def stress_parameters(
     *,
-    target: str | Path,
+    target: Target,
     scorer: Reward,
     target_model: str | None = None,
     attacker: str | Path | None = None,
     trainer: str = "ast_dpo",
 ) -> dict[str, Any]:
     """Return the parameters of `stress_test`, as in a parameter file."""
-    is_address = str(target).startswith(("http://", "https://"))
-    if is_address is (target_model is None):
-        raise ConfigurationError(
-            f"the target {str(target)!r} is an address, so it needs the name of its model."
-            if is_address
-            else f"target_model is for addresses only, not for {str(target)!r}."
-        )
-    known = attacker if attacker is not None else None if is_address else target
+    chat_model = _chat_model(target, target_model)
+    model = target if chat_model is None and isinstance(target, str | Path) else None
+    known = attacker if attacker is not None else model
     is_small = known is not None and len(_tokenizer(known)) <= len(_tokenizer(POCKET_ATTACKER))
     family = "pocket_chat" if is_small else "smollm2_chat"
     speakers: dict[str, Any] = {"scorer": _scorer(scorer)}
-    if is_address:
-        chat_model = {"_type": "openai", "base_url": str(target), "model": target_model}
-        speakers["target"] = {"chat_model": chat_model}
-    else:
-        speakers["target"] = _speaker(target)
+    speakers["target"] = {"chat_model": chat_model} if model is None else _speaker(model)
     if attacker is not None:
         speakers["attacker"] = _speaker(attacker)
     scenario = {"pocket_chat": "pocket_chat_api", "smollm2_chat": "smollm2_api"}[family]
     return {
         "trainer": trainer,
-        "scenario": scenario if is_address else family,
+        "scenario": scenario if model is None else family,
         "ast_chat": speakers,
     }
+
+
+def _chat_model(target: Target, name: str | None) -> dict[str, Any] | None:
+    """Return the parameters of a target that is a chat model; None for a language model."""
+    is_address = str(target).startswith(("http://", "https://"))
+    if is_address is (name is None):
+        raise ConfigurationError(
+            f"the target {str(target)!r} is an address, so it needs the name of its model."
+            if is_address
+            else f"target_model is for addresses only, not for {str(target)!r}."
+        )
+    if is_address:
+        return {"_type": "openai", "base_url": str(target), "model": name}
+    if isinstance(target, Mapping):
+        return dict(target)
+    if callable(target):
+        return _function_as_chat_model(target)
+    if str(target).endswith((".yaml", ".yml")):
+        return read_yaml_mapping(Path(target))
+    if FUNCTION.fullmatch(str(target)):
+        place, _, function = str(target).rpartition(":")
+        return {"_type": "python", "function": f"{_located(place)}:{function}"}
+    return None
+
+
+def _function_as_chat_model(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function as a chat model; one of a script is registered."""
+    from nip_astra.language_models.services.chat_models.python import register_function
+
+    reference = _importable_reference(function)
+    if reference is not None:
+        return {"_type": "python", "function": reference}
+    name = _plain_name(function, "target")
+    register_function(name, function)
+    return {"_type": name}
 
 
 def _speaker(model: str | Path) -> dict[str, Any]:
@@ -322,21 +355,34 @@ def _reference_of(function: Callable[..., Any]) -> str:
 
     A function of a script or notebook is registered, since importing the script would run it.
     """
+    reference = _importable_reference(function)
+    if reference is not None:
+        return reference
+    name = _plain_name(function, "reward")
+    if name in REWARDS.names():
+        REWARDS.forget(name)
+    REWARDS.register(name)(function)
+    return name
+
+
+def _importable_reference(function: Callable[..., Any]) -> str | None:
+    """Return module and name of a function; None for one of a script or notebook."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "__main__")
-    if module != "__main__" and name.replace(".", "").isidentifier():
-        with suppress(ImportError, ValueError):
-            if importlib.util.find_spec(module) is not None:
-                return f"{module}:{name}"
-        source = inspect.getsourcefile(sys.modules[module]) if module in sys.modules else None
-        if source is not None:
-            return f"{source}:{name}"
-    short = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition(".")[2])
-    short = short.strip("_") or "reward"
-    if short in REWARDS.names():
-        REWARDS.forget(short)
-    REWARDS.register(short)(function)
-    return short
+    if module == "__main__" or not name.replace(".", "").isidentifier():
+        return None
+    with suppress(ImportError, ValueError):
+        if importlib.util.find_spec(module) is not None:
+            return f"{module}:{name}"
+    source = inspect.getsourcefile(sys.modules[module]) if module in sys.modules else None
+    return None if source is None else f"{source}:{name}"
+
+
+def _plain_name(function: Callable[..., Any], default: str) -> str:
+    """Return a function's name with only characters that a registered name may have."""
+    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2]
+    plain = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return plain.strip("_") or default
 
 
 def numbers_of(text: str) -> list[float]:

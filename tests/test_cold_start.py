@@ -22,6 +22,7 @@ from tests.kit.experiments import FAST, metrics_of, run_in
 from tests.kit.toy_protocol_scenario import toy_kind, toy_trainer
 from tests.report.runs import write_protocol_run
 
+WAITING = "OMP_WAIT_POLICY"
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "numpy", "peft"}
 
 
@@ -58,6 +59,37 @@ def check(lines: list[str], commands: list[tuple[str, int, set[str]]], most_seco
     (seconds,) = (line.split()[1] for line in lines if line.startswith("seconds "))
     # Generous, since CPU times vary with the machine.
     assert float(seconds) < 4 * most_seconds
+
+
+SHOW_POLICY = "import os, nip_astra; print(os.environ['OMP_WAIT_POLICY'])"
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [({}, "PASSIVE"), ({WAITING: "ACTIVE"}, "ACTIVE")])
+def test_threads_wait_without_spinning_unless_the_user_chooses(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], expected: str
+) -> None:
+    # This process has imported the package, which set it.
+    monkeypatch.delenv(WAITING)
+    assert run_python(SHOW_POLICY, **chosen) == [expected]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP is another one")
+@pytest.mark.parametrize(("chosen", "spins"), [({}, "0"), ({"GOMP_SPINCOUNT": "777"}, "777")])
+def test_openmp_reads_the_policy_when_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], spins: str
+) -> None:
+    monkeypatch.delenv(WAITING)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    # The library prints its settings when it is loaded.
+    environment = os.environ | chosen | {"OMP_DISPLAY_ENV": "verbose"}
+    code = "import sys, nip_astra as na; assert 'torch' not in sys.modules; na.masked_mean"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this torch is built with another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_imports_of_the_package_and_of_its_lower_floors_load_nothing_heavy() -> None:

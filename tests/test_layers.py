@@ -35,7 +35,10 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1
 FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
-SHORT_MODULES = {"nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import"}
+SHORT_MODULES = {
+    "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
+    "nip_astra.trainers.vanilla_ppo": "a path that users of nip import",
+}
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 
 

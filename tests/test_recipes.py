@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,41 @@ def test_five_lines_of_python_train(folder: Path) -> None:
     assert "held out" in result.results["warnings"][0]
     assert result.results["training"]["num_optimizer_steps"] > 0
     assert len(list(folder.glob("runs/data/*.jsonl"))) == 1
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize(
+    ("overrides", "has_accuracy"),
+    [([], False), (["task.evaluation.success_reward=3"], True)],
+)
+def test_a_reward_in_characters_has_no_accuracy(
+    cli: CommandLine, folder: Path, overrides: list[str], has_accuracy: bool
+) -> None:
+    def length(completions: Any, **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    result = train_task(
+        model=MODEL,
+        data="rows.jsonl",
+        rewards=length,
+        overrides=overrides,
+        run_id="c",
+        progress=False,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    for when in ("before", "after"):
+        figures = result.results[when]
+        assert ("accuracy" in figures) is has_accuracy
+        assert ("num_right" in figures) is has_accuracy
+        assert figures["mean_reward"] > 1
+    # Reports, evaluations and comparisons do without.
+    cli.ok("report", "runs/c")
+    evaluation = json.loads(cli.ok("evaluate", "runs/c", "--json").out)
+    assert ("accuracy" in evaluation["figures"]) is has_accuracy
+    shutil.copytree("runs/c", "runs/d")
+    cli.ok("compare", "runs/c", "runs/d")
 
 
 def task_values(**arguments: Any) -> Any:
@@ -288,6 +324,71 @@ def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
         )
     assert result.results["after"]["num_episodes"] == 2
     assert result.results["services"]
+
+
+TARGET_FILE = """
+def reply(messages, max_tokens):
+    return {"content": "my aunt eats soup .", "finish_reason": "stop"}
+"""
+
+
+def test_one_command_stresses_a_function_and_the_run_goes_on(
+    cli: CommandLine, folder: Path
+) -> None:
+    (folder / "target.py").write_text(TARGET_FILE)
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    sets = " ".join(f"--set {override}" for override in SHORT)
+    line = (
+        f"stress --target target.py:reply --scorer own.py:f --attacker {POCKET / 'attacker'} "
+        f"--run-id f {sets}"
+    )
+    cli.ok(*line.split())
+    results = read_results(folder / "runs/f").results
+    assert results["after"]["replies"]["num_received"] == 4
+    stored = (folder / "runs/f/hyper_parameters.yaml").read_text()
+    assert f"{folder / 'target.py'}:reply" in stored
+    cli.ok("evaluate", "runs/f", "--probability-episodes", "0", "--num-episodes", "2")
+
+
+def test_a_template_file_and_functions_are_targets(folder: Path, no_plugins_left: None) -> None:
+    (folder / "template.yaml").write_text(
+        "_type: http\nurl: http://127.0.0.1:9/ask\nbody: {q: '{{ prompt }}'}\nanswer: a.0\n"
+    )
+    shared = {"scorer": "profanity", "attacker": POCKET / "attacker"}
+
+    def answer(messages: Any) -> str:
+        return "no"
+
+    for target, kind in (
+        ("template.yaml", "http"),
+        ({"_type": "scripted", "answers": ["a"]}, "scripted"),
+        ("package.module:function", "python"),
+        (json.dumps, "python"),
+        (answer, "answer"),
+    ):
+        values = stress_parameters(target=target, **shared)
+        assert values["scenario"] == "pocket_chat_api"
+        resolved = resolve_experiment(hyper_params=values)
+        assert resolved.hyper_params.get("ast_chat.target.chat_model").type_name == kind
+
+
+def test_a_function_of_a_script_is_a_target_in_python(
+    folder: Path, no_plugins_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(messages: Any) -> str:
+        return "my aunt eats soup ."
+
+    monkeypatch.setattr(answer, "__module__", "__main__")
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    result = stress_test(
+        target=answer,
+        attacker=POCKET / "attacker",
+        scorer="own.py:f",
+        overrides=SHORT,
+        run_id="n",
+        progress=False,
+    )
+    assert result.results["after"]["replies"]["num_received"] == 4
 
 
 def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:

@@ -175,7 +175,11 @@ def _resolved(values: Mapping[str, Any], given: Mapping[str, Any]) -> ResolvedEx
 def stress(
     given: Mapping[str, Any],
     target: Annotated[
-        str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
+        str,
+        typer.Option(
+            metavar="M",
+            help="Folder of a model, .gguf, hub id, address, file.py:function, or chat_model.yaml.",
+        ),
     ],
     scorer: Annotated[
         str, typer.Option(metavar="S", help="Registered scorer, scorer.yaml, or file.py:function.")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nip_astra.checkpoints.shards import SHARDS, load_whole
-from nip_astra.errors import CheckpointError, ConfigurationError, nearest_names
+from nip_astra.errors import CheckpointError, ConfigurationError, nearest_names, reason_of
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
@@ -47,7 +47,13 @@ def adapters_drawn_from(seed: int) -> Iterator[None]:
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:
-    """Wrap the model with a new adapter, whose float32 weights initially have no effect."""
+    """Wrap the model with a new adapter, whose float32 weights initially have no effect.
+
+    Raises
+    ------
+    ConfigurationError
+        If the model has no such layer, or peft cannot adapt one of them.
+    """
     peft = import_extra("peft", "a LoRA adapter (lora)", "lora")
     _check_targets(module, parameters.target_modules)
     config = peft.LoraConfig(
@@ -58,7 +64,16 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(module, config)
+    # A failing peft leaves layers of its own in the module.
+    layers = _layer_names(module)
+    try:
+        return peft.get_peft_model(module, config)
+    except ValueError as error:
+        # For instance layers of a Mamba block that a fused kernel reads past their modules.
+        raise ConfigurationError(
+            f"lora.target_modules: {reason_of(error)}. Give a list of some of the layers "
+            f"{', '.join(layers)}."
+        ) from error
 
 
 def with_adapter(module: Any, folder: Path) -> Any:
@@ -77,16 +92,13 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
     """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
-    from transformers.pytorch_utils import Conv1D
-
-    linear = torch.nn.Linear, Conv1D
-    layers = [name for name, layer in module.named_modules() if isinstance(layer, linear)]
+    layers = _linear_layers(module)
     if isinstance(targets, str):
         unknown = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
     else:
         unknown = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in layers)]
     if unknown:
-        known = sorted({name.rpartition(".")[2] for name in layers})
+        known = _layer_names(module)
         near = nearest_names(unknown[0], known, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigurationError(
@@ -94,6 +106,18 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
             f"{', '.join(known)}. Give a list of them, a regular expression of whole names, or "
             "all-linear."
         )
+
+
+def _linear_layers(module: Any) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    linear = torch.nn.Linear, Conv1D
+    return [name for name, layer in module.named_modules() if isinstance(layer, linear)]
+
+
+def _layer_names(module: Any) -> list[str]:
+    """Return the distinct last parts of the names of linear layers."""
+    return sorted({name.rpartition(".")[2] for name in _linear_layers(module)})
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -41,6 +42,8 @@ class LocalTracker(Tracker):
         super().__init__(run_directory)
         self._root = run_directory.path
         self._files: dict[str, BinaryIO] = {}
+        self._metrics_digest = hashlib.sha256()
+        """Of all bytes of the metrics, so that a changed file is not continued."""
         self._step = -1
 
     def log_metrics(self, values: Mapping[str, float | int], *, step: int) -> None:
@@ -81,6 +84,7 @@ class LocalTracker(Tracker):
                 path.relative_to(self._root).as_posix(): path.stat().st_size
                 for path in self._written()
             },
+            "metrics_sha256": self._metrics_digest.hexdigest(),
             "step": self._step,
         }
 
@@ -122,6 +126,21 @@ class LocalTracker(Tracker):
                     f"{path} cannot be cut back to the checkpoint: {error.strerror or error}. "
                     "Correct the file's permissions."
                 ) from error
+        self._metrics_digest = self._check_metrics(position.get("metrics_sha256"))
+
+    def _check_metrics(self, expected: str | None) -> hashlib._Hash:
+        """Return the digest of the metrics so far, which must be the expected one if it is known.
+
+        Checkpoints of older versions have none.
+        """
+        path = self._root / METRICS_FILE
+        digest = hashlib.sha256(path.read_bytes() if path.is_file() else b"")
+        if expected is not None and digest.hexdigest() != expected:
+            raise TrackingError(
+                f"{path} has changed since the checkpoint was saved. Restore the file, or start a "
+                "new run."
+            )
+        return digest
 
     def finish(self, *, success: bool) -> None:
         self._close()
@@ -140,8 +159,11 @@ class LocalTracker(Tracker):
                 self._files[name] = path.open("ab")
             file = self._files[name]
             for record in records:
-                line = to_json(finite(record), allow_nan=False)
-                file.write(f"{line}\n".encode(errors="backslashreplace"))
+                line = f"{to_json(finite(record), allow_nan=False)}\n"
+                content = line.encode(errors="backslashreplace")
+                file.write(content)
+                if name == METRICS_FILE:
+                    self._metrics_digest.update(content)
             file.flush()
         except OSError as error:
             raise TrackingError(

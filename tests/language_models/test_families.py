@@ -199,7 +199,7 @@ def test_calls_of_further_families_come_back(form: str) -> None:
     message_format = detect_format(tokenizer)
     assert (message_format.form_name, message_format.supports_tools) == (form, True)
     parts = [call.as_message_part("x") for call in CALLS["two calls"]]
-    answer = {"role": "assistant", "content": "Well.", "tool_calls": parts}
+    answer: dict[str, Any] = {"role": "assistant", "content": "Well.", "tool_calls": parts}
     text = render_chat(tokenizer, [HELLO, answer], opens_answer=False, tools=[TOOL])
     text = text[text.index("Well.") : text.rindex("<end>")]
     assert message_format.parse(text, tools=SCHEMAS) == ParsedMessage(

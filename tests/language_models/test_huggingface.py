@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from nip_astra.errors import CheckpointError, ConfigurationError, ModelLoadError
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.base import (
     SamplingDistribution,
     SamplingOptions,
@@ -296,3 +297,12 @@ def test_the_setting_reaches_the_policy(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         prepare_experiment(resolved, **how)
     assert says(caught.value, "gradient_checkpointing=true", "Leave it out")
+
+
+def test_layers_that_peft_cannot_adapt_are_named_with_those_to_choose_from() -> None:
+    config = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ConfigurationError) as caught:
+        add_adapter(MambaForCausalLM(config), LoraParameters(rank=2))
+    assert says(caught.value, "lora.target_modules", "'out_proj'", "in_proj")
+    chosen = LoraParameters(rank=2, target_modules=["in_proj", "x_proj"])
+    assert add_adapter(MambaForCausalLM(config), chosen).peft_config

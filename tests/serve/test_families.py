@@ -53,7 +53,7 @@ def ask(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> Ask:
             return [TokenRecord(token, math.nan) for token in tokens]
 
         monkeypatch.setattr(batch_engine, "draw_tokens", draw)
-        given = {"model": SERVED[name], "messages": [HELLO], "max_tokens": 1000}
+        given: dict[str, Any] = {"model": SERVED[name], "messages": [HELLO], "max_tokens": 1000}
         return client.chat.completions.create(**(given | options))
 
     return run
@@ -140,51 +140,53 @@ def test_what_a_family_cannot_do_is_refused_by_name(
     assert SERVED[name] in str(caught.value)
 
 
-@pytest.mark.skipif(
+needs_library = pytest.mark.skipif(
     find_spec("llguidance") is None, reason="needs pip install 'nip_astra[structured]'"
 )
+STOP = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
+
+
+@needs_library
 @pytest.mark.parametrize("name", ["Qwen 2.5", "gpt-oss", "Llama 3.2"])
 def test_answers_can_be_constrained_to_calls(name: str, client: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "stop", "description": "Stop."}}
-    tool["function"]["parameters"] = {  # type: ignore[index]
-        "type": "object",
-        "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["count"],
-        "additionalProperties": False,
-    }
-    answers = client.chat.completions.create(
-        model=SERVED[name],
-        messages=[HELLO],  # type: ignore[list-item]
-        tools=[tool],  # type: ignore[list-item]
-        tool_choice="required",
-        n=4,
-        max_tokens=400,
-        seed=1,
-    )
+    function = {"name": "stop", "description": "Stop.", "parameters": STOP}
+    options: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+    options |= {"model": SERVED[name], "messages": [HELLO], "tool_choice": "required"}
+    answers = client.chat.completions.create(**options, n=4, max_tokens=400, seed=1)
     messages = [choice.message for choice in answers.choices if choice.finish_reason != "length"]
     assert messages
     for message in messages:
         assert not message.content
-        assert {call.function.name for call in message.tool_calls} == {"stop"}  # type: ignore[union-attr]
+        assert {call.function.name for call in message.tool_calls} == {"stop"}
 
 
-@pytest.mark.skipif(
-    find_spec("llguidance") is None, reason="needs pip install 'nip_astra[structured]'"
-)
-def test_an_answer_in_a_form_begins_after_the_thought(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    answers = client.chat.completions.create(
-        model=SERVED["Qwen 3.5"],
-        messages=[HELLO],  # type: ignore[list-item]
-        response_format=form,  # type: ignore[arg-type]
-        n=8,
-        max_tokens=1000,
-        seed=1,
-    )
-    for choice in answers.choices:
-        if choice.finish_reason == "stop":
-            assert set(json.loads(choice.message.content or "")) == {"a"}
-        else:
-            assert not choice.message.content
+@needs_library
+def test_an_answer_in_a_form_begins_after_the_thought(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"model": SERVED["Qwen 3.5"], "messages": [HELLO], "seed": 1}
+    schema = {"name": "answer", "schema": STOP}
+    options["response_format"] = {"type": "json_schema", "json_schema": schema}
+    tokenizer = FAMILIES["Qwen 3.5"].tokenizer()
+    thought = tokenizer.encode("Hm.\n</think>", add_special_tokens=False)
+    draw = batch_engine.draw_tokens
+
+    def think(logits_RV: torch.Tensor, rows: list[RunningSequence], *more: Any) -> Any:
+        """Prefer a thought, of which the grammar still decides whether it may come."""
+        for row, sequence in enumerate(rows):
+            if sequence.num_tokens < len(thought):
+                logits_RV[row, thought[sequence.num_tokens]] = 1e4
+        return draw(logits_RV, rows, *more)
+
+    monkeypatch.setattr(batch_engine, "draw_tokens", think)
+    answers = client.chat.completions.create(**options, n=4, max_tokens=400)
+    ended = [choice.message for choice in answers.choices if choice.finish_reason == "stop"]
+    assert ended
+    for message in ended:
+        assert message.reasoning_content == "Hm."
+        assert set(json.loads(message.content or "")) == {"count"}

@@ -89,6 +89,20 @@ def test_a_rewound_run_ends_with_the_same_bytes_as_an_uninterrupted_run(tmp_path
     assert lines(cut, "metrics.jsonl") == [{"step": 1, "a": 1}]
 
 
+def test_metrics_that_changed_since_the_checkpoint_are_refused(directory: RunDirectory) -> None:
+    tracker = LocalTracker(directory)
+    log_part(tracker, 0, 3)
+    position = tracker.position()
+    path = directory.path / "metrics.jsonl"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"0.5")] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl"):
+        LocalTracker(directory).rewind(position)
+    del position["metrics_sha256"]  # as in checkpoints of older versions
+    LocalTracker(directory).rewind(position)
+
+
 def test_records_shorter_than_their_checkpoint_are_refused(directory: RunDirectory) -> None:
     tracker = LocalTracker(directory)
     log_part(tracker, 0, 3)

@@ -88,6 +88,8 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         `batch_size` and `shuffle`; by default those of `config`.
     config : TrainingConfiguration, optional
         Size and order of batches, and seed.
+    batch_size : int, optional
+        That of `dataloader_kwargs`, as in older versions.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         *,
         sampler: Sampler[StateT, ActionT] | None = None,
         config: TrainingConfiguration | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self.sampler: Sampler[StateT, ActionT] = one_sampler(environment, sampler)
         if algorithm is None:
@@ -108,6 +111,8 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         self.algorithm = algorithm
         self.num_episodes_per_experience = num_episodes_per_experience
         self.dataloader_kwargs = dict(dataloader_kwargs or {})
+        if batch_size is not None:
+            self.dataloader_kwargs["batch_size"] = batch_size
         self._config = config or TrainingConfiguration()
         self.check_parts()
         self.use_wandb = use_wandb

@@ -20,6 +20,7 @@ from nip_astra.language_models.services.reasons import FinishReason as FinishRea
 from nip_astra.parameters.parameters_base import (
     ComponentRegistry,
     PolymorphicParameters,
+    ReasoningMarkers,
     SubParameters,
     polymorphic,
 )
@@ -200,6 +201,8 @@ class ChatAnswer:
         What the service gives separately as the model's reasoning; None without it.
     calls : tuple of ToolCall
         Its calls of tools.
+    is_unfinished : bool
+        Whether it ended within its reasoning.
     """
 
     text: str
@@ -208,6 +211,7 @@ class ChatAnswer:
     token_logprobs: tuple[float, ...] | None = None
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    is_unfinished: bool = False
 
     def __post_init__(self) -> None:
         # A service may send text that cannot be encoded.
@@ -218,9 +222,10 @@ class ChatAnswer:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it was cut before its first word: no reply, and so no evidence of anything."""
+        """Whether it ended before its first word: no reply, and so no evidence of anything."""
         is_empty = not self.text.strip() and not self.calls and self.refusal is None
-        return is_empty and self.finish_reason is FinishReason.LENGTH
+        is_cut = self.is_unfinished or self.finish_reason is FinishReason.LENGTH
+        return is_empty and is_cut
 
     @property
     def is_refused(self) -> bool:
@@ -379,6 +384,8 @@ class ChatModel(ABC):
         Whether answers may be stored: name and place determine the model.
     num_threads : int or None
         CPU threads of a model in this process; None chooses by its size.
+    reasoning_markers : sequence of str or None
+        Those of its parameters.
     """
 
     class Parameters(PolymorphicParameters):
@@ -390,12 +397,17 @@ class ChatModel(ABC):
         """Rate limits, timeouts and retries."""
         prices: PriceParameters | None = None
         """Prices of the model; null if unknown or zero."""
+        reasoning_markers: ReasoningMarkers = None
+        """Texts that begin and end the reasoning in an answer; null for those of the model's chat
+        template, or <think> and </think> if it is unknown; an empty list for none: then all is
+        text. What a service gives separately as reasoning is never text."""
 
     name: str
     place: str = ""
     samples_at_once: int | None = None
     can_be_remembered: bool = True
     num_threads: int | None = None
+    reasoning_markers: Sequence[str] | None = None
 
     @classmethod
     @abstractmethod

@@ -28,6 +28,11 @@ from nip_astra.errors import (
     counted,
 )
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.message_format import (
+    THOUGHT_MARKERS,
+    MessageFormat,
+    thought_between,
+)
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
     CPU,
@@ -626,28 +631,40 @@ class RetryingChatModel(ChatModel):
     async def _cached_or_requested(self, request: ChatRequest) -> ChatOutcome:
         """Return responses from the cache if it has all of them; else request and store them."""
         if self.cache is None:
-            return await self._request_with_retries(request)
+            return self._split(await self._request_with_retries(request))
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
         # Other versions stored answers without a word, and of any length.
         known = [
-            answer if answer is not None and _is_kept(answer, request) else None
+            answer if answer is not None and self._is_kept(answer, request) else None
             for answer in self.cache.get(keys)
         ]
         if all(answer is not None for answer in known):
             self.usage_log.count_cached(self.account, len(known))
             answers = tuple(answer for answer in known if answer is not None)
             before = self.cache.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
-            return ChatOutcome(answers, is_cached=True, usage_before=before)
+            return self._split(ChatOutcome(answers, is_cached=True, usage_before=before))
         outcome = await self._request_with_retries(request)
         pairs = zip(keys, outcome.samples, strict=True)
         answered = {
             key: sample
             for key, sample in pairs
-            if isinstance(sample, ChatAnswer) and _is_kept(sample, request)
+            if isinstance(sample, ChatAnswer) and self._is_kept(sample, request)
         }
         self.cache.put(answered, outcome.usage)
         samples = zip(known, outcome.samples, strict=True)
-        return replace(outcome, samples=tuple(old or new for old, new in samples))
+        return self._split(replace(outcome, samples=tuple(old or new for old, new in samples)))
+
+    def _split(self, outcome: ChatOutcome) -> ChatOutcome:
+        """Take the reasoning out of the texts of answers; the cache has them as they came."""
+        markers = self.model.reasoning_markers
+        return replace(
+            outcome, samples=tuple(split_answer(sample, markers) for sample in outcome.samples)
+        )
+
+    def _is_kept(self, answer: ChatAnswer, request: ChatRequest) -> bool:
+        """Return whether an answer is a reply to the request, which is not requested again."""
+        is_missing = split_answer(answer, self.model.reasoning_markers).is_missing
+        return not is_missing and reject_long_answer(answer, request) is answer
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
         samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
@@ -776,9 +793,34 @@ class RetryingChatModel(ChatModel):
         )
 
 
-def _is_kept(answer: ChatAnswer, request: ChatRequest) -> bool:
-    """Return whether an answer is a reply to the request, which is not requested again."""
-    return not answer.is_missing and reject_long_answer(answer, request) is answer
+Sample = TypeVar("Sample", ChatAnswer, ChatFailure, ChatAnswer | ChatFailure)
+
+
+def split_answer(sample: Sample, markers: Sequence[str] | None) -> Sample:
+    """Return an answer whose text is without the reasoning between markers at its beginning.
+
+    The opening marker may be missing, since a chat template may have it in the prompt.
+
+    Parameters
+    ----------
+    markers : sequence of str or None
+        See `ChatModel.Parameters.reasoning_markers`.
+    """
+    if isinstance(sample, ChatFailure) or (markers is not None and not markers):
+        return sample
+    thought = thought_between(markers) or THOUGHT_MARKERS[0]
+    before_opening = sample.text.partition(thought.opening)[0]
+    begins_in_thought = thought.closing in before_opening
+    if not begins_in_thought and not sample.text.lstrip().startswith(thought.opening):
+        return sample
+    parsed = MessageFormat(thought).parse(sample.text, begins_in_thought=begins_in_thought)
+    reasonings = [part for part in (sample.reasoning, parsed.reasoning) if part]
+    return replace(
+        sample,
+        text=parsed.text,
+        reasoning="\n\n".join(reasonings) or None,
+        is_unfinished=parsed.is_unfinished,
+    )
 
 
 def open_chat_model(
@@ -802,6 +844,7 @@ def open_chat_model(
     device = resolve_device(settings.device)
     model = kind.load(parameters, scenario_dir=scenario_dir, device=device)
     model.num_threads = settings.num_threads
+    model.reasoning_markers = parameters.reasoning_markers
     return with_retries(model, parameters.limits, parameters.prices, settings, label=label)
 
 

@@ -78,6 +78,47 @@ def read_prompts(
     return prompts
 
 
+def read_probe_conversations(
+    reference: str, scenario_dir: Path | None
+) -> list[tuple[tuple[str, str], ...]]:
+    """Read given probes, each with the turns that follow it, as role and text.
+
+    A row with messages is the conversation after an opening: probes of the role user, and between
+    them responses of the role assistant. Any other row is a single probe.
+
+    Raises
+    ------
+    DataError
+        As `read_prompts`, and for messages in another order.
+    """
+    conversations = []
+    for number, prompt in enumerate(read_prompts(reference, scenario_dir), start=1):
+        turns = prompt.messages or (("user", str(prompt)),)
+        roles = [role for role, _ in turns]
+        if roles[::2] != ["user"] * len(roles[::2]) or roles[1::2] != ["assistant"] * (
+            len(roles) // 2
+        ):
+            raise DataError(
+                f"probe {number} of {reference!r} has the roles {', '.join(roles)}. Begin with a "
+                "probe of the role user, and give user and assistant in turn."
+            )
+        conversations.append(turns)
+    return conversations
+
+
+def read_probes(reference: str, scenario_dir: Path | None) -> list[str]:
+    """Read given probes that are one turn each; `DataError` for a row with several."""
+    probes = []
+    for number, turns in enumerate(read_probe_conversations(reference, scenario_dir), start=1):
+        if len(turns) > 1:
+            raise DataError(
+                f"probe {number} of {reference!r} has {len(turns)} messages. Give its first one "
+                "alone: only ast_sft learns whole conversations."
+            )
+        probes.append(turns[0][1].strip())
+    return probes
+
+
 def _read_text(path: Path, reference: str) -> str:
     try:
         if path.exists() and not path.is_file():

@@ -121,12 +121,24 @@ class Episode:
     figures: dict[str, float] = field(default_factory=dict)
     """Those of the environment at the end of the episode."""
 
-    def is_right(self, success_reward: float) -> bool | None:
-        """Return whether the (first) reward is large enough; None without a reward."""
+    @property
+    def decisive_reward(self) -> float | None:
+        """The reward that decides whether an answer is right: the first of several."""
         if self.reward is None:
             return None
-        decisive = next(iter(self.rewards.values()), self.reward)
-        return decisive is not None and decisive >= success_reward
+        return next(iter(self.rewards.values()), self.reward)
+
+    def is_right(self, success_reward: float | None) -> bool | None:
+        """Return whether the decisive reward is large enough; None if that cannot be known.
+
+        Without a `success_reward` it is 1, the most that a reward then may be.
+        """
+        decisive = self.decisive_reward
+        if self.reward is None or (success_reward is None and (decisive or 0.0) > 1.0):
+            return None
+        return decisive is not None and decisive >= (
+            1.0 if success_reward is None else success_reward
+        )
 
     def exchange(self) -> Exchange:
         """Return the last message with its history, for scorers."""

@@ -72,16 +72,16 @@ class DatasetTask(Task):
     class Parameters(TaskParameters):
         """Files and reward."""
 
-        train: str
+        train: str | list[str]
         """Training problems: a `.jsonl`, `.csv`, `.parquet` or text file, `scenario://file`, or a
-        dataset as `owner/name:split`."""
-        test: str | None = None
+        dataset as `owner/name:split`; or a list of several."""
+        test: str | list[str] | None = None
         """Held-out problems, disjoint from the training problems; null to hold out a part of
         train."""
         test_fraction: Annotated[float, where("test", None)] = Field(default=0.1, gt=0, lt=1)
         """Fraction of the distinct training prompts to hold out, by the seed; at least 8 and at
         most 512. With fewer than 16 distinct prompts, none is held out."""
-        dev: str | None = None
+        dev: str | list[str] | None = None
         """Problems for selecting the best checkpoint; null for the held-out ones."""
         column: PlainText = DEFAULT_COLUMN
         """Column of the prompts."""
@@ -130,9 +130,13 @@ class DatasetTask(Task):
         """Read the rows of each split; holds out a part of train if no other rows are given."""
         names = {split: getattr(self.parameters, split) for split in ("train", "test", "dev")}
         rows = {
-            split: read_prompts(name, self.scenario_dir, self.parameters.column)
-            for split, name in names.items()
-            if name is not None
+            split: [
+                prompt
+                for name in ([given] if isinstance(given, str) else given)
+                for prompt in read_prompts(name, self.scenario_dir, self.parameters.column)
+            ]
+            for split, given in names.items()
+            if given is not None
         }
         if "test" not in rows:
             fraction = self.parameters.test_fraction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.errors import ConfigurationError, DataError, ParameterError
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast.base import AstState
@@ -321,6 +322,43 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
     trainer = ast_trainer("ast_sft", tiny_scenario, *values)
     trainer.train()
     assert set(experience_of(trainer, 99).tree.probes) == {"silly cat sat"}
+
+
+def test_supervised_training_learns_each_probe_of_a_conversation_in_its_context(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    turns = ["silly cat", "fine thanks", "stupid mat", "good day", "the cat sat"]
+    messages = [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate(turns)
+    ]
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": messages}))
+    values = (f"ast_sft.probes={tmp_path / 'given.jsonl'}", "ast_sft.min_score=0.5")
+    trainer = ast_trainer("ast_sft", tiny_scenario, *values)
+    played = experience_of(trainer)
+    tokenizer = trainer.policy.tokenizer
+    first = [sample for sample in played.samples if int(sample["episode"]) == 0]
+    probes = [tokenizer.decode(s["probe"], skip_special_tokens=True) for s in first]
+    assert probes == turns[::2]
+    contexts = [tokenizer.decode(s["context"], skip_special_tokens=True) for s in first]
+    opening = played.tree.prompts[0]
+    heard = [[opening], [opening, *turns[:2]], [opening, *turns[:4]]]
+    assert [" ".join(context.split()) for context in contexts] == [" ".join(t) for t in heard]
+    assert len(played.samples) == 3 * played.tree.num_episodes
+
+
+def test_given_probes_of_several_messages_are_refused_where_only_one_is_learned(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    row = [{"role": role, "content": "silly cat"} for role in ("user", "assistant", "user")]
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": row}))
+    supervision = f"{{probes: {tmp_path / 'given.jsonl'}, share: 0.5}}"
+    with pytest.raises(DataError, match="probe 1 "):
+        ast_trainer("ast_dpo", tiny_scenario, f"ast_dpo.weak_supervision={supervision}")
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": row[1:]}))
+    values = (f"ast_sft.probes={tmp_path / 'given.jsonl'}", "ast_sft.min_score=0.5")
+    with pytest.raises(DataError, match="assistant"):
+        ast_trainer("ast_sft", tiny_scenario, *values)
 
 
 def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:
