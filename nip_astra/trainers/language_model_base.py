@@ -23,10 +23,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.run_state import Part, RunState
+from nip_astra.checkpoints.run_state import (
+    Part,
+    RunState,
+    global_generators,
+    set_global_generators,
+)
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     BudgetExhaustedError,
+    CallDeadlineError,
     ConfigurationError,
     LostProcessError,
     NonFiniteLossError,
@@ -508,12 +514,14 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _collect(self, iteration: int, *, is_last: bool = False) -> None:
         """Collect the experience of an iteration."""
         started = time.perf_counter()
+        generators = global_generators()
         self._noted = {}
         try:
             with torch.no_grad():
                 found = check_experience(self.collect(iteration), owner=type(self).__name__)
-        except BudgetExhaustedError:
-            # The steps so far are paid for.
+        except (BudgetExhaustedError, CallDeadlineError):
+            # The steps so far are paid for. The resumed run collects this iteration again.
+            set_global_generators(generators)
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)

@@ -9,7 +9,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps
+from nip_astra.deadlines import DaemonThread, result_within_deadlines
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, ModelLoadError, counted
@@ -251,15 +251,16 @@ class SamplingThread:
         sampler: LanguageModel,
     ) -> None:
         self._collect, self._policy, self._sampler = collect, policy, sampler
-        self._executor: ThreadPoolExecutor | None = None
+        # One thread: weights stay during a rollout, and rollouts keep their order.
+        self._thread = DaemonThread("async-rollouts")
 
     def begin(self, iterations: Sequence[int]) -> list[Callable[[], CollectedRollout]]:
         """Start rollouts with the current weights."""
-        if self._executor is None:
-            # One thread: weights stay during a rollout, and rollouts keep their order.
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="async-rollouts")
         weights = self._policy.weight_copy()
-        return [self._executor.submit(self._run, one, weights).result for one in iterations]
+        rollouts = [
+            self._thread.submit(partial(self._run, iteration, weights)) for iteration in iterations
+        ]
+        return [partial(result_within_deadlines, rollout) for rollout in rollouts]
 
     def _run(self, iteration: int, weights: Mapping[str, Tensor]) -> CollectedRollout:
         # Grad mode belongs to a thread.
