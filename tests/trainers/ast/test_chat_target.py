@@ -206,7 +206,7 @@ def test_calls_and_reasoning_of_a_target_reach_rows_histories_judges_and_the_rep
 
     def rate(body: dict[str, Any], number: int) -> Reply:
         material = json.loads(body["messages"][1]["content"])
-        opening, *turns = [*material["history"], material["turn_to_rate"]]
+        _, *turns = [*material["history"], material["turn_to_rate"]]
         answers = [turn for turn in turns if turn["role"] == "assistant"]
         assert all(turn["calls"] == [call._asdict()] for turn in answers)
         return rating(10)
