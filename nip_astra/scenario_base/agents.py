@@ -303,12 +303,18 @@ class ConversationAgent:
         mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
         return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
 
+    def opening_turns(self, ids: tuple[int, ...]) -> list[Turn]:
+        """Return the turns of the shortest conversation that this agent reads, with a prompt."""
+        if self.role != "target":
+            return [Turn("user", ids=ids)]
+        # The attacker's turn follows. Many templates refuse a conversation without a user.
+        return [Turn("assistant", ids=ids), Turn("user")]
+
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Raise `ContextLengthError` for the first prompt that exceeds the window."""
         encoded = self.conversation_format.encode_all(prompts)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
-            turn = Turn("assistant" if self.role == "target" else "user", prompt, ids=ids)
-            num_tokens = len(self.conversation_format.context([turn]))
+            num_tokens = len(self.conversation_format.context(self.opening_turns(ids)))
             if num_tokens > self.room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(
