@@ -41,7 +41,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.services.reasons import is_error
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
-from nip_astra.rollouts.messages import Turn
+from nip_astra.rollouts.messages import Turn, calls_of_plain
 from nip_astra.rollouts.prompts import columns_of_record
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
@@ -530,6 +530,7 @@ def _response(row: Row, before: tuple[Turn, ...]) -> Exchange:
         history,
         columns=columns_of_record(row),
         reasoning=row.get("response_reasoning"),
+        calls=calls_of_plain(row.get("response_calls")),
     )
 
 
@@ -543,8 +544,9 @@ def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Turn, ...]]
         before: tuple[Turn, ...] = (Turn("assistant", str(episode[0]["prompt"])),)
         for row in episode:
             yield row, before
-            probe, response = str(row["probe"]), str(row["response"])
-            before = (*before, Turn("user", probe), Turn("assistant", response))
+            calls = calls_of_plain(row.get("response_calls"))
+            response = Turn("assistant", str(row["response"]), calls=calls)
+            before = (*before, Turn("user", str(row["probe"])), response)
 
 
 def _known(score: float) -> float | None:

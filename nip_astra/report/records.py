@@ -406,7 +406,7 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         episode=place["episode"] or 0,
         prompt=text(row.get("prompt")) or opening,
         probe=text(row.get("probe")),
-        response=text(row.get("response")),
+        response=_with_calls(row.get("response"), row.get("response_calls")),
         response_score=number(row.get("response_score")),
         combined_score=number(row.get("combined_score")),
         reward=number(row.get("reward")),
@@ -434,9 +434,14 @@ def _messages_of(message: Any) -> Iterator[tuple[str, str]]:
     reasoning = text(mapping(more[0]).get("reasoning")) if more else ""
     if reasoning:
         yield REASONING, reasoning
-    calls = items(mapping(more[0]).get("calls")) if more else []
-    shown = [f"{text(name)}({json.dumps(arguments)})" for name, arguments in map(_call_of, calls)]
-    yield text(role), "\n".join(filter(None, [text(content), *shown]))
+    yield text(role), _with_calls(content, mapping(more[0]).get("calls") if more else None)
+
+
+def _with_calls(content: Any, calls: Any) -> str:
+    """Return the text of a message, followed by a line for each of its calls of tools."""
+    pairs = map(_call_of, items(calls))
+    shown = [f"{text(name)}({json.dumps(arguments)})" for name, arguments in pairs]
+    return "\n".join(filter(None, [text(content), *shown]))
 
 
 def _call_of(call: Any) -> tuple[Any, Any]:
