@@ -415,3 +415,35 @@ def test_rows_in_memory_are_written_by_one_process_at_a_time(
     monkeypatch.setattr(recipes, "write_atomically", write)
     recipes._stored([{"prompt": "a"}], tmp_path)
     assert is_unlocked == [False]
+
+
+@pytest.mark.parametrize("kind", ["table", "splits", "dataset"])
+def test_rows_of_other_libraries_are_read(tmp_path: Path, kind: str) -> None:
+    rows = [{"question": "1+1=", "answer": 2.5}, {"question": "2+2=", "answer": None}]
+    data: Any
+    if kind == "table":
+        data = pytest.importorskip("pandas").DataFrame(rows)
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list(rows)
+        if kind == "splits":
+            data = datasets.DatasetDict({"train": data, "test": data.select([0])})
+    train, test = recipes._splits_of(data)
+    assert (test is not None) is (kind == "splits")
+    stored = Path(recipes._stored(train, tmp_path)).read_text(encoding="utf-8")
+    assert [json.loads(line) for line in stored.splitlines()] == rows
+
+
+def test_splits_without_training_rows_are_refused() -> None:
+    with pytest.raises(DataError, match="validation"):
+        recipes._splits_of({"validation": []})
+
+
+def test_the_column_of_prompts_is_an_option(cli: CommandLine, folder: Path) -> None:
+    text = (folder / "rows.jsonl").read_text(encoding="utf-8")
+    (folder / "rows.jsonl").write_text(text.replace('"prompt"', '"goal"'), encoding="utf-8")
+    assert task_values(column="goal").get("task.task.column") == "goal"
+    options = ["--model", str(MODEL), "--data", "rows.jsonl", "--reward", "rewards.py:right"]
+    options += ["--max_completion_length", "5"]
+    cli.ok("task", *options, "--column", "goal", "--dry-run")
+    assert "'goal'" in refused(cli("task", *options, "--column", "gaol", "--dry-run"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from nip_astra.errors import ContextLengthError, DataError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import TaskType
-from nip_astra.rollouts.messages import Role, Turn
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
@@ -59,8 +59,7 @@ class RowEnvironment(Environment):
 
 def messages_of(prompt: Prompt) -> list[Turn]:
     """Return the messages of a prompt that open the conversation."""
-    given = prompt.messages or (("user", str(prompt)),)
-    return [Turn(cast(Role, role), text) for role, text in given]
+    return list(prompt.messages) or [Turn("user", str(prompt))]
 
 
 @register_task(TaskType.DATASET)
