@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.deadlines import using_deadline
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
+    CallDeadlineError,
     CheckpointError,
     ConfigurationError,
     NipAstraError,
@@ -34,6 +37,7 @@ from nip_astra.evaluation.tables import Shown
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
+from nip_astra.language_models.services.retrying import keeping_service_files
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.progress import only_own_bars, showing
 from nip_astra.report.page import write_report
@@ -389,7 +393,13 @@ def _run(
     built: list[Trainer] | None = None,
 ) -> ExperimentResult:
     """Build and train; append the trainer to `built`."""
-    with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
+    with (
+        log_file(directory),
+        only_own_bars(),
+        keeping_service_files(directory.path),
+        using_deadline(settings.call_deadline, on_stuck=partial(_record_stuck_call, directory)),
+        stop_on_signals() as name_of_signal,
+    ):
 
         def stop_flag() -> str | None:
             return name_of_signal() or (own_flag() if own_flag else None)
@@ -453,6 +463,21 @@ def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) 
     # The error that ends the run is more important than one of the disk.
     with suppress(NipAstraError):
         directory.write_json(files.RESULTS, failure)
+
+
+def _record_stuck_call(directory: RunDirectory, error: CallDeadlineError) -> None:
+    """Record, in another thread, that a call cannot be interrupted; the process ends then."""
+    text = f"{error} The call cannot be interrupted, so the process ends."
+    logger.error("the run failed: %s", text)
+    failure = {
+        "status": files.FAILED,
+        "error": {"type": type(error).__name__, "message": text},
+        "warnings": [],
+    }
+    with suppress(NipAstraError):
+        if not directory.has_ended:
+            directory.write_json(files.RESULTS, failure)
+    _write_at_once(f"error: {text} {_how_to_resume(directory)}")
 
 
 def _how_to_resume(directory: RunDirectory) -> str:

@@ -11,7 +11,6 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress, groupby, islice
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nip_astra.deadlines import call_in_threads
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ContextLengthError, WorkerProcessError
 from nip_astra.language_models.base import (
@@ -336,8 +336,8 @@ def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> l
     parallel = [place for place, most in enumerate(concurrencies) if most > 1]
     found: dict[int, Value] = {}
     if len(parallel) > 1:
-        with ThreadPoolExecutor(min(max(concurrencies), len(parallel))) as pool:
-            found = dict(zip(parallel, pool.map(call, parallel), strict=True))
+        results = call_in_threads([partial(call, place) for place in parallel], max(concurrencies))
+        found = dict(zip(parallel, results, strict=True))
     return [found[i] if i in found else call(i) for i in range(len(concurrencies))]
 
 

@@ -204,8 +204,8 @@ class SweepResults:
             chance = (1 - RARE_FAILURE) ** num_seeds
             cautions.append(
                 f"Intervals over {counted(num_seeds, 'seed')} with similar values hold for such "
-                f"seeds. If one in ten fails, that stays unseen with a probability of {chance:.0%}: "
-                f"run {ENOUGH_SEEDS} seeds."
+                f"seeds. If one in ten fails, that stays unseen with a probability of "
+                f"{chance:.0%}: run {ENOUGH_SEEDS} seeds."
             )
         return cautions
 

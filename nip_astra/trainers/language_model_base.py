@@ -23,10 +23,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.run_state import Part, RunState
+from nip_astra.checkpoints.run_state import (
+    Part,
+    RunState,
+    global_generators,
+    set_global_generators,
+)
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     BudgetExhaustedError,
+    CallDeadlineError,
     ConfigurationError,
     LostProcessError,
     NonFiniteLossError,
@@ -65,6 +71,7 @@ from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
+from nip_astra.utils.module_names import check_module_names
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 from nip_astra.utils.seeding import derived_generator
 
@@ -235,7 +242,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             raise UnknownNameError("dev_metric", self.training.dev_metric, of_dev, advice)
         self._noted: dict[str, float] = {}
         self.policy = self.build_policy()
-        self.modules = torch.nn.ModuleDict(self.build_modules())
+        modules_by_name = self.build_modules()
+        check_module_names(modules_by_name, owner=f"build_modules of {type(self).__name__}")
+        self.modules = torch.nn.ModuleDict(modules_by_name)
         policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
         self.learned = [*policy, *modules]
         self.optimizer = build_optimizer(
@@ -505,12 +514,14 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _collect(self, iteration: int, *, is_last: bool = False) -> None:
         """Collect the experience of an iteration."""
         started = time.perf_counter()
+        generators = global_generators()
         self._noted = {}
         try:
             with torch.no_grad():
                 found = check_experience(self.collect(iteration), owner=type(self).__name__)
-        except BudgetExhaustedError:
-            # The steps so far are paid for.
+        except (BudgetExhaustedError, CallDeadlineError):
+            # The steps so far are paid for. The resumed run collects this iteration again.
+            set_global_generators(generators)
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)

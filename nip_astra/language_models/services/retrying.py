@@ -141,7 +141,6 @@ class Usage(NamedTuple):
         return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
 
 
-_OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
 _TOTALS = {
     "num_requests": "COUNT(*)",
@@ -186,13 +185,13 @@ class UsageLog:
 
     @classmethod
     def of(cls, path: Path | None) -> UsageLog:
-        """Return the log of a file, opened once per process."""
-        if path is None:
-            return cls()
-        log = _OPEN_LOGS.get(path.resolve())
-        if log is None:
-            log = _OPEN_LOGS[path.resolve()] = cls(path)
-        return log
+        """Return the log of a file, opened once per process; see `keeping_service_files`."""
+        return cls() if path is None else _open_once(cls, path)
+
+    def close(self) -> None:
+        """Close the file; the log can no longer be used."""
+        with self._lock:
+            self._database.close()
 
     async def reserve(self, most: Usage, budget: Budget) -> None:
         """Reserve the maximum usage of a request; wait for open requests if necessary.
@@ -379,6 +378,16 @@ class ResponseCache:
                 "WITHOUT ROWID"
             )
 
+    @classmethod
+    def of(cls, path: Path) -> ResponseCache:
+        """Return the cache in a file, opened once per process; see `keeping_service_files`."""
+        return _open_once(cls, path)
+
+    def close(self) -> None:
+        """Close the file; the cache can no longer be used."""
+        with self._lock:
+            self._database.close()
+
     def get(self, keys: Sequence[str]) -> list[ChatAnswer | None]:
         answers = []
         with self._lock, guarded(self.path):
@@ -408,6 +417,42 @@ class ResponseCache:
         ]
         with self._lock, guarded(self.path):
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", rows)
+
+
+_OPEN_FILES: weakref.WeakValueDictionary[tuple[type, Path], Any] = weakref.WeakValueDictionary()
+"""The open logs and caches of this process."""
+_KEPT_FILES: dict[Path, list[UsageLog | ResponseCache]] = {}
+"""Logs and caches opened within `keeping_service_files`, by its folder."""
+ServiceFile = TypeVar("ServiceFile", UsageLog, ResponseCache)
+
+
+@contextmanager
+def keeping_service_files(folder: Path) -> Iterator[None]:
+    """Keep logs and caches open within the block; close those in the folder, that of a run, after.
+
+    A staged run opens a model after each job of fine-tuning, and each model would open the files
+    again: SQLite releases a file only when every connection to it in the process is closed.
+    """
+    kept = _KEPT_FILES[folder.resolve()] = []
+    try:
+        yield
+    finally:
+        del _KEPT_FILES[folder.resolve()]
+        for file in kept:
+            if file.path is not None and file.path.resolve().is_relative_to(folder.resolve()):
+                # A run that is resumed in this process opens it again.
+                _OPEN_FILES.pop((type(file), file.path.resolve()), None)
+                file.close()
+
+
+def _open_once(cls: type[ServiceFile], path: Path) -> ServiceFile:
+    key = cls, path.resolve()
+    opened: ServiceFile | None = _OPEN_FILES.get(key)
+    if opened is None:
+        opened = _OPEN_FILES[key] = cls(path)
+        for kept in _KEPT_FILES.values():
+            kept.append(opened)
+    return opened
 
 
 def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
@@ -825,7 +870,7 @@ def with_retries(
         budget=Budget(
             settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost
         ),
-        cache=None if cache_path is None else ResponseCache(cache_path),
+        cache=None if cache_path is None else ResponseCache.of(cache_path),
         is_cache_of_run=shared is None,
     )
 

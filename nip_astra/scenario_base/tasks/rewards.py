@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 
+from nip_astra.deadlines import within_deadline
 from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted, describe_error
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
@@ -174,11 +175,12 @@ class WeightedRewards:
         arguments = self._arguments(episodes, progress)
         started: dict[str, Any] = {}
         for name, function in self._functions.items():
-            with _naming(name):
+            with _naming(name), within_deadline(f"the reward function {name!r}"):
                 started[name] = function.call(arguments)
         waiting = {name: result for name, result in started.items() if inspect.isawaitable(result)}
         if waiting:
-            with process_state_kept(f"a reward function of {', '.join(waiting)}"):
+            names = f"a reward function of {', '.join(waiting)}"
+            with process_state_kept(names), within_deadline(names):
                 results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
             started |= zip(waiting, results, strict=True)
         values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}

@@ -9,7 +9,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps
+from nip_astra.deadlines import DaemonThread, result_within_deadlines
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, ModelLoadError, counted
@@ -251,15 +251,16 @@ class SamplingThread:
         sampler: LanguageModel,
     ) -> None:
         self._collect, self._policy, self._sampler = collect, policy, sampler
-        self._executor: ThreadPoolExecutor | None = None
+        # One thread: weights stay during a rollout, and rollouts keep their order.
+        self._thread = DaemonThread("async-rollouts")
 
     def begin(self, iterations: Sequence[int]) -> list[Callable[[], CollectedRollout]]:
         """Start rollouts with the current weights."""
-        if self._executor is None:
-            # One thread: weights stay during a rollout, and rollouts keep their order.
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="async-rollouts")
         weights = self._policy.weight_copy()
-        return [self._executor.submit(self._run, one, weights).result for one in iterations]
+        rollouts = [
+            self._thread.submit(partial(self._run, iteration, weights)) for iteration in iterations
+        ]
+        return [partial(result_within_deadlines, rollout) for rollout in rollouts]
 
     def _run(self, iteration: int, weights: Mapping[str, Tensor]) -> CollectedRollout:
         # Grad mode belongs to a thread.
@@ -402,6 +403,7 @@ class ServiceTrainer(LanguageModelTrainer):
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
         self._staleness = 0
+        self._num_drawn: int | None = None
         if self.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             self.parameters = self.Parameters.from_dict(self._own_values())
@@ -552,11 +554,19 @@ class ServiceTrainer(LanguageModelTrainer):
         played.metrics["rollout/staleness"] = float(self._staleness)
         return played
 
+    def _next_problem(self, iteration: int) -> int:
+        """Return the position of the first problem that no earlier iteration has drawn."""
+        rounds = self.parameters.max_resampling_rounds
+        if rounds and self._num_drawn is not None:
+            return self._num_drawn
+        # In runs begun by earlier versions each iteration reserved those of all rounds.
+        return iteration * self.training.num_episodes_per_experience * (rounds + 1)
+
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Sample problems, replacing uninformative ones."""
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
-        first = iteration * wanted * (rounds + 1)
+        first = self._next_problem(iteration)
         self.task.progress = TrainingProgress(iteration, self.training.num_iterations)
         kept: list[Trajectory] = []
         dead: list[Trajectory] = []
@@ -607,6 +617,7 @@ class ServiceTrainer(LanguageModelTrainer):
             **self._sampler.take_metrics(),
             **episode_figures(episodes),
         }
+        self._num_drawn = first + num_played
         # Figures are of all that was sampled: those of the kept groups alone would be chosen by it.
         played = [*kept, *dead]
         log_rollout_metrics(played, metrics)
@@ -687,8 +698,19 @@ class ServiceTrainer(LanguageModelTrainer):
         if self._async is not None:
             self._async.wait()
 
+    def _wait_for_drawn(self) -> int | None:
+        """Return the number of problems drawn so far, those of rollouts ahead included."""
+        self._wait_for_playing()
+        return self._num_drawn
+
+    def _set_drawn(self, count: int | None) -> None:
+        self._num_drawn = count
+
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
+        if self.parameters.max_resampling_rounds:
+            # A cache to runs begun by earlier versions, which go on as they began.
+            parts["problems"] = Part(self._wait_for_drawn, self._set_drawn, is_memory=True)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
