@@ -40,8 +40,8 @@ def read_prompts(
     anything else: one prompt a line. A dataset is a hub id or a folder, also of
     `Dataset.save_to_disk`, with a split of the package datasets: `owner/name:train[:80%]`. A prompt
     is a text, or a list of messages with `role` and `content` (a text, or parts of text): an
-    optional system message first, and the message of a user or tool last. Empty prompts are
-    skipped.
+    optional system message first; a last message of the assistant is the beginning of the answer.
+    Empty prompts are skipped.
 
     Raises
     ------
@@ -214,8 +214,11 @@ def _messages_of(value: Any, place: str) -> tuple[Turn, ...]:
             raise ValueError(
                 f"{place}: a tool's message must follow an assistant's message with tool_calls"
             )
-    if not roles or roles[-1] not in ("user", "tool"):
-        raise ValueError(f"{place}: the last message of its prompt must be the user's or a tool's")
+    if not roles or roles[-1] == "system" or messages[-1].calls:
+        raise ValueError(
+            f"{place}: the last message of its prompt must be the user's, a tool's, or the "
+            "beginning of an answer"
+        )
     return messages
 
 

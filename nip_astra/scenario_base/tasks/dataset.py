@@ -46,6 +46,7 @@ class RowEnvironment(Environment):
     def __init__(self, prompt: Prompt, answer: str | None, match: str | None) -> None:
         self.prompt, self.solution, self.match = prompt, answer, match
         self.columns, self.row = prompt.columns, prompt.row
+        self.begins_answer = begins_answer(prompt)
 
     def reset(self) -> Sequence[Turn]:
         return messages_of(self.prompt)
@@ -60,6 +61,11 @@ class RowEnvironment(Environment):
 def messages_of(prompt: Prompt) -> list[Turn]:
     """Return the messages of a prompt that open the conversation."""
     return list(prompt.messages) or [Turn("user", str(prompt))]
+
+
+def begins_answer(prompt: Prompt) -> bool:
+    """Return whether a prompt ends with the beginning of the answer."""
+    return bool(prompt.messages) and prompt.messages[-1].role == "assistant"
 
 
 @register_task(TaskType.DATASET)
@@ -198,7 +204,7 @@ class DatasetTask(Task):
                     continue
                 turns = policy.tokenize(messages_of(row))
                 try:
-                    policy.conversation_format.fit(turns, num_tokens=room)
+                    policy.fit(turns, is_begun=begins_answer(row))
                 except ContextLengthError as error:
                     raise DataError(
                         f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "

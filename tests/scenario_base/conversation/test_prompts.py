@@ -256,7 +256,8 @@ def test_a_prompt_with_calls_and_results_of_tools_is_read(
         ([{"role": "tool", "content": "2"}], "tool_calls"),
         ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "tool_calls"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "a name"),
-        ([{"role": "assistant", "content": "a"}], "last message"),
+        ([{"role": "system", "content": "a"}], "last message"),
+        ([{"role": "assistant", "tool_calls": [CALL]}], "last message"),
     ],
 )
 def test_other_messages_of_tools_are_refused(
