@@ -22,14 +22,12 @@ from nip_astra.language_models.message_format import (
     format_with_markers,
     thought_between,
 )
-from nip_astra.language_models.services.chat import render_chat
+from nip_astra.language_models.services.chat import REASONING_FIELDS, render_chat
 from nip_astra.rollouts.messages import Role, Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
 _REASONING = "\u241e{}\u241e"
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's reasoning in chat templates."""
 MAX_KEPT_TEXTS = 4096
 """Texts whose tokens a format keeps."""
 MAX_KEPT_LENGTH = 1000
