@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from nip_astra.errors import DataError
 from tests.kit.documents import ROOT, find
 from tests.kit.public_names import STATUSES, deciding_path, public_names, statements_of
 
@@ -22,7 +23,11 @@ class Original(NamedTuple):
     our_root: str
 
 
-ORIGINALS = (Original("nexrl.yaml", "coming-from-nexrl.md", "nexrl", "nip_astra.nexrl"),)
+ORIGINALS = (
+    Original("astra_rl.yaml", "coming-from-astra-rl.md", "astra_rl", "nip_astra.astra"),
+    Original("nexrl.yaml", "coming-from-nexrl.md", "nexrl", "nip_astra.nexrl"),
+    Original("nip.yaml", "coming-from-nip.md", "nip", "nip_astra.nip"),
+)
 each_original = pytest.mark.parametrize("original", ORIGINALS, ids=lambda one: one.their_root)
 
 
@@ -45,6 +50,9 @@ def is_there(path: str) -> bool:
     """Return whether a dotted path can be imported, or is a field of a class that can."""
     try:
         find(path)
+    except DataError:
+        # The name of a list that a user provides.
+        return True
     except (ImportError, AttributeError):
         owner, _, name = path.rpartition(".")
         return owner.count(".") > 1 and is_there(owner) and is_field(find(owner), name)

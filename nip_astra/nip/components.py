@@ -122,6 +122,7 @@ class TensorDictEnvironment(ProtocolEnvironment):
             train=self.train,
         )
 
+    dataset: TensorDict
     layout: MessageLayout
     train: bool
     steps_per_env_per_iteration: int
@@ -533,6 +534,14 @@ class AgentView(View):
     """
 
     _viewed: Agent
+    agent_name: str
+    body: AgentBody | None
+    policy_body: AgentBody | None
+    value_body: AgentBody | None
+    policy_head: AgentPolicyHead | None
+    value_head: AgentValueHead | None
+    solo_head: SoloAgentHead | None
+    whole: None
 
     def __init__(self, agent: Agent, context: Context) -> None:
         def part(kind: type[_OurPart], module: nn.Module | None) -> _OurPart | None:
@@ -551,6 +560,14 @@ class AgentView(View):
             solo_head=part(SoloAgentHead, agent.solo_head),
             whole=None,
         )
+
+    def train(self) -> None:
+        """Set the agent's networks to training."""
+        self._viewed.train()
+
+    def eval(self) -> None:
+        """Set the agent's networks to evaluation."""
+        self._viewed.eval()
 
     def get_model_parameter_dicts(
         self,
@@ -601,6 +618,19 @@ class ScenarioInstanceView(View):
     combined_policy_head, combined_value_head : _Combined or None
         The heads of all agents.
     """
+
+    agents: dict[str, AgentView]
+    protocol_handler: ProtocolView
+    message_regressor: Any
+    train_environment: TensorDictEnvironment
+    test_environment: TensorDictEnvironment
+    combined_whole: None
+    combined_body: _Combined | None
+    combined_policy_body: _Combined | None
+    combined_value_body: _Combined | None
+    combined_policy_head: _Combined | None
+    combined_value_head: _Combined | None
+    shared_model_groups: None
 
     def __init__(self, instance: ProtocolInstance, hyper_params: Any) -> None:
         parameters, rl = getattr(hyper_params, instance.kind), hyper_params.rl

@@ -54,7 +54,7 @@ _GROUPS = {
 _SETTINGS = _at(f"{PACKAGE}.running", "ExperimentSettings")
 _RUN = _at(f"{PACKAGE}.running", "run_experiment prepare_experiment PreparedExperimentInfo")
 _FACTORY = _at(f"{PACKAGE}.running", "build_scenario_instance")
-_INSTANCE = _at("nip_astra.scenario_instance", "ScenarioInstance")
+_INSTANCE = {"ScenarioInstance": f"{PACKAGE}.components:ScenarioInstanceView"}
 _TRAINER_BASE = {
     **_at("nip_astra.trainers.trainer_base", "IterationContext"),
     **_at(f"{PACKAGE}.tensors", "Trainer TensorDictTrainer attach_progress_bar"),
@@ -108,9 +108,12 @@ _TIMING = _at(
     f"{PACKAGE}.tools",
     "Timeable register_timeable list_timeables time_timeable time_all_timeables",
 )
-_RUN_TIMEABLES = _at(
-    f"{PACKAGE}.tools", "GraphIsomorphismPpoRunTimeable GraphIsomorphismSoloAgentRunTimeable"
-)
+_RUN_TIMEABLES = {
+    **_at(
+        f"{PACKAGE}.tools", "GraphIsomorphismPpoRunTimeable GraphIsomorphismSoloAgentRunTimeable"
+    ),
+    "RunTimeable": f"{PACKAGE}.tools:Timeable",
+}
 _DATA = {
     **_at(f"{PACKAGE}.components", "TensorDictDataLoader"),
     "Dataset": "tensordict:TensorDict",
@@ -131,6 +134,13 @@ _PROTOCOLS_OF_LIBRARY = _at(
     "NipProtocol AdpProtocol DebateProtocol MerlinArthurProtocol MnipProtocol SoloVerifierProtocol "
     "MultiChannelTestProtocol",
 )
+_TEXT_PROTOCOLS = {
+    "CodeValidationProtocolHandler": "nip_astra.protocols.protocol_base:ProtocolHandler",
+    **{
+        f"{name}CodeValidationProtocol": f"nip_astra.protocols.library:{name}Protocol"
+        for name in ("Adp", "Debate", "MerlinArthur", "Mnip", "Nip", "SoloVerifier")
+    },
+}
 _ZERO_KNOWLEDGE = _at("nip_astra.protocols.zero_knowledge", "ZeroKnowledgeProtocol")
 _MATHS = _at(
     f"{PACKAGE}.maths",
@@ -139,9 +149,12 @@ _MATHS = _at(
 )
 MODULES: dict[str, dict[str, str]] = {
     "": _GROUPS | _RUN | _SETTINGS | _at("nip_astra.version", "__version__"),
-    "code_validation": _ANALYSERS,
+    "code_validation": {
+        **_at(f"{PACKAGE}.hyper_params", "CodeValidationAgentParameters"),
+        "CodeValidationProtocolHandler": "nip_astra.protocols.protocol_base:ProtocolHandler",
+    },
     "code_validation.dataset_generation": _at(f"{PACKAGE}.running", "_get_openrouter_response"),
-    "code_validation.protocols": _PROTOCOLS_OF_LIBRARY,
+    "code_validation.protocols": _TEXT_PROTOCOLS,
     "code_validation.rollout_analysis": _ANALYSERS,
     "constants": _at(
         f"{PACKAGE}.types",
@@ -155,7 +168,10 @@ MODULES: dict[str, dict[str, str]] = {
     "graph_isomorphism.data": _GRAPHS,
     "graph_isomorphism.dataset_generation": _GRAPH_GENERATION,
     "graph_isomorphism.environment": _GRAPHS,
-    "image_classification": _IMAGES,
+    "image_classification": {
+        **_IMAGES,
+        **_at(f"{PACKAGE}.tools", "DATASET_WRAPPER_CLASSES"),
+    },
     "image_classification.data": {
         **_IMAGES,
         **_at(f"{PACKAGE}.tools", "DATASET_WRAPPER_CLASSES"),
@@ -194,6 +210,7 @@ MODULES: dict[str, dict[str, str]] = {
     "scenario_base.rollout_analysis": _ANALYSERS,
     "scenario_instance": _INSTANCE,
     "trainers": {
+        **(_SETTINGS | _INSTANCE | _at(f"{PACKAGE}.hyper_params", "HyperParameters")),
         **(_TRAINER_BASE | _REGISTRY | _TENSORS | _TEXTS | _EI | _MALT),
         **{name: home for names in _OURS.values() for name, home in names.items()},
         **_at(f"{PACKAGE}.texts", "build_trainer get_trainer_class"),
@@ -205,9 +222,10 @@ MODULES: dict[str, dict[str, str]] = {
     "trainers.rl_tensordict_base": _TENSORS,
     "trainers.trainer_base": _TRAINER_BASE,
     **{f"trainers.{name}": names for name, names in _OURS.items()},
-    "timing": _TIMING,
+    "stat_logger": _at(f"{PACKAGE}.views", "StatLogger"),
+    "timing": {**_TIMING, "RunTimeable": f"{PACKAGE}.tools:Timeable"},
     "timing.run": _RUN_TIMEABLES,
-    "timing.timeables": _TIMING,
+    "timing.timeables": _TIMING | _at(f"{PACKAGE}.tools", "TIMEABLES"),
     "utils": {},
     "utils.bugfix": _at(f"{PACKAGE}.tensors", "Reward2GoTransform"),
     "utils.env": _at(

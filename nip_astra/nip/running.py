@@ -75,9 +75,11 @@ def _device(device: str | torch.device) -> str:
     return "cuda"
 
 
-def ExperimentSettings(**settings: Any) -> Settings:  # noqa: N802  # nip's name of a class
-    """Create settings by nip's names."""
-    return Settings(**_settings(settings))
+class ExperimentSettings(Settings):
+    """Settings by nip's names; those of `WITHOUT_EFFECT` are accepted."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**_settings(settings))
 
 
 def run_experiment(

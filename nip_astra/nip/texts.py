@@ -17,7 +17,7 @@ Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -176,6 +176,7 @@ class PureTextEnvironment:
     """
 
     batch_size = (1,)
+    dataset: NestedArrayDict
 
     def __init__(self, trainer: OurTrainer, split: Split) -> None:
         instance = trainer.instance
@@ -316,7 +317,17 @@ class PureTextSharedModelGroup(View):
         Of the group.
     agent_names : list of str
         Its members.
+    get_fine_tune_job_status, switch_to_next_model, get_state, set_state
+        Those of our group.
     """
+
+    group_name: str
+    agent_names: list[str]
+    model_name: str
+    get_fine_tune_job_status: Callable[[], Any]
+    switch_to_next_model: Callable[[], None]
+    get_state: Callable[[], dict[str, Any]]
+    set_state: Callable[[Mapping[str, Any]], None]
 
     def __init__(self, group: OurGroup) -> None:
         names = [agent.name for agent in group.agents]
@@ -391,6 +402,11 @@ class PureTextRlTrainer(OurTrainer):
     """
 
     sections_of_others: ClassVar[tuple[str, ...]] = ("pure_text_ei", "pure_text_malt")
+    state: Any
+    train_environment: PureTextEnvironment
+    test_environment: PureTextEnvironment
+    combined_agent: PureTextCombinedWhole
+    shared_model_groups: Any
 
     def __init__(self, hyper_params: Any, scenario_instance: Any, settings: Any = None) -> None:
         view = converted(hyper_params, kind=scenario_instance.kind, is_text=True)

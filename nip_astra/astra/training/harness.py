@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,25 @@ class ExperienceLoader(Generic[Batch]):
     def __next__(self) -> Batch:
         self._current = self._current or iter(self)
         return next(self._current)
+
+
+class LossAndMetrics(NamedTuple):
+    """The result of a step; the oldest versions returned the loss alone.
+
+    Attributes
+    ----------
+    loss : Tensor
+        Scalar, with gradient.
+    metrics : dict
+        Plain numbers by name.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Any]
+
+    def backward(self) -> None:
+        """Add the gradients of the loss."""
+        torch.autograd.backward(self.loss)
 
 
 class Harness(Generic[StateT, ActionT, Step, Batch]):
@@ -206,14 +225,14 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
 
         return ExperienceLoader(epoch, num_samples=len(samples), batch_size=self.batch_size)
 
-    def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+    def step(self, batch: Batch) -> LossAndMetrics:
         """Return the loss of a batch, with gradient, and metrics."""
         loss, logs = self.algorithm.step(batch)
         plain = {
             name: float(value.detach()) if isinstance(value, Tensor) else value
             for name, value in logs.items()
         }
-        return loss, plain
+        return LossAndMetrics(loss, plain)
 
     def log_current_step(self, current_logs: Mapping[str, Any]) -> None:
         """Write metrics to the log, and to W&B if enabled."""
