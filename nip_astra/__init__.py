@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from nip_astra.language_models.base import (
         register_language_model as register_language_model,
     )
+    from nip_astra.language_models.call_forms import TaggedCalls as TaggedCalls
+    from nip_astra.language_models.call_forms import register_call_form as register_call_form
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.services.chat import ChatAnswer as ChatAnswer

@@ -130,7 +130,7 @@ class RolloutTree:
         """Return why each node has no response; None if it has one."""
         return self.response_failures or self.blanks()
 
-    def blanks(self) -> list[None]:
+    def blanks(self) -> list[Any]:
         """Return a list without a value of any node."""
         return [None] * self.num_nodes
 

@@ -432,9 +432,8 @@ def _kept(
             text, is_cut = sample.text, sample.finish_reason == FinishReason.LENGTH
             is_withheld = sample.finish_reason == FinishReason.CONTENT_FILTER
             failure = "the service withheld it" if is_withheld else ""
-            failure = "it was cut before its first word" if sample.is_missing else failure
-            failure = f"the model refused: {sample.refusal}" if sample.refusal else failure
             failure = "it ended before its first word" if sample.is_missing else failure
+            failure = f"the model refused: {sample.refusal}" if sample.refusal else failure
         texts.append(text)
         cuts.append(is_cut)
         failures.append(failure)

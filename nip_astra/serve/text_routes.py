@@ -190,7 +190,11 @@ class ChatTurn(Body):
         # Clients send back messages of answers with all their fields.
         if not isinstance(given, dict):
             return given
-        return {key: value for key, value in given.items() if value not in (None, [])}
+        fields = {key: value for key, value in given.items() if value not in (None, [])}
+        if "reasoning" in fields and "reasoning_content" not in fields:
+            # Some services and their clients name it so.
+            fields["reasoning_content"] = fields.pop("reasoning")
+        return fields
 
     @model_validator(mode="after")
     def _check_parts(self) -> ChatTurn:

@@ -28,6 +28,11 @@ CALLS = {
     "two calls": [ToolCall("note", {"text": "milk"}), ToolCall("note", {"text": "tea"})],
     "nested": [ToolCall("note", {"place": {"at": [1, {"b": "x, {y}"}], "is_far": True}})],
     "lines and tags": [ToolCall("note", {"text": 'one\ntwo </tool_call> {"a": 1}] three'})],
+    "tags of arguments": [
+        ToolCall(
+            "note", {"text": "a</parameter>\nb</arg_value>\nc</atem:parameter>\nd", "count": 1}
+        )
+    ],
     "digits": [ToolCall("note", {"text": "007", "count": 7})],
 }
 SCHEMAS = argument_schemas([TOOL])
@@ -219,6 +224,7 @@ def test_calls_as_deepseek_writes_them_in_code_come_back() -> None:
     ("schema", "text", "value"),
     [
         ({"type": "string"}, "7", "7"),
+        ({"type": "string"}, '"7"', '"7"'),
         ({"type": "integer"}, "7", 7),
         ({"type": "integer"}, "seven", "seven"),
         ({"type": "number"}, " 0.5 ", 0.5),

@@ -113,11 +113,23 @@ def test_thoughts_are_reasoning_content_and_calls_within_are_none(name: str, ask
     assert (cut["content"], cut["calls"], cut["end"]) == ("", [], "length")
 
 
-def test_an_answer_with_its_reasoning_can_be_sent_back(ask: Ask) -> None:
-    answer = ask("Qwen 3.5", "Hm.\n</think>\n\nTea.").choices[0].message
-    messages = [HELLO, answer.model_dump(exclude_none=True), HELLO]
-    again = ask("Qwen 3.5", "Hm.\n</think>\n\nTea.", messages=messages)
-    assert again.choices[0].message.content == "Tea."
+@pytest.mark.parametrize("name", ["Qwen 3.5", "gpt-oss", "LFM 2.5", "Gemma 4, fifth template"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_an_answer_with_its_reasoning_can_be_sent_back(name: str, field: str, ask: Ask) -> None:
+    family = FAMILIES[name]
+    assert family.think is not None
+    text = family.think("Hm.") + family.write_calls(CALLS)
+    message = ask(name, text, tools=[TOOL]).choices[0].message.model_dump(exclude_none=True)
+    message[field] = message.pop("reasoning_content")
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "kept"}
+    messages = [HELLO, message, result]
+    again = ask(name, text, messages=messages, tools=[TOOL], extra_body={"return_token_ids": True})
+    prompt = family.tokenizer().decode(again.prompt_token_ids)
+    assert prompt.index("Hm.") < prompt.index("007") < prompt.index("kept")
+
+
+def test_only_an_assistant_has_reasoning(ask: Ask) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask("Qwen 3.5", "x", messages=[{**HELLO, "reasoning_content": "x"}])
     assert says(caught.value, "reasoning_content", "assistant")

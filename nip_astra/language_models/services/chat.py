@@ -38,6 +38,10 @@ class ChatMessage(TypedDict):
     content: str
 
 
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning in chat templates; the first one is OpenAI's protocol's."""
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
@@ -48,26 +52,34 @@ def render_chat(
     """Render a conversation with the tokenizer's chat template.
 
     With `opens_answer` the text ends where the assistant's next message begins. Messages and
-    `tools` have OpenAI's form; templates expect the arguments of calls as objects.
+    `tools` have OpenAI's form; templates expect the arguments of calls as objects. A message's
+    `reasoning_content` is shown if the template shows it.
     """
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
-            tools=[*tools] or None,
-            tokenize=False,
-            add_generation_prompt=opens_answer,
-        )
-    except Exception as error:
-        # Templates raise errors of any type.
-        raise ModelLoadError(
-            f"the chat template refused the roles {[message['role'] for message in messages]}: "
-            f"{str(error).rstrip('.')}. Begin with a user's message, or remove the system message."
-        ) from error
-    return text
+    has_reasoning = any(message.get(REASONING_FIELDS[0]) for message in messages)
+    for shows_reasoning in (True, False) if has_reasoning else (True,):
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [_for_template(message, shows_reasoning) for message in messages],
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+            )
+            return text
+        except Exception as error:
+            # Templates raise errors of any type, also for reasoning beside a text.
+            fault = error
+    raise ModelLoadError(
+        f"the chat template refused the roles {[message['role'] for message in messages]}: "
+        f"{str(fault).rstrip('.')}. Begin with a user's message, or remove the system message."
+    ) from fault
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], shows_reasoning: bool) -> dict[str, Any]:
     parts = []
+    reasoning = message.get(REASONING_FIELDS[0])
+    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if reasoning and shows_reasoning:
+        message |= dict.fromkeys(REASONING_FIELDS, reasoning)
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
         if isinstance(function["arguments"], str):

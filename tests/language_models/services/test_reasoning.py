@@ -153,6 +153,15 @@ def test_a_judge_cut_within_its_thoughts_gives_no_verdict(reply: Reply) -> None:
     assert not ratings.is_error_N.any()
 
 
+def test_a_rating_that_a_judge_only_considers_is_malformed() -> None:
+    pytest.importorskip("openai")
+    answer = f"{DRAFT}.</think>I cannot say."
+    with chat_stub(lambda body, number: completion(answer)) as stub:
+        ratings = judge(stub, num_retries=1, on_failure="skip").rate([Exchange("a", HISTORY)])
+        assert len(stub.requests) == 2, "it is retried"
+    assert ratings.is_error_N.all()
+
+
 def test_a_judge_rates_after_its_thoughts_and_reads_none() -> None:
     pytest.importorskip("openai")
     answer = f'{DRAFT}.</think>{{"rating": 10}}'
@@ -185,6 +194,11 @@ def test_an_agent_without_an_answer_sends_nothing(tmp_path: Path) -> None:
     active = rollouts["agents", "is_active"]
     assert rollouts["agents", "is_filled"][active].all()
     assert (rollouts["decision"] == 2).all()
+    faults = [
+        {move.parsed.fault for node in end.path() for move in node.moves.values()}
+        for end in (*ends, *play(game, retrying("")))
+    ]
+    assert faults[0].isdisjoint(faults[1]), "the reason is not that it is empty"
 
 
 def test_a_refusal_beside_reasoning_is_a_reply() -> None:

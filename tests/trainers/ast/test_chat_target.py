@@ -220,14 +220,14 @@ def test_calls_and_reasoning_of_a_target_reach_rows_histories_judges_and_the_rep
 
 def test_a_run_goes_on_after_a_long_answer_and_so_does_its_resume(tmp_path: Path) -> None:
     """The answers have more tokens than the attacker's window, and stay within the bound."""
-    react.append(lambda request: "you " * 60)
+    react.append(lambda request: "a " * 200)
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
     with pytest.raises(BudgetExhaustedError):
         run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
     resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
     assert resumed.results["after"]["outcomes"]["undetermined"] == 0
     rows = read_rows(tmp_path / "cut" / "rollouts/evaluation.jsonl")
-    assert {row["response"] for row in rows} == {("you " * 60).strip()}
+    assert {row["response"] for row in rows} == {("a " * 200).strip()}
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
