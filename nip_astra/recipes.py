@@ -20,6 +20,7 @@ from nip_astra.parameters.content import HUB, content_root
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import write_atomically
@@ -65,6 +66,7 @@ def train_task(
     rewards: Reward | Sequence[Reward],
     weights: Sequence[float] | None = None,
     test_data: Any = None,
+    column: str = DEFAULT_COLUMN,
     algorithm: str = "grpo",
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seed: int | None = None,
@@ -77,15 +79,18 @@ def train_task(
     ----------
     model : str or Path
         Folder of a saved model, `.gguf` file, or hub id.
-    data : str, Path, datasets.Dataset, or rows
+    data : str, Path, datasets.Dataset or DatasetDict, pandas.DataFrame, or rows
         Rows with a `prompt`, a text or messages, and any other columns: a file (JSONL, CSV, JSON,
-        Parquet), `hub:owner/name:split`, a dataset, or a sequence of mappings.
+        Parquet), `hub:owner/name:split`, a folder of `save_to_disk`, a dataset, a table, or a
+        sequence of mappings. Of several splits, `train` is learned and `test` held out.
     rewards : Reward or sequence of Reward
         Reward functions, called as `trl.GRPOTrainer` calls its own.
     weights : Sequence[float], optional
         Factor of each reward in the sum; 1 by default.
     test_data : optional
         Held-out rows; by default a tenth of the prompts of `data` is held out.
+    column : str
+        Column of the prompts.
     algorithm : str
         A name in `rl_objectives.policy_losses.GROUP_VARIANTS`: grpo, dr_grpo, dapo, rloo, ...
     overrides : Iterable[str] or Mapping
@@ -105,12 +110,15 @@ def train_task(
 
     trl = {name: options.pop(name) for name in list(options) if name in TRL_OPTIONS}
     runs_dir = Path(options.get("runs_dir") or ExperimentSettings().runs_dir)
+    data, given_test = _splits_of(data)
+    test_data = given_test if test_data is None else test_data
     task = task_parameters(
         model=model,
         data=_stored(data, runs_dir),
         rewards=rewards,
         weights=weights,
         test_data=None if test_data is None else _stored(test_data, runs_dir),
+        column=column,
         algorithm=algorithm,
         options=trl,
     )
@@ -264,6 +272,7 @@ def task_parameters(
     rewards: Reward | Sequence[Reward],
     weights: Sequence[float] | None = None,
     test_data: str | Path | None = None,
+    column: str = DEFAULT_COLUMN,
     algorithm: str = "grpo",
     options: Mapping[str, Any] | None = None,
 ) -> TaskParameters:
@@ -283,6 +292,8 @@ def task_parameters(
     }
     if test_data is not None:
         task["test"] = _located(test_data)
+    if column != DEFAULT_COLUMN:
+        task["column"] = column
     values: dict[str, Any] = {
         "trainer": TRAINER,
         "scenario": SCENARIO,
@@ -435,15 +446,31 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
         values[name] = value
 
 
+def _splits_of(data: Any) -> tuple[Any, Any]:
+    """Return training and held-out rows; the latter are None unless data has both as splits."""
+    if not isinstance(data, Mapping):
+        return data, None
+    if "train" not in data:
+        raise DataError(
+            f"data has the splits {', '.join(map(str, data)) or 'none'}, but no split train. Give "
+            "one of them."
+        )
+    return data["train"], data.get("test")
+
+
 def _stored(data: Any, runs_dir: Path) -> str | Path:
     """Return the path of rows; write those in memory to `<runs_dir>/data/<digest>.jsonl`."""
     if isinstance(data, str | Path):
         return data
-    rows = data.to_list() if hasattr(data, "to_list") else data
+    if hasattr(data, "notna"):
+        # A table of pandas, whose missing values are NaN.
+        rows = data.astype(object).where(data.notna(), None).to_dict("records")
+    else:
+        rows = data.to_list() if hasattr(data, "to_list") else data
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise DataError(
-            f"data is {type(data).__name__}. Give a file, hub:owner/name:split, a datasets.Dataset "
-            "or a list of mappings with a prompt."
+            f"data is {type(data).__name__}. Give a file, hub:owner/name:split, a Dataset, "
+            "a pandas.DataFrame or a list of mappings with a prompt."
         )
     try:
         text = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows)

@@ -20,6 +20,7 @@ from nip_astra.errors import (
     UnknownNameError,
 )
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.language_models.sources import load_tokenizer
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
@@ -415,3 +416,70 @@ def test_rows_in_memory_are_written_by_one_process_at_a_time(
     monkeypatch.setattr(recipes, "write_atomically", write)
     recipes._stored([{"prompt": "a"}], tmp_path)
     assert is_unlocked == [False]
+
+
+@pytest.mark.parametrize("kind", ["table", "splits", "dataset"])
+def test_rows_of_other_libraries_are_read(tmp_path: Path, kind: str) -> None:
+    rows = [{"question": "1+1=", "answer": 2.5}, {"question": "2+2=", "answer": None}]
+    data: Any
+    if kind == "table":
+        data = pytest.importorskip("pandas").DataFrame(rows)
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list(rows)
+        if kind == "splits":
+            data = datasets.DatasetDict({"train": data, "test": data.select([0])})
+    train, test = recipes._splits_of(data)
+    assert (test is not None) is (kind == "splits")
+    stored = Path(recipes._stored(train, tmp_path)).read_text(encoding="utf-8")
+    assert [json.loads(line) for line in stored.splitlines()] == rows
+
+
+def test_splits_without_training_rows_are_refused() -> None:
+    with pytest.raises(DataError, match="validation"):
+        recipes._splits_of({"validation": []})
+
+
+def test_the_column_of_prompts_is_an_option(cli: CommandLine, folder: Path) -> None:
+    text = (folder / "rows.jsonl").read_text(encoding="utf-8")
+    (folder / "rows.jsonl").write_text(text.replace('"prompt"', '"goal"'), encoding="utf-8")
+    assert task_values(column="goal").get("task.task.column") == "goal"
+    options = ["--model", str(MODEL), "--data", "rows.jsonl", "--reward", "rewards.py:right"]
+    options += ["--max_completion_length", "5"]
+    cli.ok("task", *options, "--column", "goal", "--dry-run")
+    assert "'goal'" in refused(cli("task", *options, "--column", "gaol", "--dry-run"))
+
+
+def plain_length(conversations: list[list[dict[str, str]]]) -> int:
+    """Tokens of the first conversation without the beginning of its answer."""
+    tokenizer = load_tokenizer(MODEL)
+    question = conversations[0][:1]
+    return len(
+        tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    )
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+def test_a_run_continues_answers_that_its_data_begin(folder: Path) -> None:
+    def begins(completions: Any, prompts: Any, **_: Any) -> list[float]:
+        assert {len(prompt) for prompt in prompts} == {2}
+        assert {prompt[-1]["role"] for prompt in prompts} == {"assistant"}
+        return [float(len(completion[-1]["content"])) for completion in completions]
+
+    messages = [
+        [{"role": "user", "content": f"{n}+9="}, {"role": "assistant", "content": "1"}]
+        for n in range(1, 9)
+    ]
+    result = train_task(
+        model=MODEL,
+        data=[{"messages": one} for one in messages],
+        column="messages",
+        rewards=begins,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    metrics = metrics_of(result.run_directory.path)[0]
+    assert metrics["rollout/reward_mean"] > 0
+    # One token more than the question and the beginning of a turn.
+    assert metrics["rollout/prompt_tokens_mean"] == plain_length(messages) + 1

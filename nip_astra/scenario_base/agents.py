@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import torch
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from nip_astra.errors import ContextLengthError
+from nip_astra.errors import ContextLengthError, ModelAbilityError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     LANGUAGE_MODELS,
@@ -153,19 +153,53 @@ class ConversationAgent:
         self,
         conversations: Sequence[Sequence[Turn]],
         tools: Sequence[tuple[str, ...]] | None = None,
+        continued: Sequence[bool] | None = None,
     ) -> list[list[int]]:
         """Return the tokens before this agent's next turn, leaving room for it.
 
-        `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON.
+        `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON. Where
+        `continued` is True, the conversation's last turn is the beginning of this agent's next one.
         """
         formats = [self.conversation_format.with_tools(own) for own in tools or ()]
         formats = formats or [self.conversation_format] * len(conversations)
+        continued = continued or [False] * len(conversations)
         fitted: list[FittedContext] = [
-            one.fit(turns, num_tokens=self.room)
-            for one, turns in zip(formats, conversations, strict=True)
+            self.fit(turns, form=form, is_begun=is_begun)
+            for form, turns, is_begun in zip(formats, conversations, continued, strict=True)
         ]
         self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
         return [context.ids for context in fitted]
+
+    def fit(
+        self,
+        turns: Sequence[Turn],
+        *,
+        form: ConversationFormat | None = None,
+        is_begun: bool = False,
+    ) -> FittedContext:
+        """Return the longest context that leaves room for this agent's next turn.
+
+        If it `is_begun`, the last of the turns is its beginning.
+
+        Raises
+        ------
+        ContextLengthError
+            If not even the last turn fits.
+        ModelAbilityError
+            If a begun turn cannot be continued.
+        """
+        form = form or self.conversation_format
+        if not is_begun:
+            return form.fit(turns, num_tokens=self.room)
+        if self.message_format.opens_thought:
+            raise ModelAbilityError(
+                f"{self.message_format.name} begins each answer with a thought, so it cannot "
+                "continue the last assistant message of a prompt. Switch its thoughts off by "
+                "template_options, or end the prompt with a user's message."
+            )
+        *before, beginning = turns
+        fitted = form.fit(before, num_tokens=self.room - len(beginning.ids))
+        return FittedContext([*fitted.ids, *beginning.ids], fitted.num_dropped_turns)
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
         """Return each turn's tokens without its end token."""

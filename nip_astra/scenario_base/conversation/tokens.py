@@ -16,14 +16,14 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
-from nip_astra.errors import ContextLengthError, ModelLoadError
+from nip_astra.errors import ContextLengthError, ModelAbilityError, ModelLoadError
 from nip_astra.language_models.message_format import (
     MessageFormat,
     format_with_markers,
     thought_between,
 )
 from nip_astra.language_models.services.chat import REASONING_FIELDS, render_chat
-from nip_astra.rollouts.messages import Role, Turn
+from nip_astra.rollouts.messages import Role, ToolCall, Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
@@ -112,7 +112,23 @@ class ConversationFormat(ABC):
         """Return the content of a turn as a context has it."""
         if turn.role == "tool" and self.writes_results_as_json:
             return json.dumps(turn.text, ensure_ascii=False)[1:-1]
+        if turn.calls:
+            # Of a given turn: a model's own has the tokens that it sampled.
+            return "\n".join(part for part in (turn.text, self.written_calls(turn.calls)) if part)
         return turn.text
+
+    def written_calls(self, calls: tuple[ToolCall, ...]) -> str:
+        """Return calls of a given turn as a context has them.
+
+        Raises
+        ------
+        ModelAbilityError
+            If contexts cannot have them.
+        """
+        raise ModelAbilityError(
+            "the conversation has calls of tools, and the format plain shows none. Remove the "
+            "messages with tool_calls, or choose a model with a chat template for tools."
+        )
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Apply `encode` to each text, in one call."""
@@ -269,6 +285,27 @@ class ChatFormat(ConversationFormat):
         except ModelLoadError:
             return False
         return json.dumps(_BROKEN_LINE) in text
+
+    def written_calls(self, calls: tuple[ToolCall, ...]) -> str:
+        message_format = self.message_format
+        message_format.require_tools()
+        if message_format.channels is not None:
+            raise ModelAbilityError(
+                f"{message_format.name} writes calls of tools in channels, which a given message "
+                "cannot have. Remove the messages with tool_calls, or choose another model."
+            )
+        # Mistral's templates limit an identity to nine letters.
+        parts = [call.as_message_part(f"callofn{place:02}") for place, call in enumerate(calls)]
+        answer = {"role": "assistant", "content": "", "tool_calls": parts}
+        text = render_chat(self.tokenizer, [_QUESTION, answer], opens_answer=False)
+        written = text.rpartition(_QUESTION["content"])[2]
+        form = message_format.form
+        if form.opening in written:
+            start, end = written.index(form.opening), written.rindex(form.closing)
+            return written[start : end + len(form.closing)]
+        # Calls without marks, as Llama's: the text up to the end of the turn.
+        end = written.rindex("}") + 1
+        return written[written.index("{") : end]
 
     @property
     def answer_opening(self) -> str:

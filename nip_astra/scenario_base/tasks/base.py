@@ -76,6 +76,9 @@ class Environment(ABC):
     """A correct answer to the opening, if known; the target of supervised training."""
     columns: Columns = ()
     """Columns of the problem, for scorers and records."""
+    begins_answer: bool = False
+    """Whether the last of the first messages, of the role assistant, is the beginning of the
+    policy's answer, which continues it."""
 
     class Parameters(TaskParameters):
         """Parameters of a registered environment; a subclass adds its own."""

@@ -200,7 +200,7 @@ class WeightedRewards:
             *opening, answer = one.messages
             given = getattr(one.environment, "prompt", opening[-1].text if opening else "")
             messages = getattr(given, "messages", ())
-            plain = [{"role": role, "content": text} for role, text in messages]
+            plain = [_message_of(message) for message in messages]
             prompts.append(plain or str(given))
             completions.append([_message_of(answer)] if plain else answer.text)
         rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
@@ -224,13 +224,13 @@ class WeightedRewards:
         }
 
 
-def _message_of(answer: Turn) -> dict[str, Any]:
-    """Return an answer as a message in OpenAI's form, with reasoning and calls if it has them."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        calls = enumerate(answer.calls)
+def _message_of(turn: Turn) -> dict[str, Any]:
+    """Return a turn as a message in OpenAI's form, with reasoning and calls if it has them."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+    if turn.reasoning is not None:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        calls = enumerate(turn.calls)
         message["tool_calls"] = [call.as_message_part(f"call_{place}") for place, call in calls]
     return message
 

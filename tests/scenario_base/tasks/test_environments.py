@@ -25,6 +25,7 @@ from nip_astra.errors import (
     TaskError,
 )
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.scenario_base.tasks import openenv
 from nip_astra.scenario_base.tasks.base import Task, opening_of, reaction_of
 from nip_astra.scorers.base import Message
 from tests.kit.experiments import metrics_of, run_in
@@ -38,6 +39,7 @@ from tests.kit.openenv_servers import (
     install_stand_in,
     serving_frames,
 )
+from tests.kit.recording import record_calls
 from tests.kit.tiny import make_byte_tokenizer, make_language_model
 from tests.scenario_base.tasks.test_tasks import SPLITS, task_of
 
@@ -414,6 +416,17 @@ def test_a_malformed_reset_ends_the_run_with_a_typed_error(
     error = ServiceUnreachableError if figure == "lost" else TaskError
     with pytest.raises(error):
         opening_of(task.environment("train", 0))
+
+
+def test_the_bar_shows_the_environment_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = install_stand_in(monkeypatch)
+    client.frames = {"reset": RIGHT_FRAME, "step": None}
+    waits = record_calls(monkeypatch, openenv, "waiting_for")
+    with misbehaving(reply(json.dumps(SCHEMA))) as server:
+        check_step(server.address, "lost")
+    assert len(waits) == 3, "the schema, a reset and a step"
+    assert all(server.address in call.arguments[0] for call in waits)
+    assert all(call.options["after"] <= 10 for call in waits)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from nip_astra.language_models.services.chat import render_chat
 from nip_astra.rollouts.messages import ToolCall, Turn
 from nip_astra.samplers.tasks import TaskPlan, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation.tokens import ChatFormat
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat
 from nip_astra.scenario_base.tasks.base import Environment, Episode, Reaction, Task
 from nip_astra.scenario_base.tasks.tools import Toolbox, ToolUseParameters
 from tests.kit.families import FAMILIES, HELLO, WITH_TOOLS, Family, quickly
@@ -168,3 +169,38 @@ def test_tools_are_refused_where_the_template_writes_no_calls(
     monkeypatch.setitem(FAMILIES, "without calls", Family("lfm2"))
     with pytest.raises(ModelAbilityError):
         play("without calls", "5")
+
+
+# ---- given conversations with calls
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_given_conversation_with_calls_is_that_of_the_template(name: str) -> None:
+    tokenizer = FAMILIES[name].tokenizer()
+    form = ChatFormat(tokenizer)
+    calls = (ToolCall("note", {"text": "milk", "count": 2}),)
+    turns = [Turn("user", "hello"), Turn("assistant", calls=calls), Turn("tool", "done")]
+    if form.message_format.channels is not None:
+        with pytest.raises(ModelAbilityError, match="channels"):
+            form.written_text(turns[1])
+        return
+    texts = [form.written_text(turn) for turn in turns]
+    encoded = [
+        replace(turn, ids=form.encode(text)) for turn, text in zip(turns, texts, strict=True)
+    ]
+    context = tokenizer.decode(form.context(encoded))
+    answer = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [calls[0].as_message_part("callofone")],
+    }
+    result = {"role": "tool", "content": "done", "name": "note", "tool_call_id": "callofone"}
+    rendered = render_chat(tokenizer, [HELLO, answer, result], opens_answer=True)
+    # Nemotron's template begins a new line where a policy's own call follows its thought.
+    assert "".join(context.split()) == "".join(rendered.split())
+
+
+def test_a_plain_format_shows_no_given_calls() -> None:
+    form = PlainFormat(FAMILIES["Qwen 3"].tokenizer())
+    with pytest.raises(ModelAbilityError, match="tool_calls"):
+        form.written_text(Turn("assistant", calls=(CALL,)))

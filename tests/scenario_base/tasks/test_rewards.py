@@ -236,7 +236,7 @@ def test_the_answers_of_rows_are_not_read_where_functions_reward(tmp_path: Path)
         [{"role": "user"}],
         [{"role": "user", "content": [{"type": "image"}]}],
         [{"role": "tool", "content": "x"}],
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "y"}]}],
         [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}],
         [{"role": "user", "content": "\ud800"}],
     ],

@@ -178,6 +178,7 @@ OF_TRAINING = (
     "lr=1e-2 minibatch_size=2 optimizer=sgd weight_decay=0.5 batch_order=by_episode "
     "gradient_accumulation_steps=2 num_iterations=2 num_episodes_per_experience=4 num_epochs=2 "
     "max_grad_norm=0.01 lr_schedule=linear num_warmup_steps=10 eval_period=1 "
+    "schedules_steps=true decays_vectors=false "
     "dev_metric=mean_score early_stopping_patience=1"
 )
 OF_SCENARIO = (
@@ -190,6 +191,9 @@ OF_SCENARIO = (
 SELECTS = ("training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2")
 CONTEXT |= {"training.dev_metric": SELECTS, "training.early_stopping_patience": SELECTS}
 CONTEXT["training.lr_schedule"] = ("training.num_iterations=2",)
+# Of two steps the first has no rate.
+CONTEXT["training.schedules_steps"] = ("training.num_warmup_steps=2", "training.num_iterations=2")
+CONTEXT["training.decays_vectors"] = ("training.weight_decay=0.5",)
 
 
 @cache
