@@ -38,6 +38,12 @@ from typing import Any, TypeVar
 
 from nip_astra.errors import CallDeadlineError
 
+try:
+    # The program's own `os._exit` may be one that refuses.
+    from posix import _exit as end_process
+except ImportError:
+    from os import _exit as end_process
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_DEADLINE = 600.0
@@ -81,6 +87,8 @@ class _Call:
     is_expired: bool = False
     next_notice: float = 0.0
     next_interrupt: float = 0.0
+    first_signal: float = math.inf
+    """When the watchdog first sent a signal; it may have waited for the interpreter's lock."""
 
     def __post_init__(self) -> None:
         self.next_notice = self.started + SECONDS_UNTIL_NOTICE
@@ -385,11 +393,11 @@ def _look_at(call: _Call) -> None:
     with _lock:
         if call not in _calls or not call.is_open:
             return
-        if now > call.started + call.limit + SECONDS_TO_UNWIND and call.is_in_main and _on_stuck:
-            # The signal has been pending since the deadline.
+        if now > call.first_signal + SECONDS_TO_UNWIND and _on_stuck:
             _on_stuck[-1](call.error())
-            os._exit(2)
+            end_process(2)
         if call.is_in_main:
+            call.first_signal = min(call.first_signal, now)
             main = threading.main_thread().ident
             assert main is not None
             if _SIGNAL is not None:
