@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -662,12 +663,12 @@ class ScenarioInstanceView(View):
             **environments,
         )
 
-    @property
+    @cached_property
     def train_dataset(self) -> TensorDict:
         """The training data."""
         return dataset_of(self.train_environment)
 
-    @property
+    @cached_property
     def test_dataset(self) -> TensorDict:
         """The test data."""
         return dataset_of(self.test_environment)
