@@ -597,7 +597,7 @@ class AgentView(View):
             factor = agent.parameters_of_agent.agent_lr_factor.actor
             groups.append((list(agent.solo_head.parameters()), factor))
         kept = [
-            ([one for one in weights if allowed is None or id(one) in allowed], factor)
+            ([weight for weight in weights if allowed is None or id(weight) in allowed], factor)
             for weights, factor in groups
         ]
         return [{"params": weights, "lr": base_lr * factor} for weights, factor in kept if weights]
