@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from nip_astra.language_models.base import (
         register_language_model as register_language_model,
     )
+    from nip_astra.language_models.call_forms import TaggedCalls as TaggedCalls
+    from nip_astra.language_models.call_forms import register_call_form as register_call_form
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.services.chat import ChatAnswer as ChatAnswer
@@ -333,5 +335,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
+provide("read_recipe", "nip_astra.nexrl.recipes:read_recipe")
 provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")
 provide("start_service", "nip_astra.serve.local_service:start_service")

@@ -252,6 +252,10 @@ class UserCodeError(NipAstraError, RuntimeError):
     """A user's function did what would end or corrupt the process."""
 
 
+class CallDeadlineError(NipAstraError, TimeoutError):
+    """A call of a reward, tool or environment did not return before the run's deadline."""
+
+
 class RewardTermError(NipAstraError, RuntimeError):
     """A reward term returned an invalid reward."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from nip_astra.deadlines import DEFAULT_DEADLINE
 from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
 
@@ -16,6 +17,7 @@ MAX_THREADS = 256
 
 SETTINGS_OF_OTHERS = frozenset(
     {
+        "call_deadline",
         "checkpoint_period",
         "device",
         "device_price",
@@ -78,6 +80,10 @@ class ExperimentSettings(SubParameters):
     ray_address: str | None = None
     """Ray cluster for `num_actors` and for a sweep `--on ray`, or "auto"; null for RAY_ADDRESS, or
     else a new one on this machine."""
+    call_deadline: float = Field(default=DEFAULT_DEADLINE, gt=0)
+    """Seconds after which a call of a reward function, tool, environment or own reward term is
+    interrupted, and the run saves and ends. After 10 s a line names the call. Also the time given
+    to trackers at the end."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves only at the end and on a signal."""
     num_checkpoints_kept: int = Field(default=2, ge=1)

@@ -221,8 +221,8 @@ def _describe(error: BaseException) -> str:
 
 _IMPORT_ROOTS = {
     "astra_rl": "from nip_astra.astra import ...",
-    "nexrl": "from nip_astra import ...",
-    "nip": "from nip_astra import ...",
+    "nexrl": "from nip_astra.nexrl... import ...",
+    "nip": "from nip_astra.nip... import ...",
 }
 """Packages whose plug-ins are supported, and the imports that replace theirs."""
 

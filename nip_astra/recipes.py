@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from nip_astra.parameters.content import HUB, content_root
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.tasks.rewards import REWARDS
 from nip_astra.scorers.base import SCORERS
 from nip_astra.tracking.run_directory import write_atomically
@@ -33,6 +35,12 @@ POCKET_ATTACKER = "scenario://pocket_chat/models/attacker"
 Reward = str | Path | Mapping[str, Any] | Callable[..., Any]
 """A reward: `file.py:function`, `package.module:function`, the name of a registered reward or
 scorer, a YAML file or mapping with the parameters of a scorer, or a function."""
+Target = str | Path | Mapping[str, Any] | Callable[..., Any]
+"""The target of a stress test: a saved model, `.gguf` file or hub id; the address of a service with
+OpenAI's API; `file.py:function` or `package.module:function` or a function, called as
+`chat_models.python` describes; or a YAML file or mapping with the parameters of a chat model."""
+FUNCTION = re.compile(r".+\.py:[A-Za-z_][\w.]*|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""A reference to a function."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ def train_task(
     rewards: Reward | Sequence[Reward],
     weights: Sequence[float] | None = None,
     test_data: Any = None,
+    column: str = DEFAULT_COLUMN,
     algorithm: str = "grpo",
     overrides: Iterable[str] | Mapping[str, Any] = (),
     seed: int | None = None,
@@ -70,15 +79,18 @@ def train_task(
     ----------
     model : str or Path
         Folder of a saved model, `.gguf` file, or hub id.
-    data : str, Path, datasets.Dataset, or rows
+    data : str, Path, datasets.Dataset or DatasetDict, pandas.DataFrame, or rows
         Rows with a `prompt`, a text or messages, and any other columns: a file (JSONL, CSV, JSON,
-        Parquet), `hub:owner/name:split`, a dataset, or a sequence of mappings.
+        Parquet), `hub:owner/name:split`, a folder of `save_to_disk`, a dataset, a table, or a
+        sequence of mappings. Of several splits, `train` is learned and `test` held out.
     rewards : Reward or sequence of Reward
         Reward functions, called as `trl.GRPOTrainer` calls its own.
     weights : Sequence[float], optional
         Factor of each reward in the sum; 1 by default.
     test_data : optional
         Held-out rows; by default a tenth of the prompts of `data` is held out.
+    column : str
+        Column of the prompts.
     algorithm : str
         A name in `rl_objectives.policy_losses.GROUP_VARIANTS`: grpo, dr_grpo, dapo, rloo, ...
     overrides : Iterable[str] or Mapping
@@ -98,12 +110,15 @@ def train_task(
 
     trl = {name: options.pop(name) for name in list(options) if name in TRL_OPTIONS}
     runs_dir = Path(options.get("runs_dir") or ExperimentSettings().runs_dir)
+    data, given_test = _splits_of(data)
+    test_data = given_test if test_data is None else test_data
     task = task_parameters(
         model=model,
         data=_stored(data, runs_dir),
         rewards=rewards,
         weights=weights,
         test_data=None if test_data is None else _stored(test_data, runs_dir),
+        column=column,
         algorithm=algorithm,
         options=trl,
     )
@@ -115,7 +130,7 @@ def train_task(
 
 def stress_test(
     *,
-    target: str | Path,
+    target: Target,
     scorer: Reward,
     target_model: str | None = None,
     attacker: str | Path | None = None,
@@ -129,8 +144,8 @@ def stress_test(
 
     Parameters
     ----------
-    target : str or Path
-        A saved model, `.gguf` file or hub id, or the address of a service with OpenAI's API.
+    target : Target
+        A saved model, `.gguf` file or hub id; or a chat model, see `Target`.
     scorer : Reward
         What rates the target's responses, 0 to 1; see `Reward`.
     target_model : str, optional
@@ -170,37 +185,63 @@ def stress_test(
 
 def stress_parameters(
     *,
-    target: str | Path,
+    target: Target,
     scorer: Reward,
     target_model: str | None = None,
     attacker: str | Path | None = None,
     trainer: str = "ast_dpo",
 ) -> dict[str, Any]:
     """Return the parameters of `stress_test`, as in a parameter file."""
-    is_address = str(target).startswith(("http://", "https://"))
-    if is_address is (target_model is None):
-        raise ConfigurationError(
-            f"the target {str(target)!r} is an address, so it needs the name of its model."
-            if is_address
-            else f"target_model is for addresses only, not for {str(target)!r}."
-        )
-    known = attacker if attacker is not None else None if is_address else target
+    chat_model = _chat_model(target, target_model)
+    model = target if chat_model is None and isinstance(target, str | Path) else None
+    known = attacker if attacker is not None else model
     is_small = known is not None and len(_tokenizer(known)) <= len(_tokenizer(POCKET_ATTACKER))
     family = "pocket_chat" if is_small else "smollm2_chat"
     speakers: dict[str, Any] = {"scorer": _scorer(scorer)}
-    if is_address:
-        chat_model = {"_type": "openai", "base_url": str(target), "model": target_model}
-        speakers["target"] = {"chat_model": chat_model}
-    else:
-        speakers["target"] = _speaker(target)
+    speakers["target"] = {"chat_model": chat_model} if model is None else _speaker(model)
     if attacker is not None:
         speakers["attacker"] = _speaker(attacker)
     scenario = {"pocket_chat": "pocket_chat_api", "smollm2_chat": "smollm2_api"}[family]
     return {
         "trainer": trainer,
-        "scenario": scenario if is_address else family,
+        "scenario": scenario if model is None else family,
         "ast_chat": speakers,
     }
+
+
+def _chat_model(target: Target, name: str | None) -> dict[str, Any] | None:
+    """Return the parameters of a target that is a chat model; None for a language model."""
+    is_address = str(target).startswith(("http://", "https://"))
+    if is_address is (name is None):
+        raise ConfigurationError(
+            f"the target {str(target)!r} is an address, so it needs the name of its model."
+            if is_address
+            else f"target_model is for addresses only, not for {str(target)!r}."
+        )
+    if is_address:
+        return {"_type": "openai", "base_url": str(target), "model": name}
+    if isinstance(target, Mapping):
+        return dict(target)
+    if callable(target):
+        return _function_as_chat_model(target)
+    if str(target).endswith((".yaml", ".yml")):
+        return read_yaml_mapping(Path(target))
+    if FUNCTION.fullmatch(str(target)):
+        place, _, function = str(target).rpartition(":")
+        return {"_type": "python", "function": f"{_located(place)}:{function}"}
+    return None
+
+
+def _function_as_chat_model(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the parameters of a function as a chat model; one of a script is registered."""
+    from nip_astra.language_models.services.chat_models.python import register_function
+
+    reference = _importable_reference(function)
+    if reference is not None:
+        return {"_type": "python", "function": reference}
+    name = _plain_name(function, "target")
+    register_function(name, function)
+    return {"_type": name}
 
 
 def _speaker(model: str | Path) -> dict[str, Any]:
@@ -231,6 +272,7 @@ def task_parameters(
     rewards: Reward | Sequence[Reward],
     weights: Sequence[float] | None = None,
     test_data: str | Path | None = None,
+    column: str = DEFAULT_COLUMN,
     algorithm: str = "grpo",
     options: Mapping[str, Any] | None = None,
 ) -> TaskParameters:
@@ -250,6 +292,8 @@ def task_parameters(
     }
     if test_data is not None:
         task["test"] = _located(test_data)
+    if column != DEFAULT_COLUMN:
+        task["column"] = column
     values: dict[str, Any] = {
         "trainer": TRAINER,
         "scenario": SCENARIO,
@@ -322,21 +366,34 @@ def _reference_of(function: Callable[..., Any]) -> str:
 
     A function of a script or notebook is registered, since importing the script would run it.
     """
+    reference = _importable_reference(function)
+    if reference is not None:
+        return reference
+    name = _plain_name(function, "reward")
+    if name in REWARDS.names():
+        REWARDS.forget(name)
+    REWARDS.register(name)(function)
+    return name
+
+
+def _importable_reference(function: Callable[..., Any]) -> str | None:
+    """Return module and name of a function; None for one of a script or notebook."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     module = getattr(function, "__module__", "__main__")
-    if module != "__main__" and name.replace(".", "").isidentifier():
-        with suppress(ImportError, ValueError):
-            if importlib.util.find_spec(module) is not None:
-                return f"{module}:{name}"
-        source = inspect.getsourcefile(sys.modules[module]) if module in sys.modules else None
-        if source is not None:
-            return f"{source}:{name}"
-    short = "".join(letter if letter.isalnum() else "_" for letter in name.rpartition(".")[2])
-    short = short.strip("_") or "reward"
-    if short in REWARDS.names():
-        REWARDS.forget(short)
-    REWARDS.register(short)(function)
-    return short
+    if module == "__main__" or not name.replace(".", "").isidentifier():
+        return None
+    with suppress(ImportError, ValueError):
+        if importlib.util.find_spec(module) is not None:
+            return f"{module}:{name}"
+    source = inspect.getsourcefile(sys.modules[module]) if module in sys.modules else None
+    return None if source is None else f"{source}:{name}"
+
+
+def _plain_name(function: Callable[..., Any], default: str) -> str:
+    """Return a function's name with only characters that a registered name may have."""
+    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition(".")[2]
+    plain = "".join(letter if letter.isalnum() else "_" for letter in name)
+    return plain.strip("_") or default
 
 
 def numbers_of(text: str) -> list[float]:
@@ -389,15 +446,31 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
         values[name] = value
 
 
+def _splits_of(data: Any) -> tuple[Any, Any]:
+    """Return training and held-out rows; the latter are None unless data has both as splits."""
+    if not isinstance(data, Mapping):
+        return data, None
+    if "train" not in data:
+        raise DataError(
+            f"data has the splits {', '.join(map(str, data)) or 'none'}, but no split train. Give "
+            "one of them."
+        )
+    return data["train"], data.get("test")
+
+
 def _stored(data: Any, runs_dir: Path) -> str | Path:
     """Return the path of rows; write those in memory to `<runs_dir>/data/<digest>.jsonl`."""
     if isinstance(data, str | Path):
         return data
-    rows = data.to_list() if hasattr(data, "to_list") else data
+    if hasattr(data, "notna"):
+        # A table of pandas, whose missing values are NaN.
+        rows = data.astype(object).where(data.notna(), None).to_dict("records")
+    else:
+        rows = data.to_list() if hasattr(data, "to_list") else data
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise DataError(
-            f"data is {type(data).__name__}. Give a file, hub:owner/name:split, a datasets.Dataset "
-            "or a list of mappings with a prompt."
+            f"data is {type(data).__name__}. Give a file, hub:owner/name:split, a Dataset, "
+            "a pandas.DataFrame or a list of mappings with a prompt."
         )
     try:
         text = "".join(f"{json.dumps(dict(row), ensure_ascii=False)}\n" for row in rows)

@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.deadlines import using_deadline
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
+    CallDeadlineError,
     CheckpointError,
     ConfigurationError,
     NipAstraError,
@@ -34,6 +37,7 @@ from nip_astra.evaluation.tables import Shown
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.chat import ChatModel, close_all
+from nip_astra.language_models.services.retrying import keeping_service_files
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.progress import only_own_bars, showing
 from nip_astra.report.page import write_report
@@ -54,7 +58,7 @@ from nip_astra.tracking.environment import (
 )
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
-from nip_astra.tracking.tracker import Tracker, open_tracker
+from nip_astra.tracking.tracker import Tracker, flat_figures, open_tracker, read_records
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
@@ -291,7 +295,7 @@ def resume_experiment(
         if team.is_leader:
             with run_lock(directory.path):
                 if directory.has_ended:
-                    return _finish_ended(directory)
+                    return _finish_ended(directory, settings)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _latest_checkpoint(directory)
                 if checkpoint is None:
@@ -347,16 +351,28 @@ def _take_part(
     return ExperimentResult(RunDirectory(Path(shared["run"])), trainer.results)
 
 
-def _finish_ended(directory: RunDirectory) -> ExperimentResult:
-    """Write the missing report of a run that was killed after its results."""
+def _finish_ended(directory: RunDirectory, settings: ExperimentSettings) -> ExperimentResult:
+    """Do what a run lacks that was killed after its results: its report, records at trackers."""
     results = directory.read_json(files.RESULTS)
-    if (directory.path / files.REPORT).exists():
+    is_tracked = (directory.path / files.IS_TRACKED).exists()
+    if (directory.path / files.REPORT).exists() and not is_tracked:
         raise RunDirectoryError(
             f"the run {directory.run_id!r} has ended; {directory.path / files.RESULTS} holds its "
             "results. Start a new run."
         )
     _remove_leftovers(directory)
-    _write_report(directory)
+    tracker = None
+    if is_tracked:
+        config = directory.read_yaml(files.HYPER_PARAMETERS)
+        tracker = open_tracker(settings.to_dict(), directory, config, writes_files=False)
+        steps = [record.step for record in read_records(directory)]
+        tracker.rewind({"step": max(steps, default=0)})
+        for when in ("before", "after", "random_search"):
+            tracker.log_summary(flat_figures(results.get(when) or {}, f"{when}/"))
+    _write_report(directory, tracker)
+    if tracker is not None:
+        tracker.finish(success=True)
+        (directory.path / files.IS_TRACKED).unlink()
     return ExperimentResult(directory, results)
 
 
@@ -389,13 +405,21 @@ def _run(
     built: list[Trainer] | None = None,
 ) -> ExperimentResult:
     """Build and train; append the trainer to `built`."""
-    with log_file(directory), only_own_bars(), stop_on_signals() as name_of_signal:
+    with (
+        log_file(directory),
+        only_own_bars(),
+        keeping_service_files(directory.path),
+        using_deadline(settings.call_deadline, on_stuck=partial(_record_stuck_call, directory)),
+        stop_on_signals() as name_of_signal,
+    ):
 
         def stop_flag() -> str | None:
             return name_of_signal() or (own_flag() if own_flag else None)
 
         _remove_leftovers(directory)
         tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
+        if len(tracker.trackers) > 1:
+            (directory.path / files.IS_TRACKED).touch()
         is_done = False
         services: list[ChatModel] = []
         try:
@@ -436,6 +460,8 @@ def _run(
         finally:
             close_all(services)
             tracker.finish(success=is_done)
+            if is_done:
+                (directory.path / files.IS_TRACKED).unlink(missing_ok=True)
     return ExperimentResult(directory, prepared.trainer.results)
 
 
@@ -453,6 +479,21 @@ def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) 
     # The error that ends the run is more important than one of the disk.
     with suppress(NipAstraError):
         directory.write_json(files.RESULTS, failure)
+
+
+def _record_stuck_call(directory: RunDirectory, error: CallDeadlineError) -> None:
+    """Record, in another thread, that a call cannot be interrupted; the process ends then."""
+    text = f"{error} The call cannot be interrupted, so the process ends."
+    logger.error("the run failed: %s", text)
+    failure = {
+        "status": files.FAILED,
+        "error": {"type": type(error).__name__, "message": text},
+        "warnings": [],
+    }
+    with suppress(NipAstraError):
+        if not directory.has_ended:
+            directory.write_json(files.RESULTS, failure)
+    _write_at_once(f"error: {text} {_how_to_resume(directory)}")
 
 
 def _how_to_resume(directory: RunDirectory) -> str:

@@ -33,6 +33,7 @@ from nip_astra.trainers.registry import TRAINERS
 from tests.kit.command_line import CommandLine, plugins_forgotten_after
 from tests.kit.documents import ROOT, Block, Command, anchors, blocks, documents, find, links, prose
 from tests.kit.experiments import metrics_of
+from tests.kit.public_names import HEADING
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "doc" / "notebooks").glob("*.md"))
@@ -291,7 +292,9 @@ def names_of_tables(page: Path) -> set[str]:
     names = set()
     if page.stem == "coming-from-nip":
         names |= set(re.findall(r"\bnip_astra(?:\.\w+)+", page.read_text(encoding="utf-8")))
-    rows = [line for line in prose(page).splitlines() if line.startswith("|")]
+    # Paths of the originals are tested in `test_public_names`.
+    text = prose(page).partition(f"\n{HEADING}\n")[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
     for cells in (re.split(r"(?<!\\)\|", row)[1:-1] for row in rows):
         for span in re.findall(r"`([^`]+)`", " ".join(cells)):
             if re.fullmatch(r"(nip_astra|rl_objectives)(\.\w+)+", span):

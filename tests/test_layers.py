@@ -17,7 +17,7 @@ PACKAGE_DIR = ROOT / PACKAGE
 FLOORS = [
     names.split()
     for names in (
-        "errors version lazy registry plugins progress tracking safe_text trust",
+        "errors version lazy registry plugins progress deadlines tracking safe_text trust",
         "parameters experiment_settings",
         "rollouts rl_objectives checkpoints distributed utils",
         "language_models scorers reward_terms message_regressors",
@@ -35,7 +35,10 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 TOP = len(FLOORS) - 1
 FRAGMENT = 60
 """Lines below which a module with one importer belongs into that one."""
-SHORT_MODULES = {"nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import"}
+SHORT_MODULES = {
+    "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
+    "nip_astra.trainers.vanilla_ppo": "a path that users of nip import",
+}
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 
 

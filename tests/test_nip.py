@@ -64,6 +64,11 @@ PROGRAM_OF = {
     "spg": "tensor_trainers",
     "ei_pure_text": "text_trainers",
     "malt_pure_text": "text_trainers",
+    "solo_agent": "solo_trainer",
+    "time_timeable": "tools",
+    "create_gi_dataset": "tools",
+    "dummy_test_gi": "dummy",
+    "dummy_test_ic": "dummy",
 }
 """Programs of our own that use all of it."""
 FURTHER = [
@@ -72,6 +77,17 @@ FURTHER = [
     *("parameters.types.SpgVariantType", "parameters.update_schedule.ConstantUpdateSchedule"),
     *("rl_objectives.KLPENPPOLossImproved", "utils.maths.aggregate_mean_grouped_by_class"),
     *("trainers.trainer_base.attach_progress_bar", "protocols.main_protocols.DebateProtocol"),
+    # What nip's unit tests import.
+    *("ExperimentSettings", "experiment_settings.ExperimentSettings"),
+    *("graph_isomorphism.GraphIsomorphismDataset", "parameters.AgentParameters"),
+    *("graph_isomorphism.GraphIsomorphismEnvironment", "parameters.SoloAgentParameters"),
+    *("image_classification.ImageClassificationDataset", "parameters.ZkProtocolParameters"),
+    *("image_classification.ImageClassificationEnvironment", "protocols.ZeroKnowledgeProtocol"),
+    *("protocols.build_protocol_handler", "scenario_base.Environment", "trainers.build_trainer"),
+    *("scenario_base.TensorDictAgentPartMixin", "scenario_base.TensorDictDataLoader"),
+    *("scenario_base.TensorDictDataset", "scenario_base.TensorDictEnvironment"),
+    *("trainers.vanilla_ppo.VanillaPpoTrainer", "utils.maths.compute_nystrom_ihvp"),
+    *("utils.maths.set_seed", "utils.output.DummyTqdm"),
 ]
 
 
@@ -479,7 +495,10 @@ def test_a_custom_trainer_learns_the_same_as_the_built_in_trainer(
             assert built.reward_to_go_gamma == 0.5
             built.reward_to_go_gamma = built.rl.gamma
         if trainer == own:
-            assert built.scenario_instance.combined_policy_head is built.agents
+            heads = built.scenario_instance.combined_policy_head.parts
+            assert [part.module for part in heads.values()] == [
+                agent.policy_head for agent in built.agents.agents.values()
+            ]
             assert len(built.scenario_instance.train_dataset) == 20
         before = [p.detach().clone() for p in built.agents.parameters()]
         built.train()
@@ -488,6 +507,24 @@ def test_a_custom_trainer_learns_the_same_as_the_built_in_trainer(
         return after
 
     assert all(torch.equal(a, b) for a, b in zip(weights(own), weights(shipped), strict=True))
+
+
+def test_a_custom_solo_trainer_runs_and_saves(tmp_path: Path) -> None:
+    program("solo_trainer")
+    given = HyperParameters(
+        *("graph_isomorphism", "own_solo", "test"),
+        agents={"_default": {"num_gnn_layers": 1, "num_transformer_layers": 1}},
+        solo_agent={"num_epochs": 3, "batch_size": 16, "learning_rate": 0.01},
+        dataset_options={"max_train_size": 40},
+    )
+    running.run_experiment(given, runs_dir=str(tmp_path), run_id="alone", progress=False)
+    lines = (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
+    figures = [json.loads(line) for line in lines]
+    losses = [line["verifier.train_loss"] for line in figures if "verifier.train_loss" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert 0 <= figures[-1]["prover.test_accuracy"] <= 1
+    assert RunDirectory.open(tmp_path / "alone").checkpoints_dir.is_dir()
 
 
 def test_keys_and_transforms_that_would_not_be_read_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nip_astra.errors import (
     UnknownNameError,
 )
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.language_models.sources import load_tokenizer
 from nip_astra.parameters.content import content_root
 from nip_astra.parameters.files import flatten
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
@@ -104,6 +106,41 @@ def test_five_lines_of_python_train(folder: Path) -> None:
     assert "held out" in result.results["warnings"][0]
     assert result.results["training"]["num_optimizer_steps"] > 0
     assert len(list(folder.glob("runs/data/*.jsonl"))) == 1
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+@pytest.mark.parametrize(
+    ("overrides", "has_accuracy"),
+    [([], False), (["task.evaluation.success_reward=3"], True)],
+)
+def test_a_reward_in_characters_has_no_accuracy(
+    cli: CommandLine, folder: Path, overrides: list[str], has_accuracy: bool
+) -> None:
+    def length(completions: Any, **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    result = train_task(
+        model=MODEL,
+        data="rows.jsonl",
+        rewards=length,
+        overrides=overrides,
+        run_id="c",
+        progress=False,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    for when in ("before", "after"):
+        figures = result.results[when]
+        assert ("accuracy" in figures) is has_accuracy
+        assert ("num_right" in figures) is has_accuracy
+        assert figures["mean_reward"] > 1
+    # Reports, evaluations and comparisons do without.
+    cli.ok("report", "runs/c")
+    evaluation = json.loads(cli.ok("evaluate", "runs/c", "--json").out)
+    assert ("accuracy" in evaluation["figures"]) is has_accuracy
+    shutil.copytree("runs/c", "runs/d")
+    cli.ok("compare", "runs/c", "runs/d")
 
 
 def task_values(**arguments: Any) -> Any:
@@ -290,6 +327,71 @@ def test_python_stresses_a_model_behind_an_address(folder: Path) -> None:
     assert result.results["services"]
 
 
+TARGET_FILE = """
+def reply(messages, max_tokens):
+    return {"content": "my aunt eats soup .", "finish_reason": "stop"}
+"""
+
+
+def test_one_command_stresses_a_function_and_the_run_goes_on(
+    cli: CommandLine, folder: Path
+) -> None:
+    (folder / "target.py").write_text(TARGET_FILE)
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    sets = " ".join(f"--set {override}" for override in SHORT)
+    line = (
+        f"stress --target target.py:reply --scorer own.py:f --attacker {POCKET / 'attacker'} "
+        f"--run-id f {sets}"
+    )
+    cli.ok(*line.split())
+    results = read_results(folder / "runs/f").results
+    assert results["after"]["replies"]["num_received"] == 4
+    stored = (folder / "runs/f/hyper_parameters.yaml").read_text()
+    assert f"{folder / 'target.py'}:reply" in stored
+    cli.ok("evaluate", "runs/f", "--probability-episodes", "0", "--num-episodes", "2")
+
+
+def test_a_template_file_and_functions_are_targets(folder: Path, no_plugins_left: None) -> None:
+    (folder / "template.yaml").write_text(
+        "_type: http\nurl: http://127.0.0.1:9/ask\nbody: {q: '{{ prompt }}'}\nanswer: a.0\n"
+    )
+    shared = {"scorer": "profanity", "attacker": POCKET / "attacker"}
+
+    def answer(messages: Any) -> str:
+        return "no"
+
+    for target, kind in (
+        ("template.yaml", "http"),
+        ({"_type": "scripted", "answers": ["a"]}, "scripted"),
+        ("package.module:function", "python"),
+        (json.dumps, "python"),
+        (answer, "answer"),
+    ):
+        values = stress_parameters(target=target, **shared)
+        assert values["scenario"] == "pocket_chat_api"
+        resolved = resolve_experiment(hyper_params=values)
+        assert resolved.hyper_params.get("ast_chat.target.chat_model").type_name == kind
+
+
+def test_a_function_of_a_script_is_a_target_in_python(
+    folder: Path, no_plugins_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(messages: Any) -> str:
+        return "my aunt eats soup ."
+
+    monkeypatch.setattr(answer, "__module__", "__main__")
+    (folder / "own.py").write_text("def f(completions):\n    return [0.5 for _ in completions]")
+    result = stress_test(
+        target=answer,
+        attacker=POCKET / "attacker",
+        scorer="own.py:f",
+        overrides=SHORT,
+        run_id="n",
+        progress=False,
+    )
+    assert result.results["after"]["replies"]["num_received"] == 4
+
+
 def test_the_scenario_follows_from_target_and_attacker(folder: Path) -> None:
     address = {"target": "https://example.org/v1", "target_model": "m", "scorer": "profanity"}
     assert stress_parameters(**address)["scenario"] == "smollm2_api"
@@ -314,3 +416,70 @@ def test_rows_in_memory_are_written_by_one_process_at_a_time(
     monkeypatch.setattr(recipes, "write_atomically", write)
     recipes._stored([{"prompt": "a"}], tmp_path)
     assert is_unlocked == [False]
+
+
+@pytest.mark.parametrize("kind", ["table", "splits", "dataset"])
+def test_rows_of_other_libraries_are_read(tmp_path: Path, kind: str) -> None:
+    rows = [{"question": "1+1=", "answer": 2.5}, {"question": "2+2=", "answer": None}]
+    data: Any
+    if kind == "table":
+        data = pytest.importorskip("pandas").DataFrame(rows)
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list(rows)
+        if kind == "splits":
+            data = datasets.DatasetDict({"train": data, "test": data.select([0])})
+    train, test = recipes._splits_of(data)
+    assert (test is not None) is (kind == "splits")
+    stored = Path(recipes._stored(train, tmp_path)).read_text(encoding="utf-8")
+    assert [json.loads(line) for line in stored.splitlines()] == rows
+
+
+def test_splits_without_training_rows_are_refused() -> None:
+    with pytest.raises(DataError, match="validation"):
+        recipes._splits_of({"validation": []})
+
+
+def test_the_column_of_prompts_is_an_option(cli: CommandLine, folder: Path) -> None:
+    text = (folder / "rows.jsonl").read_text(encoding="utf-8")
+    (folder / "rows.jsonl").write_text(text.replace('"prompt"', '"goal"'), encoding="utf-8")
+    assert task_values(column="goal").get("task.task.column") == "goal"
+    options = ["--model", str(MODEL), "--data", "rows.jsonl", "--reward", "rewards.py:right"]
+    options += ["--max_completion_length", "5"]
+    cli.ok("task", *options, "--column", "goal", "--dry-run")
+    assert "'goal'" in refused(cli("task", *options, "--column", "gaol", "--dry-run"))
+
+
+def plain_length(conversations: list[list[dict[str, str]]]) -> int:
+    """Tokens of the first conversation without the beginning of its answer."""
+    tokenizer = load_tokenizer(MODEL)
+    question = conversations[0][:1]
+    return len(
+        tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    )
+
+
+@pytest.mark.usefixtures("no_plugins_left")
+def test_a_run_continues_answers_that_its_data_begin(folder: Path) -> None:
+    def begins(completions: Any, prompts: Any, **_: Any) -> list[float]:
+        assert {len(prompt) for prompt in prompts} == {2}
+        assert {prompt[-1]["role"] for prompt in prompts} == {"assistant"}
+        return [float(len(completion[-1]["content"])) for completion in completions]
+
+    messages = [
+        [{"role": "user", "content": f"{n}+9="}, {"role": "assistant", "content": "1"}]
+        for n in range(1, 9)
+    ]
+    result = train_task(
+        model=MODEL,
+        data=[{"messages": one} for one in messages],
+        column="messages",
+        rewards=begins,
+        num_generations=2,
+        max_completion_length=4,
+        max_steps=1,
+    )
+    metrics = metrics_of(result.run_directory.path)[0]
+    assert metrics["rollout/reward_mean"] > 0
+    # One token more than the question and the beginning of a turn.
+    assert metrics["rollout/prompt_tokens_mean"] == plain_length(messages) + 1

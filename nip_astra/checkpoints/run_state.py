@@ -32,15 +32,13 @@ class RunState:
 
     `iteration` and `num_optimizer_steps` count completed ones; `before` holds the
     figures before training, None until measured; `num_measured_iterations` are those with a
-    measurement. `elapsed_seconds` is the duration of the run up to here, in all of its processes;
-    it differs between equal runs.
+    measurement.
     """
 
     iteration: int = 0
     num_optimizer_steps: int = 0
     before: dict[str, Any] | None = None
     num_measured_iterations: int = 0
-    elapsed_seconds: float = 0.0
 
     @property
     def update_count(self) -> int:
@@ -60,12 +58,14 @@ class RunState:
 class Part(NamedTuple):
     """A part of a checkpoint: `load` restores the result of `save`, plain values and tensors.
 
-    With `is_memory` it is only a cache, and a run can resume without it.
+    With `is_memory` it is only a cache, and a run can resume without it; `if_missing` says what
+    that means for a run whose checkpoint was saved by an earlier version.
     """
 
     save: Callable[[], Any]
     load: Callable[[Any], object]
     is_memory: bool = False
+    if_missing: str = "it starts empty"
 
 
 def save_generators(folder: Path) -> None:

@@ -14,6 +14,7 @@ from nip_astra.cli.options import (
     train_or_estimate,
     write_line,
 )
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
 if TYPE_CHECKING:
     from nip_astra.resolving.resolution import ResolvedExperiment
@@ -53,6 +54,10 @@ def task(
         str | None,
         typer.Option(metavar="FILE", help="Held-out rows; by default a tenth of the prompts."),
     ] = None,
+    column: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Column of the prompts: texts, or lists of messages."),
+    ] = DEFAULT_COLUMN,
     algorithm: Annotated[
         str, typer.Option(metavar="NAME", help="grpo, dr_grpo, dapo, cispo, gspo or rloo.")
     ] = "grpo",
@@ -148,6 +153,7 @@ def task(
         rewards=reward,
         weights=None if weights is None else numbers_of(weights),
         test_data=test_data,
+        column=column,
         algorithm=algorithm,
         options=options,
     )
@@ -175,7 +181,11 @@ def _resolved(values: Mapping[str, Any], given: Mapping[str, Any]) -> ResolvedEx
 def stress(
     given: Mapping[str, Any],
     target: Annotated[
-        str, typer.Option(metavar="M", help="Folder of a model, .gguf, hub id, or address.")
+        str,
+        typer.Option(
+            metavar="M",
+            help="Folder of a model, .gguf, hub id, address, file.py:function, or chat_model.yaml.",
+        ),
     ],
     scorer: Annotated[
         str, typer.Option(metavar="S", help="Registered scorer, scorer.yaml, or file.py:function.")

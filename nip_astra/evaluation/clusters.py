@@ -91,6 +91,13 @@ def likelihood(row: Row) -> float:
     return -np.inf if np.isnan(known) else known
 
 
+MIN_SIGHTINGS = 100
+"""Number of units with a kind, summed over kinds, below which Chao's interval covers too seldom. In
+simulations (2 to 50 equally frequent, Zipf-distributed or half rare kinds; 10 to 300 prompts)
+nominal 95 % cover 43 to 49 % with up to 5 sightings, 72 to 90 % with 6 to 20, 74 to 99 % with 21 to
+100, and 94 to 100 % with more."""
+
+
 def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> dict[str, Any]:
     """Return a lower bound on the number of kinds of failure, seen and unseen, with an interval.
 
@@ -100,7 +107,9 @@ def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> 
         S + (m - 1) / m * Q1 (Q1 - 1) / (2 (Q2 + 1)).
 
     The interval starts at S. Its upper end is Chao's, with a log-normal number of unseen kinds; if
-    the estimate is S, it is that of Colwell et al. (2012, eq. 14).
+    the estimate is S, it is that of Colwell et al. (2012, eq. 14). With less than `MIN_SIGHTINGS`
+    there is neither an upper end nor a level: there are at least so many kinds. No sample shows
+    kinds that are far rarer than one in its sightings.
 
     Parameters
     ----------
@@ -115,8 +124,10 @@ def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> 
     share = (num_units - 1) / num_units if num_units else 0.0
     unseen = share * once * (once - 1) / (2 * (twice + 1))
     z = NormalDist().inv_cdf(0.5 + level / 2.0)
-    if seen == 0:
-        high = 0.0
+    has_level = sum(num_units_by_kind) >= MIN_SIGHTINGS
+    high: float | None
+    if not has_level:
+        high = None
     elif unseen > 0.0:
         spread = math.log1p(_variance(seen + unseen, once, twice, share) / unseen**2)
         high = seen + unseen * math.exp(z * math.sqrt(spread))
@@ -129,8 +140,9 @@ def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> 
         "value": seen + unseen,
         "low": float(seen),
         "high": high,
-        "level": level,
+        "level": level if has_level else None,
         "num_units": num_units,
+        "num_sightings": sum(num_units_by_kind),
         "method": "Chao2 over opening prompts; a lower bound",
     }
 

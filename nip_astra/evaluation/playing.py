@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,9 @@ from nip_astra.language_models.base import (
     as_sampler,
     pad_left,
 )
+from nip_astra.language_models.services.reasons import is_error
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
-from nip_astra.rollouts.messages import Turn
+from nip_astra.rollouts.messages import Turn, calls_of_plain
 from nip_astra.rollouts.prompts import columns_of_record
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
@@ -463,16 +464,13 @@ def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> None:
     score is that of the response.
     """
     turns = list(_turns(episodes))
-    rated = scorer.rate([_response(row, before) for row, before in turns])
-    combined = rated
+    responses = _rate_turns(scorer, turns, _response)
+    combined = responses
     if not scorer.reads_history:
-        combined = scorer.rate([Exchange(f"{row['probe']} {row['response']}") for row, _ in turns])
-    errors = (rated.is_error_N | combined.is_error_N).tolist()
-    scores = zip(rated.scores_N.tolist(), combined.scores_N.tolist(), errors, strict=True)
-    for (row, _), (response_score, combined_score, is_error) in zip(turns, scores, strict=True):
-        row["response_score"] = _known(response_score)
-        row["combined_score"] = _known(combined_score)
-        row["is_error"] = is_error
+        combined = _rate_turns(scorer, turns, _probe_and_response)
+    for (row, _), response, both in zip(turns, responses, combined, strict=True):
+        row["response_score"], row["combined_score"] = response.score, both.score
+        row["is_error"] = response.is_error or both.is_error
     rate_probes(episodes, scorer)
 
 
@@ -488,10 +486,32 @@ def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -
     """Write each further scorer's rating of the response to `scores`."""
     turns = list(_turns(episodes))
     for name, scorer in scorers.items():
-        rated = scorer.rate([_response(row, before) for row, before in turns])
-        values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
-        for (row, _), (score, is_error) in zip(turns, values, strict=True):
-            row.setdefault("scores", {})[name] = {"score": _known(score), "is_error": is_error}
+        ratings = _rate_turns(scorer, turns, _response)
+        for (row, _), rating in zip(turns, ratings, strict=True):
+            row.setdefault("scores", {})[name] = rating._asdict()
+
+
+class _Rating(NamedTuple):
+    """A turn's score, or None with the reason."""
+
+    score: float | None
+    is_error: bool
+
+
+def _rate_turns(
+    scorer: Scorer,
+    turns: Sequence[tuple[Row, tuple[Turn, ...]]],
+    make_exchange: Callable[[Row, tuple[Turn, ...]], Exchange],
+) -> list[_Rating]:
+    """Rate turns; one without a response has no verdict."""
+    failures = [row.get("response_failure") for row, _ in turns]
+    ratings = [_Rating(None, is_error(failure)) for failure in failures]
+    answered = [place for place, failure in enumerate(failures) if failure is None]
+    rated = scorer.rate([make_exchange(*turns[place]) for place in answered])
+    values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
+    for place, (score, has_failed) in zip(answered, values, strict=True):
+        ratings[place] = _Rating(_known(score), has_failed)
+    return ratings
 
 
 def scored_by(name: str, episode: Episode) -> Episode:
@@ -505,7 +525,17 @@ def scored_by(name: str, episode: Episode) -> Episode:
 
 def _response(row: Row, before: tuple[Turn, ...]) -> Exchange:
     history = (*before, Turn("user", row["probe"]))
-    return Exchange(row["response"], history, columns=columns_of_record(row))
+    return Exchange(
+        row["response"],
+        history,
+        columns=columns_of_record(row),
+        reasoning=row.get("response_reasoning"),
+        calls=calls_of_plain(row.get("response_calls")),
+    )
+
+
+def _probe_and_response(row: Row, _: tuple[Turn, ...]) -> Exchange:
+    return Exchange(f"{row['probe']} {row['response']}", reasoning=row.get("response_reasoning"))
 
 
 def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Turn, ...]]]:
@@ -514,8 +544,9 @@ def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Turn, ...]]
         before: tuple[Turn, ...] = (Turn("assistant", str(episode[0]["prompt"])),)
         for row in episode:
             yield row, before
-            probe, response = str(row["probe"]), str(row["response"])
-            before = (*before, Turn("user", probe), Turn("assistant", response))
+            calls = calls_of_plain(row.get("response_calls"))
+            response = Turn("assistant", str(row["response"]), calls=calls)
+            before = (*before, Turn("user", str(row["probe"])), response)
 
 
 def _known(score: float) -> float | None:

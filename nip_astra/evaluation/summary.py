@@ -120,7 +120,11 @@ def summarise(
     judge([*episodes, *probability_episodes], options.failure_threshold)
     rates = failure_rates(episodes, level=options.level)
     replies = Replies.of(
-        (str(row["response"]), row.get("response_failure"), bool(row.get("is_refused")))
+        (
+            str(row["response"] or row.get("response_calls") or ""),
+            row.get("response_failure"),
+            bool(row.get("is_refused")),
+        )
         for episode in episodes
         for row in episode
     )

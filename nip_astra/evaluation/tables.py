@@ -317,7 +317,9 @@ def _variety(
     label = "probes less likely per token than 99 % of the reference's"
     yield label, "not measured" if fluency == NOTHING else fluency
     yield "clusters of failing probes", decimal(figures.get("num_clusters"))
-    ends = f" [{decimal(kinds.get('low'))}, {decimal(kinds.get('high'))}]"
+    # Without an upper end there is no level either.
+    has_ends = kinds.get("high") is not None
+    ends = f" [{decimal(kinds.get('low'))}, {decimal(kinds.get('high'))}]" if has_ends else ""
     cell = decimal(kinds.get("value")) + ends if kinds.get("seen") else NOTHING
     yield "  at least, those not seen included (Chao2)", cell
     tokens = f" in {count(plants['tokens'])} tokens" if "tokens" in plants else ""

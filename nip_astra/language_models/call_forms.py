@@ -49,6 +49,8 @@ class CallForm(ABC):
     """A call, as a model that wrote a malformed one is shown it."""
     marks: tuple[str, ...] = ()
     """Marks within calls, which a tokenizer may have as special tokens."""
+    closing: str = ""
+    """Mark after all calls; empty if each call has its own opening."""
 
     @abstractmethod
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
@@ -127,8 +129,6 @@ def _as_call(value: Any) -> ReadCall:
 @dataclass(frozen=True)
 class JsonCalls(CallForm):
     """Each call, or a list of calls, in JSON between marks."""
-
-    closing: str = ""
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
         yield from cursor.skip_space()
@@ -272,8 +272,6 @@ class TaggedCalls(CallForm):
     value_close: str = ""
     call_close: str = ""
     """Mark after the arguments of a call."""
-    closing: str = ""
-    """Mark after all calls; empty if each call has its own opening."""
     has_value_lines: bool = False
     """Whether a line break before and after a value belongs to the tags."""
 
@@ -451,7 +449,6 @@ def _has_type(value: Any, name: str) -> bool:
 class BareKeyCalls(CallForm):
     """Gemma's calls: `call:NAME{key:value}`, with strings between marks of their own."""
 
-    closing: str = ""
     notation: ClassVar[Notation]
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:
@@ -483,7 +480,6 @@ register_call_form("bare_keys")(
 class PythonCalls(CallForm):
     """LFM's calls: a list of calls as in Python, with named arguments."""
 
-    closing: str = ""
     notation: ClassVar[Notation]
 
     def read(self, cursor: TextCursor) -> Reader[list[ReadCall]]:

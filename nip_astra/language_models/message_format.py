@@ -696,6 +696,19 @@ def detect_format(tokenizer: Any, *, thought: ThoughtMarkers | None = None) -> M
     return _with_calls(found, tokenizer, is_special)
 
 
+def format_with_markers(tokenizer: Any, markers: Sequence[str] | None) -> MessageFormat:
+    """Return the format with other markers of thoughts; None for its own, empty for none."""
+    message_format = detect_format(tokenizer, thought=thought_between(markers))
+    if markers is not None and not markers:
+        return replace(message_format, thought=None, opens_thought=False, channels=None)
+    return message_format
+
+
+def thought_between(markers: Sequence[str] | None) -> ThoughtMarkers | None:
+    """Return the markers of a parameter; None if it has no two texts."""
+    return ThoughtMarkers(*markers) if markers else None
+
+
 def _template_text(tokenizer: Any) -> str:
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)

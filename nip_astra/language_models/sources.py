@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -28,6 +30,9 @@ MODEL_CONFIG = "config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
 """Size, in weights, from which bfloat16 is faster."""
+SLOWER_BFLOAT16 = {"AVX512": 1.3, "AVX2": 4.0}
+"""Time of a product in bfloat16 over float32 by the processor's instructions, where it has none for
+bfloat16: medians of 64 and 512 rows by 576 x 1536 weights on one core."""
 ADVICE = (
     "Give a folder that save_pretrained wrote, a .gguf file, package://name/file, or a hub id "
     "that this machine can reach."
@@ -198,6 +203,50 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     return model.eval()
 
 
+def converted_gguf(file: Path, folder: Path) -> Path:
+    """Return the folder of a GGUF file's model as transformers saves it, converted only once.
+
+    The conversion takes much longer than loading its result, which has the same float32 weights.
+
+    Parameters
+    ----------
+    file : Path
+        The GGUF file.
+    folder : Path
+        Where conversions are kept, each under the digest of its file.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file cannot be read or its conversion cannot be written.
+    """
+    try:
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"the model {file} cannot be read: {error}. {ADVICE}") from error
+    target = folder / digest[:32]
+    if is_model_folder(target):
+        return target
+    name, gguf_file = resolve_model(str(file), None)
+    module, tokenizer = load_causal_lm(name, gguf_file), load_tokenizer(name, gguf_file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            model_folder = Path(unfinished) / "model"
+            module.save_pretrained(model_folder)
+            tokenizer.save_pretrained(model_folder)
+            if not target.exists():
+                model_folder.rename(target)
+    except Exception as error:
+        # safetensors and tokenizers have errors of their own for a full disk.
+        raise ModelLoadError(
+            f"the converted model of {file} cannot be written to {folder}: {reason_of(error)}. "
+            "Free some space, or convert the file with transformers and serve the folder."
+        ) from error
+    return target
+
+
 def load_pretrained(
     reference: str,
     scenario_dir: Path | None,
@@ -313,11 +362,24 @@ def computing_dtype(
 ) -> torch.dtype:
     """Return the precision that a model computes in: "auto", "fastest" or a key of `DTYPES`."""
     dtype = DTYPES.get(requested, torch.float32)
-    if (requested == "fastest" or (requested == "auto" and trainable)) and gains_from_bfloat16(
-        module, device
-    ):
+    gains = gains_from_bfloat16(module, device)
+    if gains and (requested == "fastest" or (requested == "auto" and trainable)):
         dtype = torch.bfloat16
+    is_large = module.num_parameters() >= SMALLEST_BFLOAT16_MODEL
+    if requested == "bfloat16" and is_large and not gains and device.type == "cpu":
+        _warn_of_slow_bfloat16()
     return dtype
+
+
+@cache
+def _warn_of_slow_bfloat16() -> None:
+    """Warn, once a process, of a precision that the processor has no instructions for."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    logger.warning(
+        "dtype is bfloat16, which this processor lacks: its products take about %g times as long "
+        "as those of float32. Set dtype to float32 or fastest.",
+        SLOWER_BFLOAT16.get(capability, SLOWER_BFLOAT16["AVX2"]),
+    )
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:

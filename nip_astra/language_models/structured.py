@@ -24,6 +24,13 @@ WHITESPACE = r"[ \n\t]{0,12}"
 """Whitespace between the parts of JSON. Without a limit, a weak model may generate nothing else."""
 MAX_COMPILED = 64
 """Maximum number of cached grammars."""
+MAX_PROPERTIES, MAX_SCHEMA_DEPTH = 5000, 10
+MAX_ENUM_VALUES, MAX_CHARACTERS = 1000, 120_000
+LARGE_ENUM, MAX_LARGE_ENUM = 250, 15_000
+"""OpenAI's limits of a schema: properties in all, their levels of nesting, values of enums in all,
+characters of names and values in all, and characters of an enum with more than 250 values."""
+MAX_VALUE = 15_000
+"""Maximum characters of one value; a mask within a longer one takes up to a second."""
 _PROBE = '{"key": [-1.5, true, null, "\u00e9\\n"]}'
 
 
@@ -46,8 +53,57 @@ def answer_schema(response_format: Mapping[str, Any]) -> Mapping[str, Any] | Non
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return a rule for JSON of a schema; its references are relative to this schema."""
+    """Return a rule for JSON of a schema; its references are relative to this schema.
+
+    Raises
+    ------
+    ConfigurationError
+        If the schema exceeds a limit, see `check_schema_size`.
+    """
+    check_schema_size(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
+
+
+def check_schema_size(schema: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` for a schema whose masks would delay all answers of a batch.
+
+    The limits are those that OpenAI documents for structured outputs, and one of ours on a single
+    value.
+    """
+    num_properties = num_values = num_characters = 0
+    # Values of `enum` and `const`, `examples` and the like are data, in which a key has no meaning.
+    groups: list[tuple[Any, int]] = [(schema, 0)]
+    while groups:
+        group, depth = groups.pop()
+        if isinstance(group, list):
+            groups += [(item, depth) for item in group]
+            continue
+        if not isinstance(group, Mapping):
+            continue
+        _require_at_most("levels of nesting", depth, MAX_SCHEMA_DEPTH)
+        for key, value in group.items():
+            if key in ("enum", "const"):
+                values = value if key == "enum" and isinstance(value, list) else [value]
+                lengths = [len(str(item)) for item in values]
+                num_values += len(values) if key == "enum" else 0
+                num_characters += sum(lengths)
+                _require_at_most("characters in one value", max(lengths, default=0), MAX_VALUE)
+                if len(values) > LARGE_ENUM:
+                    _require_at_most("characters in a large enum", sum(lengths), MAX_LARGE_ENUM)
+            elif key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
+                num_properties += len(value) if key == "properties" else 0
+                num_characters += sum(len(str(name)) for name in value)
+                groups += [(item, depth + 1) for item in value.values()]
+            elif key not in ("default", "examples", "required"):
+                groups.append((value, depth))
+    _require_at_most("properties", num_properties, MAX_PROPERTIES)
+    _require_at_most("values of enums", num_values, MAX_ENUM_VALUES)
+    _require_at_most("characters of names and values", num_characters, MAX_CHARACTERS)
+
+
+def _require_at_most(kind: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ConfigurationError(f"the schema has {number} {kind}, more than {limit}")
 
 
 class Grammars:
@@ -89,8 +145,10 @@ class Grammars:
 
     def matcher(self, grammar: str) -> Any:
         """Return a matcher at the start of a text; `ConfigurationError` for an invalid grammar."""
+        # Not under the lock: a batch that goes on must not wait for a grammar of another request.
+        compiled = self._compiled(grammar)
         with self._lock:
-            return self._compiled(grammar).deep_copy()
+            return compiled.deep_copy()
 
     def mask(self, logits_RV: Tensor, matchers: Sequence[Any | None]) -> None:
         """Set the logits of tokens that a row's matcher rejects to -inf; None rejects none."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
+
+from nip_astra.errors import DataError
 
 
 @dataclass
@@ -76,6 +80,110 @@ class Evaluator(ABC):
             values = [result.metrics[name] for result in results if name in result.metrics]
             log_metric(name, sum(values) / len(values))  # type: ignore[misc]  # not None here
         return [float(result.reward) for result in results]
+
+
+# ---- rewards of NexRL's rollout workers
+
+
+def tagged_answer(
+    completions: Sequence[Any],
+    ground_truth: Sequence[Any] | None = None,
+    reward_model: Sequence[Any] | None = None,
+    **_: Any,
+) -> list[float]:
+    """Return 1 where the text within `<answer>` equals the right answer, as the simple worker."""
+    answers = right_answers(len(completions), ground_truth, reward_model)
+    found = [re.search(r"<answer>(.*?)</answer>", _text(one), re.DOTALL) for one in completions]
+    return [
+        float(match is not None and match[1].strip() == answer)
+        for match, answer in zip(found, answers, strict=True)
+    ]
+
+
+def boxed_answer(
+    completions: Sequence[Any],
+    ground_truth: Sequence[Any] | None = None,
+    reward_model: Sequence[Any] | None = None,
+    **_: Any,
+) -> list[float]:
+    r"""Return 1 where the last `\boxed{...}` equals the right answer as text or as a number.
+
+    Unlike NexRL's agent for mathematics it compares no formulas; for these, give a verifier of
+    mathematics as the reward function.
+    """
+    answers = right_answers(len(completions), ground_truth, reward_model)
+    return [
+        float(_is_same_answer(_last_boxed(_text(completion)), _last_boxed(answer) or answer))
+        for completion, answer in zip(completions, answers, strict=True)
+    ]
+
+
+def right_answers(
+    count: int, ground_truth: Sequence[Any] | None, reward_model: Sequence[Any] | None
+) -> list[str]:
+    """Return the right answers from either column of NexRL's data.
+
+    Raises
+    ------
+    DataError
+        If the data have neither `ground_truth` nor `reward_model.ground_truth`.
+    """
+    nested = [
+        one.get("ground_truth") if isinstance(one, Mapping) else None
+        for one in reward_model or [None] * count
+    ]
+    given = list(ground_truth or [None] * count)
+    answers = [own if own is not None else inner for own, inner in zip(given, nested, strict=True)]
+    if None in answers:
+        raise DataError(
+            "the data have no right answer. Give a column ground_truth, or reward_model with "
+            "ground_truth."
+        )
+    return list(map(str, answers))
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}`, whose braces match."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin:place]
+    return None
+
+
+def _is_same_answer(answer: str | None, right: str) -> bool:
+    if answer is None:
+        return False
+    first, second = _normalised(answer), _normalised(right)
+    if first == second:
+        return True
+    numbers = _number(first), _number(second)
+    return None not in numbers and numbers[0] == numbers[1]
+
+
+def _normalised(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\(?:left|right|,|!|;| )", "", text).replace("dfrac", "frac")
+    return re.sub(r"[\s$]|,(?=\d{3}\b)", "", text).rstrip(".")
+
+
+def _number(text: str) -> Fraction | None:
+    fraction = re.fullmatch(r"(-?)\\frac\{(\d+)\}\{(\d+)\}", text)
+    if fraction is not None:
+        text = f"{fraction[1]}{fraction[2]}/{fraction[3]}"
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _text(completion: Any) -> str:
+    return str(_messages(completion, "assistant")[-1]["content"])
 
 
 def _messages(content: Any, role: str) -> list[dict[str, Any]]:

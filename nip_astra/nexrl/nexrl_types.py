@@ -56,6 +56,12 @@ class Trajectory:
         `advantage` or `token_advantages` (one per token of the policy).
     """
 
+    tokens: list[int]
+    loss_mask: list[int]
+    reward: float | None
+    is_val: bool
+    extra_fields: dict[str, Any]
+
     def __init__(
         self,
         tokens: list[int],

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import JsonValue
 
+from nip_astra.nexrl.functions import log_rollout_metrics
 from nip_astra.nexrl.nexrl_types import AnyTrajectory, Batch, Trajectory, as_core
 from nip_astra.nexrl.services import (
     ActivityTrackerProxy,
@@ -125,6 +126,11 @@ class NexRLTrainer(ServiceTrainer, NexRLModule):
 
     def has_learned(self) -> bool:
         return self._handed_over is None or super().has_learned()
+
+    def _log_rollout_metrics(self, batch: CoreBatch | Sequence[AnyTrajectory]) -> None:
+        metrics: dict[str, Any] = {}
+        log_rollout_metrics(batch, metrics)
+        self.log_metrics(metrics)
 
     # ---- its parts
 
@@ -257,6 +263,8 @@ class RemoteApiTrainer(NexRLTrainer, remote_api.RemoteApiTrainer):
         # Those of torch's AdamW; the loop has no others, and no bonus for entropy.
         self._beta1, self._beta2, self._eps = 0.9, 0.999, 1e-8
         self._entropy_coeff, self._enable_debug_dump = 0.0, False
+        # Counted by steps of NexRL's trainers, to name weights that they save.
+        self._step_counter = 0
 
     @property
     def _loss_fn(self) -> str:

@@ -63,9 +63,12 @@ _TEXT_AGENT = {
     "max_response_words": 150,
     "max_tokens_per_message": None,
     "num_invalid_generation_retries": 20,
+    "vllm_openai_base_url": "http://localhost:8000/v1",
+    "repetition_penalty": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "LrFactors": {"actor": 1.0, "critic": 1.0},
+    "AgentParameters": _AGENT,
     "RandomAgentParameters": _AGENT,
     "GraphIsomorphismAgentParameters": {
         **_AGENT,
@@ -292,6 +295,7 @@ SELECTED_CLASSES = {"cifar10": [3, 5]}
 """Default classes of `select_two`; 0 and 1 for other datasets."""
 BLOCKS = {"conv2d": "conv", "residual_basic": "residual"}
 SCHEDULES = {cls.__name__: cls for cls in UpdateSchedule.__subclasses__()}
+OPENROUTER = "https://openrouter.ai/api/v1"
 DUMMY_ANSWERS = ["Decision: reject", "Decision: accept", *("Please explain that further.",) * 3]
 """Answers of `use_dummy_api`: a decision in two of five, as in nip."""
 
@@ -314,6 +318,12 @@ class SubParameters:
         return value
 
     @classmethod
+    def from_dict(cls, params_dict: Mapping[str, Any], ignore_extra_keys: bool = False) -> Any:
+        """Restore the result of `to_dict`, of the class that its `_type` names, or of this one."""
+        name = str(params_dict.get("_type", cls.__name__))
+        return _object(name, _known(name, params_dict) if ignore_extra_keys else params_dict)
+
+    @classmethod
     def construct_test_params(cls) -> SubParameters:
         """Return the smallest valid parameters: scripted chat models, small networks."""
         small = {name: 1 for name in DEFAULTS[cls.__name__] if name.startswith("num_")}
@@ -321,18 +331,52 @@ class SubParameters:
         return cls(**(chat or small))
 
 
-def _class_of(name: str, fields: Mapping[str, Any]) -> type[SubParameters]:
+_BASES = {
+    "RandomAgentParameters": "AgentParameters",
+    "GraphIsomorphismAgentParameters": "AgentParameters",
+    "ImageClassificationAgentParameters": "AgentParameters",
+    "PureTextAgentParameters": "AgentParameters",
+    "CodeValidationAgentParameters": "PureTextAgentParameters",
+}
+"""Classes of `DEFAULTS` with another base than `SubParameters`."""
+
+
+def _class_of(
+    name: str, fields: Mapping[str, Any], known: Mapping[str, type[SubParameters]]
+) -> type[SubParameters]:
     made: Any = dataclasses.make_dataclass(
         name,
         [(field, Any, dataclasses.field(default=default)) for field, default in fields.items()],
-        bases=(SubParameters,),
+        bases=(known[_BASES[name]] if name in _BASES else SubParameters,),
         namespace={"__doc__": f"nip's `{name}`, with nip's defaults.", "__module__": __name__},
     )
     return made  # type: ignore[no-any-return]  # as `make_dataclass` is declared
 
 
-_CLASSES = {name: _class_of(name, fields) for name, fields in DEFAULTS.items()}
+_CLASSES: dict[str, type[SubParameters]] = {}
+for _name, _fields in DEFAULTS.items():
+    _CLASSES[_name] = _class_of(_name, _fields, _CLASSES)
 globals().update(_CLASSES)
+
+
+def register_parameter_class(cls: type[SubParameters]) -> type[SubParameters]:
+    """Register a dataclass of parameters, so that `from_dict` restores it; a decorator.
+
+    Raises
+    ------
+    ConfigurationError
+        For a class that is no dataclass.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigurationError(
+            f"{cls.__name__} is no dataclass. Put @dataclass below @register_parameter_class."
+        )
+    DEFAULTS[cls.__name__] = {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for field in dataclasses.fields(cls)
+    }
+    _CLASSES[cls.__name__] = cls
+    return cls
 
 
 class AgentsParameters(dict[str, Any]):
@@ -684,17 +728,35 @@ def _embeddings(agent: Any, dataset: str) -> dict[str, Any] | None:
     return {"_type": "huggingface", "model": name if is_place else f"SamAdamDay/{name}_{dataset}"}
 
 
+def _chat_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the model and its service.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown `model_provider`.
+    """
+    name, provider = fields["model_name"], fields["model_provider"]
+    if fields["use_dummy_api"]:
+        return {"_type": "scripted", "model": name, "answers": DUMMY_ANSWERS}
+    services: dict[str, dict[str, Any]] = {
+        "OpenAI": {"api_key_variable": "OPENAI_API_KEY"},
+        # It requires no key.
+        "vLLM-OpenAI": {"base_url": fields["vllm_openai_base_url"]},
+        "OpenRouter": {"base_url": OPENROUTER, "api_key_variable": "OPENROUTER_API_KEY"},
+    }
+    if provider not in services:
+        raise ConfigurationError(
+            f"model_provider={provider!r} is unknown. Known: {', '.join(services)}."
+        )
+    model = {"_type": "openai", "model": name, **services[provider]}
+    penalty = fields["repetition_penalty"]
+    return model if penalty is None else {**model, "extra_body": {"repetition_penalty": penalty}}
+
+
 def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
     is_dummy = fields["use_dummy_api"]
-    model = (
-        {"_type": "scripted", "model": fields["model_name"], "answers": DUMMY_ANSWERS}
-        if is_dummy
-        else {
-            "_type": "openai",
-            "model": fields["model_name"],
-            "api_key_variable": "OPENAI_API_KEY",
-        }
-    )
+    model = _chat_model(fields)
     requested = {"temperature": fields["temperature"], "top_p": fields["top_p"]}
     max_tokens = fields["max_tokens_per_message"]
     return {

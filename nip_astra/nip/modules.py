@@ -19,8 +19,9 @@ _SCHEDULES = {
 }
 _AGENTS = _at(
     f"{PACKAGE}.hyper_params",
-    "LrFactors RandomAgentParameters GraphIsomorphismAgentParameters AgentsParameters "
-    "ImageClassificationAgentParameters PureTextAgentParameters CodeValidationAgentParameters",
+    "LrFactors AgentParameters RandomAgentParameters AgentsParameters "
+    "GraphIsomorphismAgentParameters ImageClassificationAgentParameters PureTextAgentParameters "
+    "CodeValidationAgentParameters",
 )
 _TRAINERS = _at(
     f"{PACKAGE}.hyper_params",
@@ -48,16 +49,16 @@ _TYPES = _at(
 _GROUPS = {
     **(_AGENTS | _TRAINERS | _PROTOCOLS | _SCENARIOS | _DATASET | _REGRESSION | _BASE_RUN),
     **(_SCHEDULES | _TYPES),
-    **_at(f"{PACKAGE}.hyper_params", "HyperParameters SubParameters"),
+    **_at(f"{PACKAGE}.hyper_params", "HyperParameters SubParameters register_parameter_class"),
 }
 _SETTINGS = _at(f"{PACKAGE}.running", "ExperimentSettings")
 _RUN = _at(f"{PACKAGE}.running", "run_experiment prepare_experiment PreparedExperimentInfo")
 _FACTORY = _at(f"{PACKAGE}.running", "build_scenario_instance")
-_INSTANCE = _at("nip_astra.scenario_instance", "ScenarioInstance")
-_TRAINER_BASE = _at(
-    "nip_astra.trainers.trainer_base",
-    "Trainer TensorDictTrainer IterationContext attach_progress_bar",
-)
+_INSTANCE = {"ScenarioInstance": f"{PACKAGE}.components:ScenarioInstanceView"}
+_TRAINER_BASE = {
+    **_at("nip_astra.trainers.trainer_base", "IterationContext"),
+    **_at(f"{PACKAGE}.tensors", "Trainer TensorDictTrainer attach_progress_bar"),
+}
 _REGISTRY = {
     **_at("nip_astra.trainers.registry", "register_trainer"),
     "TRAINER_REGISTRY": "nip_astra.trainers.registry:TRAINERS",
@@ -68,7 +69,7 @@ _EI = _at(f"{PACKAGE}.texts", "PureTextEiTrainer")
 _MALT = _at(f"{PACKAGE}.texts", "PureTextMaltTrainer")
 _ANALYSERS = _at(f"{PACKAGE}.texts", "ROLLOUT_ANALYSERS")
 _OURS = {
-    name: _at(f"nip_astra.trainers.{name}", cls)
+    name: _at(f"{PACKAGE}.tensors", cls)
     for name, cls in (
         ("vanilla_ppo", "VanillaPpoTrainer"),
         ("reinforce", "ReinforceTrainer"),
@@ -79,10 +80,42 @@ _OURS = {
 _TEXT_AGENTS = _at(f"{PACKAGE}.texts", "PureTextSharedModelGroup PureTextCombinedWhole")
 _ENVIRONMENT = {
     **_at(f"{PACKAGE}.texts", "PureTextEnvironment"),
-    "TensorDictEnvironment": "nip_astra.scenario_base.protocol.environment:ProtocolEnvironment",
+    **_at(f"{PACKAGE}.components", "TensorDictEnvironment"),
+    "Environment": f"{PACKAGE}.components:TensorDictEnvironment",
     "PromptMessage": "nip_astra.language_models.services.chat:ChatMessage",
 }
+_PARTS = {
+    **_at(
+        f"{PACKAGE}.components",
+        "AgentBody AgentPolicyHead AgentValueHead SoloAgentHead CombinedBody CombinedPolicyHead "
+        "CombinedValueHead",
+    ),
+    "Agent": f"{PACKAGE}.components:AgentView",
+    "AgentPart": f"{PACKAGE}.components:TensorDictAgentPart",
+    "TensorDictAgentPartMixin": f"{PACKAGE}.components:TensorDictAgentPart",
+    "PureTextWholeAgent": "nip_astra.scenario_base.text.models:TextAgent",
+}
+_GRAPHS = {
+    "GraphIsomorphismDataset": f"{PACKAGE}.running:Dataset",
+    "GraphIsomorphismEnvironment": f"{PACKAGE}.running:Environment",
+}
+_IMAGES = {
+    "ImageClassificationDataset": f"{PACKAGE}.running:Dataset",
+    "ImageClassificationEnvironment": f"{PACKAGE}.running:Environment",
+}
+_GRAPH_GENERATION = _at(f"{PACKAGE}.tools", "generate_gi_dataset GraphIsomorphicDatasetConfig")
+_TIMING = _at(
+    f"{PACKAGE}.tools",
+    "Timeable register_timeable list_timeables time_timeable time_all_timeables",
+)
+_RUN_TIMEABLES = {
+    **_at(
+        f"{PACKAGE}.tools", "GraphIsomorphismPpoRunTimeable GraphIsomorphismSoloAgentRunTimeable"
+    ),
+    "RunTimeable": f"{PACKAGE}.tools:Timeable",
+}
 _DATA = {
+    **_at(f"{PACKAGE}.components", "TensorDictDataLoader"),
     "Dataset": "tensordict:TensorDict",
     "TensorDictDataset": "tensordict:TensorDict",
     "NestedArrayDictDataset": "nip_astra.utils.nested_array_dict:NestedArrayDict",
@@ -91,43 +124,77 @@ _PROTOCOL_BASE = _at(
     "nip_astra.protocols.protocol_base",
     "ProtocolHandler DeterministicSingleVerifierProtocolHandler",
 )
-_PROTOCOL_REGISTRY = _at(
-    "nip_astra.protocols.registry", "build_protocol_handler register_protocol_handler"
+_PROTOCOL_REGISTRY = {
+    **_at("nip_astra.protocols.registry", "register_protocol_handler"),
+    **_at(f"{PACKAGE}.running", "build_protocol_handler"),
+    "PROTOCOL_HANDLER_REGISTRY": "nip_astra.protocols.registry:PROTOCOL_HANDLERS",
+}
+_PROTOCOLS_OF_LIBRARY = _at(
+    "nip_astra.protocols.library",
+    "NipProtocol AdpProtocol DebateProtocol MerlinArthurProtocol MnipProtocol SoloVerifierProtocol "
+    "MultiChannelTestProtocol",
 )
+_TEXT_PROTOCOLS = {
+    "CodeValidationProtocolHandler": "nip_astra.protocols.protocol_base:ProtocolHandler",
+    **{
+        f"{name}CodeValidationProtocol": f"nip_astra.protocols.library:{name}Protocol"
+        for name in ("Adp", "Debate", "MerlinArthur", "Mnip", "Nip", "SoloVerifier")
+    },
+}
+_ZERO_KNOWLEDGE = _at("nip_astra.protocols.zero_knowledge", "ZeroKnowledgeProtocol")
 _MATHS = _at(
     f"{PACKAGE}.maths",
-    "mean_for_unique_keys aggregate_mean_grouped_by_class logit_entropy set_seed",
+    "mean_for_unique_keys aggregate_mean_grouped_by_class logit_entropy set_seed "
+    "compute_nystrom_ihvp compute_sos_update",
 )
 MODULES: dict[str, dict[str, str]] = {
     "": _GROUPS | _RUN | _SETTINGS | _at("nip_astra.version", "__version__"),
-    "code_validation": {},
+    "code_validation": {
+        **_at(f"{PACKAGE}.hyper_params", "CodeValidationAgentParameters"),
+        "CodeValidationProtocolHandler": "nip_astra.protocols.protocol_base:ProtocolHandler",
+    },
     "code_validation.dataset_generation": _at(f"{PACKAGE}.running", "_get_openrouter_response"),
+    "code_validation.protocols": _TEXT_PROTOCOLS,
     "code_validation.rollout_analysis": _ANALYSERS,
     "constants": _at(
         f"{PACKAGE}.types",
         "CHECKPOINT_STATE_ARTIFACT_PREFIX CHECKPOINT_STATE_ARTIFACT_TYPE ROLLOUTS_ARTIFACT_PREFIX "
         "ROLLOUTS_ARTIFACT_TYPE HF_BUGGY_APPS_REPO SEEDS",
-    ),
+    )
+    | _at(f"{PACKAGE}.tools", "GI_DATA_DIR"),
     "experiment_settings": _SETTINGS,
     "factory": _FACTORY,
+    "graph_isomorphism": _GRAPHS,
+    "graph_isomorphism.data": _GRAPHS,
+    "graph_isomorphism.dataset_generation": _GRAPH_GENERATION,
+    "graph_isomorphism.environment": _GRAPHS,
+    "image_classification": {
+        **_IMAGES,
+        **_at(f"{PACKAGE}.tools", "DATASET_WRAPPER_CLASSES"),
+    },
+    "image_classification.data": {
+        **_IMAGES,
+        **_at(f"{PACKAGE}.tools", "DATASET_WRAPPER_CLASSES"),
+    },
+    "image_classification.environment": _IMAGES,
     "parameters": _GROUPS,
     "parameters.agents": _AGENTS,
     "parameters.base_run": _BASE_RUN,
     "parameters.dataset": _DATASET,
     "parameters.message_regression": _REGRESSION,
-    "parameters.parameters_base": _at(f"{PACKAGE}.hyper_params", "SubParameters"),
+    "parameters.parameters_base": _at(
+        f"{PACKAGE}.hyper_params", "SubParameters register_parameter_class"
+    ),
     "parameters.protocol": _PROTOCOLS,
     "parameters.scenario": _SCENARIOS,
     "parameters.trainers": _TRAINERS,
     "parameters.types": _TYPES,
     "parameters.update_schedule": _SCHEDULES,
-    "protocols": _PROTOCOL_BASE | _PROTOCOL_REGISTRY,
-    "protocols.main_protocols": _at(
-        "nip_astra.protocols.library", "NipProtocol DebateProtocol MnipProtocol"
-    ),
+    "protocols": _PROTOCOL_BASE | _PROTOCOL_REGISTRY | _PROTOCOLS_OF_LIBRARY | _ZERO_KNOWLEDGE,
+    "protocols.main_protocols": _PROTOCOLS_OF_LIBRARY,
     "protocols.protocol_base": _PROTOCOL_BASE,
     "protocols.registry": _PROTOCOL_REGISTRY,
-    "protocols.zero_knowledge": _at("nip_astra.protocols.zero_knowledge", "ZeroKnowledgeProtocol"),
+    "protocols.zero_knowledge": _ZERO_KNOWLEDGE,
     "rl_objectives": {
         **_at("nip_astra.rl_objectives.objective", "Objective"),
         **_at(
@@ -136,17 +203,14 @@ MODULES: dict[str, dict[str, str]] = {
         ),
     },
     "run": _RUN,
-    "scenario_base": _ANALYSERS | _ENVIRONMENT | _TEXT_AGENTS | _DATA,
-    "scenario_base.agents": {
-        **_TEXT_AGENTS,
-        "Agent": "nip_astra.scenario_base.protocol.tensordict_agents",
-        "PureTextWholeAgent": "nip_astra.scenario_base.text.models:TextAgent",
-    },
+    "scenario_base": _ANALYSERS | _ENVIRONMENT | _TEXT_AGENTS | _DATA | _PARTS,
+    "scenario_base.agents": _TEXT_AGENTS | _PARTS,
     "scenario_base.data": _DATA,
     "scenario_base.environment": _ENVIRONMENT,
     "scenario_base.rollout_analysis": _ANALYSERS,
     "scenario_instance": _INSTANCE,
     "trainers": {
+        **(_SETTINGS | _INSTANCE | _at(f"{PACKAGE}.hyper_params", "HyperParameters")),
         **(_TRAINER_BASE | _REGISTRY | _TENSORS | _TEXTS | _EI | _MALT),
         **{name: home for names in _OURS.values() for name, home in names.items()},
         **_at(f"{PACKAGE}.texts", "build_trainer get_trainer_class"),
@@ -158,6 +222,10 @@ MODULES: dict[str, dict[str, str]] = {
     "trainers.rl_tensordict_base": _TENSORS,
     "trainers.trainer_base": _TRAINER_BASE,
     **{f"trainers.{name}": names for name, names in _OURS.items()},
+    "stat_logger": _at(f"{PACKAGE}.views", "StatLogger"),
+    "timing": {**_TIMING, "RunTimeable": f"{PACKAGE}.tools:Timeable"},
+    "timing.run": _RUN_TIMEABLES,
+    "timing.timeables": _TIMING | _at(f"{PACKAGE}.tools", "TIMEABLES"),
     "utils": {},
     "utils.bugfix": _at(f"{PACKAGE}.tensors", "Reward2GoTransform"),
     "utils.env": _at(
@@ -170,6 +238,7 @@ MODULES: dict[str, dict[str, str]] = {
         "MultiprocessHyperparameterExperiment",
     ),
     "utils.maths": _MATHS,
+    "utils.output": _at(f"{PACKAGE}.tools", "DummyTqdm"),
     "utils.nested_array_dict": {
         **_at(
             "nip_astra.utils.nested_array_dict",

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import yaml
+from tensordict import TensorDict
 from tqdm import tqdm
 
 import nip_astra.run
@@ -21,10 +22,12 @@ from nip_astra import factory
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings as OurSettings
 from nip_astra.lazy import import_extra
-from nip_astra.nip.hyper_params import HyperParameters, ours
+from nip_astra.nip.components import TensorDictEnvironment, dataset_of, instance_view
+from nip_astra.nip.hyper_params import OPENROUTER, HyperParameters, ours
+from nip_astra.nip.views import ProtocolView, Settings, view_of
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
+from nip_astra.protocols import registry
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trust import read_variable
 
@@ -38,7 +41,6 @@ WITHOUT_EFFECT = (
     *("num_api_generation_timeouts", "num_api_connection_errors"),
 )
 """nip's settings that change no result and are ignored here."""
-OPENROUTER = "https://openrouter.ai/api/v1"
 HYPER_PARAMS_FILE = "hyper_params.json"
 """File of hyper-parameters in a run's folder, read by nip's scripts."""
 
@@ -73,9 +75,11 @@ def _device(device: str | torch.device) -> str:
     return "cuda"
 
 
-def ExperimentSettings(**settings: Any) -> OurSettings:  # noqa: N802  # nip's name of a class
-    """Create settings by nip's names."""
-    return OurSettings(**_settings(settings))
+class ExperimentSettings(Settings):
+    """Settings by nip's names; those of `WITHOUT_EFFECT` are accepted."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**_settings(settings))
 
 
 def run_experiment(
@@ -122,18 +126,63 @@ def resolved_of(hyper_params: HyperParameters | OurHyperParameters) -> ResolvedE
     return resolve_experiment(hyper_params=ours(hyper_params))
 
 
+def converted(hyper_params: Any, *, kind: str, is_text: bool = False) -> Any:
+    """Return our hyper-parameters with nip's names in addition, of nip's or of ours."""
+    is_original = isinstance(hyper_params, HyperParameters)
+    ours_of_it = resolved_of(hyper_params).hyper_params if is_original else hyper_params
+    original = hyper_params if is_original else None
+    return view_of(ours_of_it, kind=kind, is_text=is_text, original=original)
+
+
 def build_scenario_instance(
     hyper_params: HyperParameters | OurHyperParameters, settings: OurSettings
-) -> ScenarioInstance:
-    """Build the components that the hyper-parameters describe."""
+) -> Any:
+    """Build the components that the hyper-parameters describe, with nip's names in addition."""
     resolved = resolved_of(hyper_params)
-    return factory.build_scenario_instance(
+    instance = factory.build_scenario_instance(
         resolved.hyper_params,
         settings,
         kind=resolved.kind,
         scenario_dir=resolved.scenario_dir,
         trainer_type=resolved.trainer_class.trainer_type,
     )
+    return instance_view(instance, converted(hyper_params, kind=resolved.kind))
+
+
+def build_protocol_handler(
+    hyper_params: HyperParameters | OurHyperParameters, settings: OurSettings | None = None
+) -> ProtocolView:
+    """Build the protocol, with nip's names in addition; it needs no settings."""
+    resolved = resolved_of(hyper_params)
+    return ProtocolView(registry.build_protocol_handler(resolved.hyper_params))
+
+
+def Environment(  # noqa: N802  # nip's name of a class
+    hyper_params: HyperParameters | OurHyperParameters,
+    settings: OurSettings,
+    dataset: TensorDict | None = None,
+    protocol_handler: ProtocolView | None = None,
+    *,
+    train: bool = True,
+) -> TensorDictEnvironment:
+    """Build the environment of a dataset of `Dataset`; the protocol is that of the parameters."""
+    instance = build_scenario_instance(hyper_params, settings)
+    environment: TensorDictEnvironment = (
+        instance.train_environment if train else instance.test_environment
+    )
+    return environment if dataset is None else environment.with_datapoints(dataset)
+
+
+def Dataset(  # noqa: N802  # nip's name of a class
+    hyper_params: HyperParameters | OurHyperParameters,
+    settings: OurSettings,
+    protocol_handler: ProtocolView | None = None,
+    *,
+    train: bool = True,
+) -> TensorDict:
+    """Build the datapoints of a scenario as frames before any message, in nip's layout."""
+    instance = build_scenario_instance(hyper_params, settings)
+    return dataset_of(instance.train_environment if train else instance.test_environment)
 
 
 def checkpoint_base_dir(run_id: str) -> Path:

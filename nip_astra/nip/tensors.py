@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torchrl.envs.transforms import Compose, Transform
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.nip.views import ProtocolView, Settings, View, view_of
+from nip_astra.nip.components import instance_view, unviewed
+from nip_astra.nip.running import converted
+from nip_astra.nip.views import ProtocolView, Settings, View
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
+from nip_astra.progress import IterationContext
+from nip_astra.progress import attach_progress_bar as attach_bar
 from nip_astra.rl_objectives.ippo import IppoObjective, ReinforceObjective
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.rl_objectives.spg import SpgObjective
 from nip_astra.rl_objectives.stackelberg import SpgParameters
 from nip_astra.trainers.protocol.learning import ReplayBuffer
-from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as OurTrainer
+from nip_astra.trainers.protocol.optimizers import AgentOptimizers
+from nip_astra.trainers.reinforce import ReinforceTrainer as OurReinforceTrainer
+from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as OurRlTrainer
+from nip_astra.trainers.solo_agent import SoloAgentTrainer as OurSoloTrainer
+from nip_astra.trainers.spg import SpgTrainer as OurSpgTrainer
 from nip_astra.trainers.spg import check_sequence, policy_weights
+from nip_astra.trainers.trainer_base import TensorDictTrainer as OurTensorDictTrainer
+from nip_astra.trainers.trainer_base import Trainer as OurTrainer
+from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer as OurPpoTrainer
 
 REWARD = ("next", "agents", "reward")
 REWARD_TO_GO = ("agents", "reward_to_go")
@@ -218,7 +230,110 @@ class SpgLoss(_Keys, SpgObjective):
         )
 
 
-class TensorDictRlTrainer(OurTrainer):
+def attach_progress_bar(num_iterations_func: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """Decorate a loop that takes `iteration_context` by name; see our `attach_progress_bar`."""
+
+    def decorate(loop: Callable[..., Any]) -> Any:
+        @functools.wraps(loop)
+        def by_name(self: Any, context: IterationContext, *args: Any, **options: Any) -> Any:
+            return loop(self, *args, iteration_context=context, **options)
+
+        return attach_bar(num_iterations_func)(by_name)
+
+    return decorate
+
+
+class JointOptimizer(View):
+    """The optimizers of all agents, with `param_groups` as one optimizer has."""
+
+    _viewed: AgentOptimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of weights of all agents, each with its learning rate `lr`."""
+        optimizers = self._viewed.optimizers.values()
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+class Trainer(OurTrainer):
+    """Our base of trainers, for nip's objects and with nip's names in addition.
+
+    Hyper-parameters may be nip's or ours, and components those of `build_scenario_instance` of
+    either.
+
+    Attributes
+    ----------
+    scenario_instance
+        Our components, with nip's names: combined parts, datasets, parts of agents.
+    settings : Settings
+        Also with `logger` and `stat_logger`.
+    """
+
+    def __init__(self, hyper_params: Any, scenario_instance: Any, settings: Any = None) -> None:
+        instance = unviewed(scenario_instance)
+        view = converted(hyper_params, kind=instance.kind)
+        super().__init__(view, instance, Settings.of(settings, lambda: self.tracker))
+        self.scenario_instance = instance_view(instance, view)
+
+    @property
+    def protocol_handler(self) -> Any:
+        """The protocol, with the sequence of the section `spg` if it sets one."""
+        protocol = unviewed(self.scenario_instance).protocol_handler
+        spg = getattr(self.hyper_params, "spg", None)
+        sequence = getattr(spg, "stackelberg_sequence", None)
+        return ProtocolView(
+            protocol, stackelberg_sequence=sequence or protocol.stackelberg_sequence
+        )
+
+    @property
+    def agent_names(self) -> list[str]:
+        """Names in the order of every dimension `A`."""
+        names: list[str] = self.protocol_handler.agent_names
+        return names
+
+    @property
+    def num_agents(self) -> int:
+        """Number of agents."""
+        return len(self.agent_names)
+
+    @property
+    def max_message_rounds(self) -> int:
+        """Rounds of the longest episode."""
+        rounds: int = self.protocol_handler.max_message_rounds
+        return rounds
+
+    @property
+    def device(self) -> torch.device:
+        """Device of data and agents."""
+        return torch.device(unviewed(self.scenario_instance).train_environment.device)
+
+    @property
+    def use_single_body(self) -> bool:
+        """Whether every agent has one body, for its policy and its value function."""
+        agents: Any = self.scenario_instance.agents.values()
+        return all(agent.policy_body is None for agent in agents)
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether agents have value functions."""
+        agents: Any = self.scenario_instance.agents.values()
+        return any(agent.value_head is not None for agent in agents)
+
+    def save_checkpoint(self, log: bool = True) -> None:
+        """Save a checkpoint in the run's folder, which trackers mirror; nothing without a folder.
+
+        `log` has no effect.
+        """
+        self._save_checkpoint()
+
+
+class TensorDictTrainer(Trainer, OurTensorDictTrainer):
+    """Our base of trainers of local models, with nip's names in addition."""
+
+    sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent", "reinforce", "spg")
+
+
+class TensorDictRlTrainer(TensorDictTrainer, OurRlTrainer):
     """Our base of trainers of agents with networks, with nip's names in addition.
 
     Attributes
@@ -230,16 +345,11 @@ class TensorDictRlTrainer(OurTrainer):
     """
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "ppo", "message_regression")
-    sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent", "reinforce", "spg")
 
     def __init__(self, hyper_params: Any, scenario_instance: Any, settings: Any = None) -> None:
-        view = view_of(hyper_params, kind=scenario_instance.kind, is_text=False)
-        super().__init__(view, scenario_instance, Settings.of(settings))
-        whole = scenario_instance.combined_agents
-        parts = ("body", "policy_body", "value_body", "policy_head", "value_head")
-        names = {f"combined_{part}": whole for part in parts}
-        names["message_regressor"] = self.message_regression
-        self.scenario_instance = View(scenario_instance, **names)  # type: ignore[assignment]
+        super().__init__(hyper_params, scenario_instance, settings)
+        # Instances of other kinds are refused.
+        self.scenario_instance.message_regressor = self.message_regression  # type: ignore[attr-defined]
 
     @property
     def policy_operator(self) -> Any:
@@ -253,24 +363,25 @@ class TensorDictRlTrainer(OurTrainer):
         """Clip range of the value loss about the value at collection."""
         return self.rl.clip_value
 
-    @property
-    def protocol_handler(self) -> Any:
-        """The protocol, with the sequence of the section `spg` if it sets one."""
-        protocol = self.train_environment.protocol
-        sequence = self.hyper_params.spg.stackelberg_sequence  # type: ignore[attr-defined]  # a section
-        return ProtocolView(
-            protocol, stackelberg_sequence=sequence or protocol.stackelberg_sequence
-        )
+    def _build_operators(self) -> None:
+        """Do nothing: `policy_operator` and `value_operator` are built with the trainer."""
 
-    @property
-    def agent_names(self) -> tuple[str, ...]:
-        """Names in the order of every dimension `A`."""
-        return self.agents.names
+    def _get_optimizer_and_param_freezer(self, loss_module: Any) -> tuple[Any, Any]:
+        """Return the optimizers of all agents as one with `param_groups`, and the same as freezer.
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the agents."""
-        return torch.device(self.train_environment.device)
+        Which agents learn in an iteration is decided by their update schedules.
+        """
+        trained = {id(weight) for weight in self.optimizers.weights}
+        unknown = [
+            name for name, weight in loss_module.named_parameters() if id(weight) not in trained
+        ]
+        if unknown:
+            raise ConfigurationError(
+                f"the loss has weights {unknown[:3]}, which no agent of this trainer has. Build it "
+                "with _get_loss_module_and_gae."
+            )
+        joint = JointOptimizer(self.optimizers)
+        return joint, joint
 
     def _get_replay_buffer(self, transform: Transform | None = None) -> ReplayBuffer:
         """Return the buffer that splits an iteration's frames into minibatches.
@@ -290,3 +401,31 @@ class TensorDictRlTrainer(OurTrainer):
                     "in `collect` instead."
                 )
         return super()._get_replay_buffer()
+
+
+class VanillaPpoTrainer(TensorDictRlTrainer, OurPpoTrainer):
+    """Our trainer, for nip's objects and with nip's names in addition."""
+
+    parameter_groups = OurPpoTrainer.parameter_groups
+    sections_of_others = OurPpoTrainer.sections_of_others
+
+
+class ReinforceTrainer(TensorDictRlTrainer, OurReinforceTrainer):
+    """Our trainer, for nip's objects and with nip's names in addition."""
+
+    parameter_groups = OurReinforceTrainer.parameter_groups
+    sections_of_others = OurReinforceTrainer.sections_of_others
+
+
+class SpgTrainer(TensorDictRlTrainer, OurSpgTrainer):
+    """Our trainer, for nip's objects and with nip's names in addition."""
+
+    parameter_groups = OurSpgTrainer.parameter_groups
+    sections_of_others = OurSpgTrainer.sections_of_others
+
+
+class SoloAgentTrainer(TensorDictTrainer, OurSoloTrainer):
+    """Our trainer, for nip's objects and with nip's names in addition."""
+
+    parameter_groups = OurSoloTrainer.parameter_groups
+    sections_of_others = OurSoloTrainer.sections_of_others

@@ -17,7 +17,7 @@ Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -25,11 +25,20 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import CHAT_MODELS
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, PreferenceExample
-from nip_astra.nip.running import checkpoint_base_dir, resolved_of
-from nip_astra.nip.views import ProtocolView, Settings, View, view_of
+from nip_astra.nip.components import unviewed
+from nip_astra.nip.hyper_params import HyperParameters
+from nip_astra.nip.running import checkpoint_base_dir, converted, resolved_of
+from nip_astra.nip.tensors import (
+    ReinforceTrainer,
+    SoloAgentTrainer,
+    SpgTrainer,
+    VanillaPpoTrainer,
+)
+from nip_astra.nip.views import ProtocolView, Settings, View
 from nip_astra.parameters.trainers import guess_replacement_proportion
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.resolving.analysing import analyse_run, count_analysis
@@ -167,6 +176,7 @@ class PureTextEnvironment:
     """
 
     batch_size = (1,)
+    dataset: NestedArrayDict
 
     def __init__(self, trainer: OurTrainer, split: Split) -> None:
         instance = trainer.instance
@@ -307,7 +317,17 @@ class PureTextSharedModelGroup(View):
         Of the group.
     agent_names : list of str
         Its members.
+    get_fine_tune_job_status, switch_to_next_model, get_state, set_state
+        Those of our group.
     """
+
+    group_name: str
+    agent_names: list[str]
+    model_name: str
+    get_fine_tune_job_status: Callable[[], Any]
+    switch_to_next_model: Callable[[], None]
+    get_state: Callable[[], dict[str, Any]]
+    set_state: Callable[[Mapping[str, Any]], None]
 
     def __init__(self, group: OurGroup) -> None:
         names = [agent.name for agent in group.agents]
@@ -382,10 +402,15 @@ class PureTextRlTrainer(OurTrainer):
     """
 
     sections_of_others: ClassVar[tuple[str, ...]] = ("pure_text_ei", "pure_text_malt")
+    state: Any
+    train_environment: PureTextEnvironment
+    test_environment: PureTextEnvironment
+    combined_agent: PureTextCombinedWhole
+    shared_model_groups: Any
 
     def __init__(self, hyper_params: Any, scenario_instance: Any, settings: Any = None) -> None:
-        view = view_of(hyper_params, kind=scenario_instance.kind, is_text=True)
-        super().__init__(view, scenario_instance, Settings.of(settings))
+        view = converted(hyper_params, kind=scenario_instance.kind, is_text=True)
+        super().__init__(view, scenario_instance, Settings.of(settings, lambda: self.tracker))
         groups = self.shared_model_groups.items()
         self.shared_model_groups = {
             name: PureTextSharedModelGroup(group)  # type: ignore[misc]  # it offers all of ours
@@ -503,10 +528,13 @@ class PureTextRlTrainer(OurTrainer):
         return as_nip(concatenate_nested_array_dicts(parts))
 
 
-class _Analysed:
-    """nip's methods on a finished run of our trainers of chat models."""
+class _Analysed(OurTrainer):
+    """nip's objects, and its methods on a finished run, for our trainers of chat models."""
 
-    run_directory: Any
+    def __init__(self, hyper_params: Any, scenario_instance: Any, settings: Any = None) -> None:
+        if isinstance(hyper_params, HyperParameters):
+            hyper_params = resolved_of(hyper_params).hyper_params
+        super().__init__(hyper_params, unviewed(scenario_instance), settings)
 
     @staticmethod
     def get_checkpoint_base_dir_from_run_id(run_id: str) -> Path:
@@ -532,6 +560,10 @@ class _Analysed:
             Only count requests, and write nothing.
         """
         names = [OUR_ANALYSERS.get(name, name) for name in analysers]
+        if self.run_directory is None:
+            raise ConfigurationError(
+                "the trainer has no run to analyse. Build it with the run_id of a run."
+            )
         run = self.run_directory.path
         if dry_run:
             counts = count_analysis(
@@ -553,11 +585,15 @@ class PureTextMaltTrainer(_Analysed, OurMaltTrainer):
     """Our trainer, with nip's names in addition."""
 
 
-OVER_OURS: dict[str, type[OurTrainer]] = {
+OVER_OURS: dict[str, type[Trainer]] = {
+    "vanilla_ppo": VanillaPpoTrainer,
+    "reinforce": ReinforceTrainer,
+    "spg": SpgTrainer,
+    "solo_agent": SoloAgentTrainer,
     "pure_text_ei": PureTextEiTrainer,
     "pure_text_malt": PureTextMaltTrainer,
 }
-"""Our trainers that nip's scripts build, with nip's names."""
+"""Our trainers with nip's names in addition."""
 
 
 def get_trainer_class(hyper_params: Any) -> type[Trainer]:
@@ -573,5 +609,4 @@ def build_trainer(
     run = Path(settings.runs_dir) / str(settings.run_id)
     if settings.run_directory is None and settings.run_id is not None and run.is_dir():
         settings = settings.model_copy(update={"run_directory": RunDirectory.open(run)})
-    ours = resolved_of(hyper_params).hyper_params
-    return get_trainer_class(hyper_params)(ours, scenario_instance, settings)
+    return get_trainer_class(hyper_params)(hyper_params, scenario_instance, settings)

@@ -1,17 +1,15 @@
-"""Read parameters with the names or layout of older versions, of ASTRA-RL, or of NexRL.
+"""Read parameters with the names of older versions or of ASTRA-RL.
 
-All three go through one operation, `rename`: move values from old dotted paths to new ones.
+Both go through one operation, `rename`: move values from old dotted paths to new ones.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault, show_value
+from nip_astra.errors import ConfigurationError
 from nip_astra.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -99,10 +97,10 @@ def rename(
             path = f"{name}.{inside}" if inside else name
             new = {one.replace("*", name, 1): function for one, function in targets.items()}
             group, last = _group_at(result, path)
-            if group and last in group and all(_can_be_set(result, one) for one in new):
+            if group and last in group and all(can_be_set(result, one) for one in new):
                 value = _pop(result, path)
                 for one, function in new.items():
-                    _set(result, one, function(value))
+                    set_value(result, one, function(value))
                 moved[path] = " and ".join(new)
     return result, moved
 
@@ -141,12 +139,13 @@ def _group_at(values: Mapping[str, Any], path: str) -> tuple[Mapping[str, Any] |
     return found, name
 
 
-def _can_be_set(values: Mapping[str, Any], path: str) -> bool:
+def can_be_set(values: Mapping[str, Any], path: str) -> bool:
+    """Return whether a dotted path is unset, and inside groups only."""
     group, name = _group_at(values, path)
     return group is not None and name not in group
 
 
-def _set(values: dict[str, Any], path: str, value: Any) -> None:
+def set_value(values: dict[str, Any], path: str, value: Any) -> None:
     """Set a value in copies of its groups; create missing groups."""
     *groups, name = path.split(".")
     for group in groups:
@@ -163,7 +162,7 @@ def _pop(values: dict[str, Any], path: str) -> Any:
     rest = {key: other for key, other in group.items() if key != name}
     above = path.rpartition(".")[0]
     if rest and above:
-        _set(values, above, rest)
+        set_value(values, above, rest)
     elif above.count("."):
         _pop(values, above)
     elif above:
@@ -245,138 +244,3 @@ def release_of(version: str) -> tuple[int, int] | None:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-
-
-# ---- NexRL's layout
-
-NEXRL_SCENARIO = "arithmetic"
-"""Scenario of NexRL files, which have none."""
-
-_NEXRL_NAMES: dict[str, str] = {
-    "trainer.total_train_steps": "training.num_iterations",
-    "trainer.save_freq": "settings.checkpoint_period",
-    "trainer.train_service.backend": "{trainer}.train_service.backend",
-    "trainer.train_service.url": "{trainer}.train_service.base_url",
-    "trainer.train_service.config.loss_fn": "{trainer}.policy_loss.loss",
-    "trainer.train_service.config.learning_rate": "training.lr",
-    "trainer.train_service.config.weight_decay": "training.weight_decay",
-    "trainer.train_service.config.grad_clip_norm": "training.max_grad_norm",
-    "trainer.custom_trainer_module_path": "custom_trainer_module_path",
-    "trainer.custom_trainer_class_name": "custom_trainer_class_name",
-}
-_NEXRL_ALGORITHM = {
-    "trainer.algorithm.do_old_log_prob_compute": "{trainer}.policy_loss.rescore",
-    "trainer.algorithm.kl_penalty_coef": "{trainer}.distillation.weight",
-    "trainer.algorithm.kl_discount_factor": "{trainer}.distillation.discount",
-}
-"""For built-in trainers; a custom trainer class reads its whole `algorithm` itself."""
-_NEXRL_LOCAL_BACKENDS = ("self-hosted", "direct-zmq", "mock", "local")
-_NEXRL_CLUSTER = ("world_size", "resource", "identifier", "role")
-"""Placement of a service in NexRL's cluster, which has no counterpart here."""
-_TINKER_POLICY: dict[str, Any] = {
-    "task.policy.language_model.lora": {"rank": 32, "alpha": 32.0},
-    "task.policy.min_new_tokens": 0,
-}
-"""Policy settings implied by training through Tinker; NexRL's files leave them to the service."""
-
-
-def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
-    """Return whether `trainer` is a group rather than a name."""
-    return isinstance(values.get("trainer"), Mapping)
-
-
-def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -> dict[str, Any]:
-    """Convert the values of a file in NexRL's layout to ours.
-
-    A custom trainer is named after its class; its file is looked up from the folder of the
-    parameter file, then from the working directory. Placement in a cluster is left out with a
-    warning.
-    """
-    given = dict(values["trainer"])
-    path = given.get("custom_trainer_module_path")
-    class_name = str(given.get("custom_trainer_class_name") or "CustomTrainer")
-    trainer = given.pop("type", None)
-    names = dict(_NEXRL_NAMES)
-    if path is None:
-        given.pop("custom_trainer_class_name", None)
-        names |= _NEXRL_ALGORITHM
-    else:
-        trainer, given["custom_trainer_class_name"] = _snake_case(class_name), class_name
-        names["trainer.algorithm"] = "{trainer}.algorithm"
-    backend, given = _without_placement(given, source)
-    names = {old: new.format(trainer=trainer) for old, new in names.items()}
-    result, _ = rename({"scenario": NEXRL_SCENARIO, **values, "trainer": given}, names)
-    faults = list(_without_counterpart(result["trainer"], names, source))
-    result["trainer"] = trainer
-    if path is not None:
-        files = [(start / Path(path).expanduser()).resolve() for start in (folder, Path.cwd())]
-        is_file = str(path).endswith(".py")
-        found = next((file for file in files if is_file and file.is_file()), None)
-        result["custom_trainer_module_path"] = str(found or path)
-        if is_file and found is None:
-            place = "trainer.custom_trainer_module_path"
-            problem = f"no such file; tried {' and '.join(dict.fromkeys(map(str, files)))}"
-            faults.append(ParameterFault(place, show_value(path), problem, source=source))
-    if faults:
-        raise ParameterError(faults)
-    return _with_adapter(result, source) if backend == "tinker" else result
-
-
-def _without_placement(given: dict[str, Any], source: str) -> tuple[Any, dict[str, Any]]:
-    """Return the backend, and the trainer's group without the placement of NexRL's service."""
-    service = given.get("train_service")
-    if not isinstance(service, Mapping):
-        return None, given
-    service = dict(service)
-    backend = service.get("backend")
-    is_local = backend is None or backend in _NEXRL_LOCAL_BACKENDS
-    if backend is not None and is_local:
-        service["backend"] = "local"
-    places = (*_NEXRL_CLUSTER, *(("url",) if is_local else ()))
-    left_out = [name for name in places if service.pop(name, None) is not None]
-    if left_out:
-        logger.warning(
-            "%s: trainer.train_service.%s left out; it places NexRL's services in a cluster",
-            source,
-            ", ".join(left_out),
-        )
-    return backend, given | {"train_service": service}
-
-
-def _without_counterpart(
-    given: Mapping[str, Any], names: Mapping[str, str], source: str, prefix: str = "trainer."
-) -> Iterator[ParameterFault]:
-    known = [old.removeprefix(prefix) for old in names if old.startswith(prefix)]
-    for name, value in given.items():
-        path = f"{prefix}{name}"
-        is_group = any(one.startswith(f"{name}.") for one in known)
-        if is_group and isinstance(value, Mapping):
-            yield from _without_counterpart(value, names, source, f"{path}.")
-        elif is_group and value is not None:
-            hint = "Write `name: value` below it."
-            yield ParameterFault(path, show_value(value), "must be a group", hint, source)
-        elif path in names:
-            problem = f"conflicts with {names[path]}"
-            hint = "Give one of them; what encloses it must be a group."
-            yield ParameterFault(path, show_value(value), problem, hint, source)
-        elif not is_group:
-            hint = f"Known here: {', '.join(known)}. See the guide coming-from-nexrl."
-            yield ParameterFault(path, show_value(value), "has no counterpart", hint, source)
-
-
-def _with_adapter(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Train an adapter, with Tinker's settings if the file has none."""
-    added = {path: value for path, value in _TINKER_POLICY.items() if _can_be_set(values, path)}
-    for path, value in added.items():
-        _set(values, path, value)
-    if added:
-        logger.warning(
-            "%s: the backend tinker trains adapters, so the policy has %s",
-            source,
-            " and ".join(f"{path}={value}" for path, value in added.items()),
-        )
-    return values
-
-
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

@@ -25,12 +25,8 @@ from nip_astra.errors import (
     reason_of,
     show_value,
 )
-from nip_astra.parameters.conversion import (
-    convert,
-    from_nexrl_layout,
-    is_nexrl_layout,
-    with_new_names,
-)
+from nip_astra.lazy import provided
+from nip_astra.parameters.conversion import convert, with_new_names
 from nip_astra.parameters.parameters_base import TYPE_KEY, is_about_elements
 from nip_astra.safe_text import escape_for_yaml
 from nip_astra.tracking.run_directory import (
@@ -47,6 +43,8 @@ SETTINGS_SECTION = "settings"
 """Section of a parameter file with the experiment settings."""
 VERSION_KEY = "package_version"
 """Marks a file written by a run, which holds every parameter."""
+SELF = "_self_"
+"""Place of a file among those that it merges by `defaults`."""
 _MAX_DEPTH = 50
 
 
@@ -106,8 +104,9 @@ def _literal(value: Any) -> Any:
 def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     """Read a parameter file, preceded by the files that it `extends`.
 
-    Old versions and names, and NexRL's layout, are converted. In a file that a run wrote, which
-    holds resolved values only, and in files that it extends, `${` is plain text.
+    Old versions and names, and recipes of NexRL (a `trainer` that is a group), are converted.
+    Hydra's `defaults: [base, _self_]` names files to merge below or above the file. In a file that
+    a run wrote, which holds resolved values only, and in files that it extends, `${` is plain text.
     """
     layers: list[Layer] = []
     chain: list[Path] = []
@@ -120,15 +119,15 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
             )
         extended_by = f", which {layers[0].source} extends," if layers else ""
         chain.append(current.resolve())
-        values = read_yaml_mapping(current, extended_by)
+        values = _with_defaults(current, read_yaml_mapping(current, extended_by))
         parent = values.pop("extends", None)
         label = source if current == path else f"{source} <- {current.name}"
         if stored_in is None and (current.name == HYPER_PARAMETERS or VERSION_KEY in values):
             stored_in = current
         if stored_in is not None:
             values = Layer.literal(label, unescape_references(values)).values
-        if is_nexrl_layout(values):
-            values = from_nexrl_layout(values, folder=current.parent, source=label)
+        if isinstance(values.get("trainer"), Mapping):
+            values = provided("read_recipe")(values, folder=current.parent, source=label)
         values = with_new_names(convert(values, source=str(current)), source=str(current))
         layers.insert(0, Layer(label, values, stored_in))
         if parent is not None and (not isinstance(parent, str) or not parent.strip()):
@@ -138,6 +137,33 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
             )
         current = None if parent is None else current.parent / Path(parent).expanduser()
     return layers
+
+
+def _with_defaults(
+    path: Path, values: dict[str, Any], above: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Return the values of a file merged with those of the files in its Hydra `defaults`."""
+    if "defaults" not in values:
+        return values
+    names = values.pop("defaults")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(
+            f"the parameter file {path} has `defaults: {names!r}`. Give a list of file names "
+            "without .yaml, and _self_ for the file itself."
+        )
+    if path.resolve() in above:
+        raise ConfigurationError(
+            f"the parameter file {path} is among its own `defaults`. Remove one of them."
+        )
+    layers = []
+    for name in names if SELF in names else [*names, SELF]:
+        if name == SELF:
+            layers.append(Layer(str(path), values))
+            continue
+        base = path.parent / f"{name}.yaml"
+        base_values = read_yaml_mapping(base, f", which {path} names in its defaults,")
+        layers.append(Layer(str(base), _with_defaults(base, base_values, (*above, path.resolve()))))
+    return merge_layers(layers, resolve=False)[0]
 
 
 def read_yaml_mapping(path: Path, extended_by: str = "") -> dict[str, Any]:

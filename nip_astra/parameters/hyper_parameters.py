@@ -214,6 +214,9 @@ REFERENCE = {
     "pattern": r"\$\{.+\}|^\?\?\?$",
     "description": "${path.to.parameter}, whose value it takes; ??? must be given later.",
 }
+HYDRA_DEFAULTS = (
+    "Files beside this one that it is merged with, in order, without .yaml; _self_ is this one."
+)
 EXTENDS = "Another file, relative to this one, whose values hold unless this one sets them."
 SETTINGS = "Device, tracking and paths of the run; the command line wins."
 SECTION_OF_A_PLUGIN = {"type": "object", "description": "The section of a plug-in."}
@@ -243,7 +246,10 @@ def schema_of_files(
     del properties["package_version"]["default"]
     properties["settings"] = {"$ref": "#/$defs/ExperimentSettings", "description": SETTINGS}
     files = _loosened(schema)
-    files["properties"] |= {"extends": {"type": "string", "description": EXTENDS}}
+    files["properties"] |= {
+        "extends": {"type": "string", "description": EXTENDS},
+        "defaults": {"type": "array", "items": {"type": "string"}, "description": HYDRA_DEFAULTS},
+    }
     files["additionalProperties"] = SECTION_OF_A_PLUGIN if is_open else False
     files[DEFINITIONS] = {name: _loosened(one) for name, one in sorted(definitions.items())}
     files[DEFINITIONS]["Reference"] = REFERENCE

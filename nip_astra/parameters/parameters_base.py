@@ -369,6 +369,16 @@ Other text, except of the types below, needs approval in another user's run; see
 """
 CheckedName = Annotated[str, _Inside()]
 """A registered name or code, checked when it is looked up or loaded."""
+
+
+def _check_markers(markers: list[str] | None) -> list[str] | None:
+    if markers and (len(markers) != 2 or not all(markers)):
+        raise ValueError("must be two texts, or empty for none")
+    return markers
+
+
+ReasoningMarkers = Annotated[list[PlainText] | None, AfterValidator(_check_markers)]
+"""Texts that begin and end a model's reasoning; None for the usual ones, empty for none."""
 MAX_COUNT = 2**31 - 1
 """Default bound of whole numbers, beyond which C code overflows or memory is exhausted."""
 MAX_WHOLE = 2**63 - 1

@@ -134,6 +134,10 @@ class ChatModelType(StrEnum):
     """A language model in this process."""
     SCRIPTED = "scripted"
     """Prepared answers."""
+    PYTHON = "python"
+    """A user's function."""
+    HTTP = "http"
+    """A model behind any HTTP service, by a template of its requests."""
 
 
 class TrainingServiceType(StrEnum):

@@ -14,6 +14,7 @@ from nip_astra.evaluation.outcomes import Outcome, episode_outcome
 from nip_astra.report.records import (
     CONVERSATION,
     PROTOCOL,
+    REASONING,
     TASK,
     Node,
     RunRecord,
@@ -307,7 +308,7 @@ def _time_by_time(entries: Iterable[Entry]) -> Iterator[Entry]:
 def _problems(run: RunRecord, nodes: Sequence[Node], label: str = "") -> Iterator[Entry]:
     """Yield the answers to problems; those of equal texts are paired in their order."""
     options = mapping(mapping(run.hyper_params.get("task")).get("evaluation"))
-    success = number(options.get("success_reward")) or 1.0
+    success = number(options.get("success_reward"))
     has_runs = max(Counter(node.problem for node in nodes).values()) > 1 and not label
     numbers: dict[str, dict[str, int]] = {}
     for node in nodes:
@@ -316,12 +317,14 @@ def _problems(run: RunRecord, nodes: Sequence[Node], label: str = "") -> Iterato
         yield _entry_of(node, key, success, label, has_runs)
 
 
-def _entry_of(node: Node, key: str, success: float, label: str, has_runs: bool) -> Entry:
+def _entry_of(node: Node, key: str, success: float | None, label: str, has_runs: bool) -> Entry:
     messages = node.messages
-    own = next((i for i, one in enumerate(messages) if one[0] == "assistant"), len(messages))
+    own = next(
+        (i for i, one in enumerate(messages) if one[0] in ("assistant", REASONING)), len(messages)
+    )
     is_right = node.is_right
-    if is_right is None and node.reward is not None:
-        is_right = node.reward >= success
+    if is_right is None and node.reward is not None and (success is not None or node.reward <= 1):
+        is_right = node.reward >= (1.0 if success is None else success)
     facts = "no reward" if node.reward is None else f"reward {decimal(node.reward)}"
     parts = [f"{words(name)} {decimal(value)}" for name, value in node.reward_parts.items()]
     prompt = messages[:own]
@@ -375,6 +378,8 @@ def _moves(row: Mapping[str, Any]) -> Iterator[Message]:
             sent = [one for one in mapping(move.get("messages")).values() if isinstance(one, str)]
             decision = number(move.get("decision"))
             ended = [] if decision in (None, 2) else [f"({DECISIONS.get(int(decision or 0), '')})"]
+            if reasoning := text(move.get("reasoning")):
+                yield REASONING, reasoning
             if sent or (ended and not mapping(move.get("messages"))):
                 yield words(text(move.get("agent"))), "\n".join([*sent, *ended])
 
@@ -398,5 +403,5 @@ def _attacked(turns: Sequence[Node]) -> Side:
         failed if outcome.is_known else None,
         max(scores, default=None),
         f"{facts}, fails at turn {outcomes.index(outcome) + 1}" if failed else facts,
-        [message for node in turns for message in node.messages],
+        [message for node in turns for message in node.messages_with_reasoning],
     )

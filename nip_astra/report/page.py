@@ -9,7 +9,8 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -45,7 +46,15 @@ from nip_astra.report.records import (
 )
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.safe_text import safe_text
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, write_atomically
+from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
+from nip_astra.tracking.run_directory import (
+    ENVIRONMENT,
+    HYPER_PARAMETERS,
+    REPORT,
+    RESULTS,
+    SETTINGS,
+    write_atomically,
+)
 from nip_astra.utils import formatting
 from nip_astra.utils.formatting import count
 from nip_astra.version import __version__
@@ -268,6 +277,12 @@ def _digest(text: str) -> str:
 
 # ---- a folder of runs
 
+KEPT_ENTRIES = ".report_entries.json"
+"""File of a folder with what its last report read of each run."""
+ENTRY_FORMAT = 1
+"""Version of these entries; it rises when a row or a curve is made in another way."""
+_FILES_OF_ENTRY = (HYPER_PARAMETERS, SETTINGS, ENVIRONMENT, RESULTS, METRICS_FILE, TIMINGS_FILE)
+
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the run directories in a folder, including those of its sweeps, by name."""
@@ -277,33 +292,81 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def _catalogue(folder: Path, output: Path) -> dict[str, Any]:
-    """Return the rows of all runs in a folder, with page-relative links, and their curves."""
-    runs, notes = [], []
+    """Return the rows of all runs in a folder, with page-relative links, and their curves.
+
+    What was read of a run is kept in the folder, and read again when a file of the run changes.
+    """
+    kept = _read_kept_entries(folder)
+    entries, rows, notes = {}, [], []
     for path in runs_in(folder):
-        try:
-            runs.append(read_run(path, has_tables=False))
-        except RunDirectoryError as error:
-            notes.append(str(error))
-    rows = [_row(run, folder, output) for run in runs]
+        name = path.relative_to(folder).as_posix()
+        stamp = _stamp(path)
+        entry = kept.get(name)
+        if entry is None or entry["stamp"] != stamp:
+            try:
+                run = read_run(path, has_tables=False)
+            except RunDirectoryError as error:
+                notes.append(str(error))
+                continue
+            entry = {"stamp": stamp, "row": _row(run), "curves": _curves(run)}
+        entries[name] = entry
+        page = path / REPORT
+        link = quote(os.path.relpath(page, output.parent)) if page.is_file() else ""
+        rows.append({**entry["row"], "name": name, "link": link})
+    if entries != kept:
+        _keep_entries(folder, entries)
     choices = {
         name: sorted({str(row[name]) for row in rows}) for name in ("trainer", "scenario", "status")
     }
-    curves = json.dumps([_curves(run) for run in runs], separators=(",", ":"))
+    curves = json.dumps([entry["curves"] for entry in entries.values()], separators=(",", ":"))
     data = Markup(curves.replace("<", "\\u003c"))
     return {"rows": rows, "choices": choices, "data": data, "notes": notes}
 
 
-def _row(run: RunRecord, folder: Path, output: Path) -> dict[str, Any]:
+def _stamp(run: Path) -> list[Any]:
+    """Return names, sizes and times of the files that the table of runs is made of."""
+    stamps = []
+    for name in _FILES_OF_ENTRY:
+        with suppress(OSError):
+            status = (run / name).lstat()
+            stamps.append([name, status.st_size, status.st_mtime_ns])
+    return stamps
+
+
+def _read_kept_entries(folder: Path) -> dict[str, Any]:
+    """Return what an earlier report of the folder read; nothing if that cannot be used."""
+    try:
+        digest, _, content = (folder / KEPT_ENTRIES).read_text(encoding="utf-8").partition("\n")
+        if digest != _entries_digest(content):
+            return {}
+        entries: dict[str, Any] = json.loads(content)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return entries
+
+
+def _entries_digest(content: str) -> str:
+    """Return the digest of kept entries, which also changes with the way they are made."""
+    return hashlib.sha256(f"{ENTRY_FORMAT} {content}".encode()).hexdigest()
+
+
+def _keep_entries(folder: Path, entries: Mapping[str, Any]) -> None:
+    content = json.dumps(entries, separators=(",", ":"))
+    try:
+        write_atomically(folder / KEPT_ENTRIES, f"{_entries_digest(content)}\n{content}")
+    except RunDirectoryError as error:
+        # The page is complete without it; the next one is slower.
+        logger.info("%s", error)
+
+
+def _row(run: RunRecord) -> dict[str, Any]:
+    """Return the cells of a run, as JSON can hold them."""
     training, (before, after) = mapping(run.results.get("training")), summary.measured(run)
     columns = summary.OVERVIEW[run.kind][:2]
     number_of = number(training.get("num_iterations")) or run.metrics.num_rows
-    page = run.path / REPORT
-    link = quote(os.path.relpath(page, output.parent)) if page.is_file() else ""
     # Parameters are written when a run starts.
     written = datetime.fromtimestamp((run.path / HYPER_PARAMETERS).stat().st_mtime, UTC)
     return {
-        "name": run.path.relative_to(folder).as_posix(),
-        "link": link,
         "trainer": text(run.hyper_params.get("trainer")),
         "scenario": Path(text(run.hyper_params.get("scenario"))).name,
         "seed": number(run.hyper_params.get("seed")),

@@ -36,6 +36,8 @@ MAX_ROWS = 200_000
 REGRESSION = "message_regression"
 TEST_PREFIX = "test_"
 _BASELINE = "_baseline"
+REASONING = "reasoning"
+"""Role of what a model thought before its message, which is shown folded."""
 _MAX_LOG_LINES = 12
 _KNOWN = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
 _REWARD_PREFIX = "reward/"
@@ -66,6 +68,7 @@ class Node:
     is_error: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
     transcript: list[tuple[str, str]] | None = None  # role and text, if a row has all turns
+    reasonings: tuple[tuple[str, str], ...] = ()  # author and text, of the probe and the response
     problem: str = ""  # of a task: its number within the table
     problem_hash: str = ""  # the same in tables of other splits; its number where unknown
     run: int = 0
@@ -79,6 +82,17 @@ class Node:
         if self.transcript is not None:
             return self.transcript
         return [("attacker", self.probe), ("target", self.response)]
+
+    @property
+    def messages_with_reasoning(self) -> list[tuple[str, str]]:
+        """`messages`, each after its author's reasoning, whose role is `REASONING`."""
+        by_author = dict(self.reasonings)
+        found: list[tuple[str, str]] = []
+        for role, content in self.messages:
+            if role in by_author:
+                found.append((REASONING, by_author[role]))
+            found.append((role, content))
+        return found
 
     @property
     def conversation(self) -> Key:
@@ -378,8 +392,8 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         for name, value in row.items()
         if name.startswith(_REWARD_PREFIX)
     }
-    pairs = [one for one in items(row.get("messages")) if isinstance(one, list) and len(one) == 2]
-    messages = [(text(role), text(content)) for role, content in pairs]
+    messages = [pair for message in items(row.get("messages")) for pair in _messages_of(message)]
+    named = {"attacker": row.get("probe_reasoning"), "target": row.get("response_reasoning")}
     opening = next((content for role, content in messages if role == "user"), "")
     details = mapping(mapping(row.get("details")).get("rewards"))
     parts |= {name: number(value) for name, value in details.items()}
@@ -392,7 +406,7 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         episode=place["episode"] or 0,
         prompt=text(row.get("prompt")) or opening,
         probe=text(row.get("probe")),
-        response=text(row.get("response")),
+        response=_with_calls(row.get("response"), row.get("response_calls")),
         response_score=number(row.get("response_score")),
         combined_score=number(row.get("combined_score")),
         reward=number(row.get("reward")),
@@ -401,6 +415,7 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         num_tokens=_integer(row.get("probe_num_tokens")),
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
+        reasonings=tuple((role, text(said)) for role, said in named.items() if text(said)),
         transcript=messages if isinstance(row.get("messages"), list) else None,
         problem=str(row.get("problem")),
         problem_hash=text(row.get("problem_hash")) or str(row.get("problem")),
@@ -409,6 +424,28 @@ def node_of(row: Mapping[str, Any], threshold: float | None = None) -> Node:
         is_right=is_right if isinstance(is_right, bool) else None,
         threshold=threshold,
     )
+
+
+def _messages_of(message: Any) -> Iterator[tuple[str, str]]:
+    """Yield role and text of a stored message, after its reasoning if it has one."""
+    if not isinstance(message, list) or len(message) not in (2, 3):
+        return
+    role, content, *more = message
+    reasoning = text(mapping(more[0]).get("reasoning")) if more else ""
+    if reasoning:
+        yield REASONING, reasoning
+    yield text(role), _with_calls(content, mapping(more[0]).get("calls") if more else None)
+
+
+def _with_calls(content: Any, calls: Any) -> str:
+    """Return the text of a message, followed by a line for each of its calls of tools."""
+    pairs = map(_call_of, items(calls))
+    shown = [f"{text(name)}({json.dumps(arguments)})" for name, arguments in pairs]
+    return "\n".join(filter(None, [text(content), *shown]))
+
+
+def _call_of(call: Any) -> tuple[Any, Any]:
+    return (call[0], call[1]) if isinstance(call, list) and len(call) == 2 else ("", None)
 
 
 def _integer(value: Any) -> int | None:

@@ -123,7 +123,9 @@ class Episode:
     @property
     def size(self) -> int:
         """Approximate number of characters on the page."""
-        texts = sum(len(content) for turn in self.turns for _, content in turn.node.messages)
+        texts = sum(
+            len(content) for turn in self.turns for _, content in turn.node.messages_with_reasoning
+        )
         return texts + len(self.prompt) + _MARKUP_OF_NODE * len(self.turns) + _MARKUP_OF_EPISODE
 
 
@@ -404,6 +406,7 @@ class Move:
     decision: str
     reward: str  # in the round; empty for 0 and in further lines of the agent
     chance: str  # of the agent's whole move under its policy
+    reasoning: str = ""  # in the agent's first line
 
 
 @dataclass(frozen=True)
@@ -555,6 +558,7 @@ def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int
                     else "",
                     reward=_signed(rewards.pop(agent, 0.0)) if is_first else "",
                     chance=percent(math.exp(min(logprob, 0.0))) if logprob is not None else "",
+                    reasoning=text(move.get("reasoning")) if is_first else "",
                 )
             )
     for agent, reward in rewards.items():

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.deadlines import within_deadline
 from nip_astra.errors import RewardTermError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import RewardTermType
@@ -107,7 +108,7 @@ class RewardTerm(ABC):
         """
         if nodes.num_nodes == 0:
             return torch.zeros(0)
-        with torch.no_grad():
+        with torch.no_grad(), within_deadline(f"the reward term {self._name!r}"):
             values_N = self._values(nodes).detach().to("cpu", torch.float32)
         if values_N.shape != (nodes.num_nodes,):
             raise RewardTermError(

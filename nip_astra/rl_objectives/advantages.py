@@ -19,7 +19,7 @@ import torch
 from pydantic import Field, JsonValue, model_validator
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.reductions import masked_fill_zero, masked_mean
@@ -139,6 +139,8 @@ def group_advantages(
     ------
     ConfigurationError
         For an unknown scale or baseline, or a scale without a baseline.
+    DataError
+        For rewards so large that their squares are not finite.
     """
     _check_choices(baseline, scale)
     known_N, is_known_N, group_N, runs = _runs(rewards_N.detach(), group_N, run_N)
@@ -161,6 +163,11 @@ def group_advantages(
     is_flat_P = _are_flat(runs)
     std_P = (difference_PW.square().sum(dim=1) / others_P1.squeeze(1)).sqrt()
     std_P = masked_fill_zero(std_P, ~is_flat_P)
+    if not std_P.isfinite().all() or not mean_R.isfinite().all():
+        raise DataError(
+            f"rewards of up to {float(known_N.abs().max()):.3g} are too large to compare in "
+            f"{str(known_N.dtype).removeprefix('torch.')}. Scale them, for instance to at most 1e6."
+        )
     if baseline == "none":
         return GroupAdvantages(known_N, is_known_N, torch.zeros_like(is_flat_P), std_P)
     if baseline == "leave_one_out":

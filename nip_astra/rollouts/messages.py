@@ -30,6 +30,16 @@ class ToolCall(NamedTuple):
         return {"id": identity, "type": "function", "function": function}
 
 
+def plain_calls(calls: Sequence[ToolCall]) -> list[list[Any]] | None:
+    """Return calls as JSON values, each as name and arguments; None without any."""
+    return [[call.name, call.arguments] for call in calls] or None
+
+
+def calls_of_plain(plain: Sequence[Sequence[Any]] | None) -> tuple[ToolCall, ...]:
+    """Return the calls of `plain_calls`."""
+    return tuple(ToolCall(name, arguments) for name, arguments in plain or ())
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One message of a conversation.
@@ -96,7 +106,7 @@ class Turn:
         if self.reasoning is not None:
             more["reasoning"] = self.reasoning
         if self.calls:
-            more["calls"] = [[call.name, call.arguments] for call in self.calls]
+            more["calls"] = plain_calls(self.calls)
         if self.is_missing:
             more["is_missing"] = True
         return [self.role, self.text, *([more] if more else [])]
@@ -110,7 +120,7 @@ class Turn:
             role,
             text,
             more.get("reasoning"),
-            tuple(ToolCall(name, arguments) for name, arguments in more.get("calls", ())),
+            calls_of_plain(more.get("calls")),
             more.get("is_missing", False),
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nip_astra.rollouts.messages import Turn
+
 RECORD_KEY = "prompt_columns"
 """Key of a prompt's other columns in the record of a conversation."""
 Columns = tuple[tuple[str, str | int | float | bool | None], ...]
@@ -20,20 +22,20 @@ class Prompt(str):
         The other columns of its row, for scorers and records; lists and groups are JSON.
     row : Mapping[str, Any]
         The same columns as the dataset holds them, for reward functions.
-    messages : tuple of (role, text)
+    messages : tuple of Turn
         The messages of a conversational prompt; empty for a plain text.
     """
 
     columns: Columns
     row: Mapping[str, Any]
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[Turn, ...]
 
     def __new__(
         cls,
         text: str,
         columns: Columns = (),
         row: Mapping[str, Any] | None = None,
-        messages: tuple[tuple[str, str], ...] = (),
+        messages: tuple[Turn, ...] = (),
     ) -> Prompt:
         prompt = super().__new__(cls, text)
         prompt.columns, prompt.messages = columns, messages

@@ -26,6 +26,7 @@ RECORDED = (
 _PLAIN = (
     *("tree_width", "probes", "responses", "contexts", "num_unique_tokens", "seconds"),
     *("response_failures", "probe_reasonings", "response_reasonings", "num_reasoning_tokens"),
+    "response_calls",
 )
 """Fields of a tree with plain values."""
 
@@ -82,6 +83,9 @@ class RolloutTree:
     num_reasoning_tokens : list[int | None]
         Number of the first tokens of each probe that are reasoning, with its markers; empty if the
         attacker has not reasoned.
+    response_calls : list[list | None]
+        Calls of tools in each response, each as name and arguments; None without any, empty if no
+        response has any.
     more_of_samples : list[dict[str, Tensor]]
         Further columns of each node's training sample, of any length, set by a trainer.
     staleness : int
@@ -100,6 +104,7 @@ class RolloutTree:
     probe_reasonings: list[str | None] = field(default_factory=list, repr=False)
     response_reasonings: list[str | None] = field(default_factory=list, repr=False)
     num_reasoning_tokens: list[int | None] = field(default_factory=list, repr=False)
+    response_calls: list[list[list[Any]] | None] = field(default_factory=list, repr=False)
     more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
     staleness: int = 0
 
@@ -125,15 +130,21 @@ class RolloutTree:
         """Return why each node has no response; None if it has one."""
         return self.response_failures or self.blanks()
 
-    def blanks(self) -> list[None]:
+    def blanks(self) -> list[Any]:
         """Return a list without a value of any node."""
         return [None] * self.num_nodes
 
     def replies(self) -> Iterator[tuple[str, str | None, bool]]:
-        """Yield each node's response, why there is none, and whether it is marked as a refusal."""
+        """Yield each node's response, why there is none, and whether it is marked as a refusal.
+
+        A response of calls alone is shown by these: it is not empty.
+        """
         nodes = self.nodes
+        calls = self.response_calls or self.blanks()
+        pairs = zip(self.responses, calls, strict=True)
+        shown = [text or (str(own_calls) if own_calls else "") for text, own_calls in pairs]
         refused = nodes["is_refused"].tolist() if "is_refused" in nodes else [False] * len(nodes)
-        return zip(self.responses, self.failures_of_nodes(), refused, strict=True)
+        return zip(shown, self.failures_of_nodes(), refused, strict=True)
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain values and tensors for a checkpoint: everything except the prompts."""
@@ -147,7 +158,7 @@ class RolloutTree:
     def from_plain(cls, plain: Mapping[str, Any], prompts: Sequence[str]) -> RolloutTree:
         """Restore the output of `to_plain` for a tree with these opening prompts."""
         nodes = TensorDict(plain["nodes"], batch_size=[len(plain["probes"])])
-        # Earlier versions stored no reasoning.
+        # Earlier versions stored neither reasoning nor calls.
         known = {name: plain[name] for name in _PLAIN if name in plain}
         return cls(nodes, prompts=list(prompts), **known)
 
@@ -168,6 +179,7 @@ class RolloutTree:
             "response_reasoning": self.response_reasonings,
         }
         has_reasonings = any(reasonings.values())
+        has_calls = any(self.response_calls)
         has_columns = any(map(columns_of, self.prompts))
         for node in range(self.num_nodes):
             prompt = self.prompts[columns["episode"][node]]
@@ -183,6 +195,7 @@ class RolloutTree:
                     if has_reasonings
                     else {}
                 ),
+                **({"response_calls": self.response_calls[node] or []} if has_calls else {}),
                 **{name: column[node] for name, column in columns.items()},
             }
 
@@ -243,4 +256,5 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
         join("probe_reasonings"),
         join("response_reasonings"),
         join("num_reasoning_tokens"),
+        join("response_calls"),
     )

@@ -71,7 +71,8 @@ class EpisodeSampler:
                 frame["round"] = frame["round"].clamp(max=frame["message_history"].shape[1] - 1)
             transitions.append(transition)
             frames.append(frame)
-        self._frame = frame if renews else environment.fresh(environment.num_environments)
+        # The next batch draws its own datapoints: drawn here, an abandoned block would be skipped.
+        self._frame = frame if renews else None
         return _assemble(frames, moves, transitions)
 
     def look_ahead(self, num_steps: int, *, renews: bool = True) -> TensorDict:

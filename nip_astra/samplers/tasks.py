@@ -11,7 +11,6 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import compress, groupby, islice
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nip_astra.deadlines import call_in_threads
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ContextLengthError, WorkerProcessError
 from nip_astra.language_models.base import (
@@ -125,15 +125,33 @@ class PlayedEpisode:
         """Add messages to the episode; return them as the policy reads them."""
         introduction = "" if self.episode.messages or has_template else self.toolbox.introduction()
         self.episode.messages += messages
-        read = []
-        for role, own in groupby(messages, key=lambda message: message.role):
-            texts = [one.text for one in own]
+        read: list[Turn] = []
+        for role, group in groupby(messages, key=lambda message: message.role):
+            turns = [Turn(role, one.text, calls=one.calls) for one in group]
             if role == "tool" and not has_template:
-                role, texts = "user", ["\n".join(texts)]
-            for text in texts:
-                read.append(Turn(role, introduction + text))
-                introduction = ""
+                turns = [Turn("user", "\n".join(one.text for one in turns))]
+            read += turns
+        if read and introduction:
+            read[0] = replace(read[0], text=introduction + read[0].text)
         return read
+
+    @property
+    def is_answer_begun(self) -> bool:
+        """Whether the last of the opening messages is the beginning of the policy's answer."""
+        return self.episode.environment.begins_answer and self.num_turns == 0
+
+    def add_answer(self, turn: Turn) -> None:
+        """Add the policy's turn to those that later contexts have."""
+        if self.is_answer_begun:
+            beginning = self.turns.pop()
+            text_ids = (*beginning.ids, *turn.ids_without_reasoning)
+            turn = replace(
+                turn,
+                ids=(*beginning.ids, *turn.ids),
+                text_ids=text_ids if turn.has_reasoning_ids else None,
+                num_reasoning_ids=0,
+            )
+        self.turns.append(turn)
 
     def fits(self, agent: ConversationAgent) -> bool:
         """Return whether the last turn leaves the policy room for its next one."""
@@ -280,6 +298,7 @@ def _take_turns(
         contexts = agent.contexts(
             [one.turns for one in active[::shared]],
             [one.toolbox.described for one in active[::shared]],
+            [one.is_answer_begun for one in active[::shared]],
         )
         rows = uniform_rows(
             [(*plan.key, plan.split, one.problem, one.run_id, turn) for one in active],
@@ -336,8 +355,8 @@ def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> l
     parallel = [place for place, most in enumerate(concurrencies) if most > 1]
     found: dict[int, Value] = {}
     if len(parallel) > 1:
-        with ThreadPoolExecutor(min(max(concurrencies), len(parallel))) as pool:
-            found = dict(zip(parallel, pool.map(call, parallel), strict=True))
+        results = call_in_threads([partial(call, place) for place in parallel], max(concurrencies))
+        found = dict(zip(parallel, results, strict=True))
     return [found[i] if i in found else call(i) for i in range(len(concurrencies))]
 
 
@@ -351,7 +370,7 @@ def _act(
     for index, (one, turn) in enumerate(zip(episodes, turns, strict=True)):
         length = lengths[index]
         one.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
-        one.turns.append(turn)
+        one.add_answer(turn)
         one.is_missing = turn.is_missing
         one.is_cut |= turn.is_missing or length == len(turn.ids)
         one.num_turns += 1

@@ -16,7 +16,8 @@ a beginning hold the same nodes. Keys, with their shapes:
     (agents, is_active)                          [N, R, A]  who had a turn
     (agents, decision), (agents, reward)         [N, R, A]
     (agents, prompt)                             [N, R, A]  prompt messages, as JSON
-    (agents, raw_message)                        [N, R, A]  the answer as it was given
+    (agents, raw_message)                        [N, R, A]  the answer, without its reasoning
+    (agents, reasoning)                          [N, R, A]  missing without a thought
     (agents, message)                            [N, R, A, C]
     (agents, num_retries), (agents, is_cut), (agents, is_filled)  [N, R, A]
 
@@ -79,7 +80,8 @@ class StoredResponses:
     """The responses to one request, one per sample.
 
     `failures` has an empty text where there is a response. `are_final` marks samples whose model
-    has retried already; it is empty if none has. Tokens are those of all samples.
+    has retried already; it is empty if none has, and so is `reasonings` without a thought. Tokens
+    are those of all samples.
     """
 
     texts: tuple[str, ...]
@@ -89,6 +91,7 @@ class StoredResponses:
     completion_tokens: int = 0
     is_cached: bool = False
     are_final: tuple[bool, ...] = ()
+    reasonings: tuple[str | None, ...] = ()
 
 
 @dataclass
@@ -154,6 +157,10 @@ class AnswerJournal:
                 lists = {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
                 for name in ("texts", "failures"):
                     lists[name] = tuple(map(valid_text, lists[name]))
+                lists["reasonings"] = tuple(
+                    None if reasoning is None else valid_text(reasoning)
+                    for reasoning in lists.get("reasonings", ())
+                )
                 yield request_id, StoredResponses(**(values | lists))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
@@ -191,6 +198,7 @@ class TextMove(NamedTuple):
     num_retries: int = 0
     is_cut: bool = False
     is_filled: bool = False
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,8 +330,10 @@ class TextRolloutSampler:
                 (*key, node.node_id, turn.agent, attempt), speaker, prompt, len(missing), journal
             )
             are_final = answers.are_final or (False,) * len(missing)
-            for branch, text, is_cut, failure, is_final in zip(
+            reasonings = answers.reasonings or (None,) * len(missing)
+            for branch, text, is_cut, failure, is_final, reasoning in zip(
                 *(list(missing), answers.texts, answers.are_cut, answers.failures, are_final),
+                reasonings,
                 strict=True,
             ):
                 parsed = ParsedAnswer(fault=failure) if failure else self.game.read(turn, text)
@@ -333,7 +343,9 @@ class TextRolloutSampler:
                         continue
                     found[branch] = TextMove(prompt, "", parsed, attempt, is_filled=True)
                 else:
-                    found[branch] = TextMove(prompt, text, parsed, attempt, is_cut)
+                    found[branch] = TextMove(
+                        prompt, text, parsed, attempt, is_cut, reasoning=reasoning
+                    )
                 missing.remove(branch)
             if not missing:
                 break
@@ -412,6 +424,7 @@ def _kept(
     is_cached: bool,
 ) -> StoredResponses:
     texts, cuts, failures = [], [], []
+    reasonings = [sample.reasoning for sample in samples if isinstance(sample, ChatAnswer)]
     for sample in samples:
         if isinstance(sample, ChatFailure):
             text, is_cut, failure = "", False, f"{sample.reason}: {sample.message}"
@@ -419,7 +432,7 @@ def _kept(
             text, is_cut = sample.text, sample.finish_reason == FinishReason.LENGTH
             is_withheld = sample.finish_reason == FinishReason.CONTENT_FILTER
             failure = "the service withheld it" if is_withheld else ""
-            failure = "it was cut before its first word" if sample.is_missing else failure
+            failure = "it ended before its first word" if sample.is_missing else failure
             failure = f"the model refused: {sample.refusal}" if sample.refusal else failure
         texts.append(text)
         cuts.append(is_cut)
@@ -428,6 +441,11 @@ def _kept(
     return StoredResponses(
         *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
         are_final=tuple(are_final) if any(are_final) else (),
+        reasonings=tuple(
+            sample.reasoning if isinstance(sample, ChatAnswer) else None for sample in samples
+        )
+        if any(reasoning is not None for reasoning in reasonings)
+        else (),
     )
 
 
@@ -457,6 +475,7 @@ def rollout_spec(game: TextGame, num_rollouts: int) -> CompositeSpec:
         "reward": FloatArraySpec((n, r, a)),
         "prompt": StringArraySpec((n, r, a)),
         "raw_message": StringArraySpec((n, r, a)),
+        "reasoning": StringArraySpec((n, r, a)),
         "message": StringArraySpec((n, r, a, c)),
         "num_retries": IntArraySpec((n, r, a)),
         "is_cut": BoolArraySpec((n, r, a)),
@@ -525,6 +544,7 @@ def _fill_move(
     rollouts["agents", "decision"][at] = move.parsed.decision
     rollouts["agents", "prompt"][at] = json.dumps(move.prompt, ensure_ascii=False)
     rollouts["agents", "raw_message"][at] = move.answer
+    rollouts["agents", "reasoning"][at] = move.reasoning
     rollouts["agents", "num_retries"][at] = move.num_retries
     rollouts["agents", "is_cut"][at] = move.is_cut
     rollouts["agents", "is_filled"][at] = move.is_filled

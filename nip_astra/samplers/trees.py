@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -35,7 +35,7 @@ from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import REWARD_TERMS, RewardTerm
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
 from nip_astra.rollouts.batch import cat_widened
-from nip_astra.rollouts.messages import Turn
+from nip_astra.rollouts.messages import Turn, calls_of_plain, plain_calls
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.executor import PartCall, WorkerResult, choose_executor, cut_rollout
@@ -188,9 +188,7 @@ class TreeSampler:
             longest = max(agent.conversation_format.encode_all(prompts), key=len, default=None)
             opening = 0
             if longest is not None:
-                (context,) = agent.contexts(
-                    [[Turn("assistant" if agent.role == "target" else "user", ids=longest)]]
-                )
+                (context,) = agent.contexts([agent.opening_turns(longest)])
                 opening = len(context)
             num_tokens = opening + num_probes_of(tree_width, tree_depth) * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
@@ -373,6 +371,7 @@ class TreeSampler:
             response_failures=growth.failures if any(growth.failures) else [],
             probe_reasonings=_if_any([probe.reasoning for probe in growth.probes]),
             response_reasonings=_if_any(growth.reasonings),
+            response_calls=_if_any(growth.calls),
             num_reasoning_tokens=_if_any(
                 [probe.num_reasoning_ids or None for probe in growth.probes]
             ),
@@ -410,7 +409,7 @@ def _mask_texts(mask_NT: Tensor, probes: Sequence[Turn]) -> Tensor:
 
 
 def _if_any(values: list[Value | None]) -> list[Value | None]:
-    """Return the list; empty if no model has reasoned."""
+    """Return the list; empty without any value."""
     return values if any(value is not None for value in values) else []
 
 
@@ -421,7 +420,8 @@ def _if_any(values: list[Value | None]) -> list[Value | None]:
 class _OpenConversation:
     """A path of the tree, as read by each model; `target_turns` is empty if it reads texts.
 
-    `failure` is the reason why the conversation ended early, `reasoning` that of its last response.
+    `failure` is the reason why the conversation ended early; `reasoning` and `calls` are those of
+    its last response.
     """
 
     path: str
@@ -433,6 +433,7 @@ class _OpenConversation:
     failure: str | None = None
     is_refused: bool = False
     reasoning: str | None = None
+    calls: list[list[Any]] | None = None
 
 
 class _TreeGrowth:
@@ -450,6 +451,7 @@ class _TreeGrowth:
         self.probes: list[Turn] = []
         self.responses: list[str] = []
         self.reasonings: list[str | None] = []
+        self.calls: list[list[list[Any]] | None] = []
         self.failures: list[str | None] = []
         self.are_refused: list[bool] = []
         self.generations: list[Generation] = []
@@ -536,6 +538,7 @@ class _TreeGrowth:
         self.episode += [child.episode for child in children]
         self.responses += [child.texts[-1] for child in children]
         self.reasonings += [child.reasoning for child in children]
+        self.calls += [child.calls for child in children]
         self.failures += [child.failure for child in children]
         self.are_refused += [child.is_refused for child in children]
         self.contexts += contexts
@@ -551,10 +554,10 @@ class _TreeGrowth:
             with self.timed("attacker"):
                 replies = self._text_probes(self.attacker, children)
             probes = self._tokenized([reply.text for reply in replies])
-            contents = self.reader.content_ids(probes)
+            turns = self.reader.read_turns(probes)
             return probes, [
-                Turn("assistant", reply.text, reply.reasoning, ids=ids)
-                for reply, ids in zip(replies, contents, strict=True)
+                replace(turn, text=reply.text, reasoning=reply.reasoning, is_missing=False)
+                for reply, turn in zip(replies, turns, strict=True)
             ]
         session = self._attacker_session
         assert session is not None
@@ -605,7 +608,7 @@ class _TreeGrowth:
             ids = self.reader.heard_ids(reply.text)
             child.attacker_turns = [*child.attacker_turns, Turn("user", reply.text, ids=ids)]
             child.texts = [*child.texts, reply.text]
-            child.reasoning = reply.reasoning
+            child.reasoning, child.calls = reply.reasoning, plain_calls(reply.calls)
 
     def _reply_in_tokens(
         self, target: ConversationAgent, children: Sequence[_OpenConversation]
@@ -622,7 +625,7 @@ class _TreeGrowth:
             child.target_turns = [*child.target_turns, response]
             child.attacker_turns = [*child.attacker_turns, Turn("user", text, ids=read)]
             if child.failure is None:
-                child.reasoning = response.reasoning
+                child.reasoning, child.calls = response.reasoning, plain_calls(response.calls)
                 child.failure = CUT if response.is_missing else None
             child.texts = [*child.texts, text if child.failure is None else ""]
 
@@ -729,7 +732,8 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
 
 def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
     """Return the exchanges of some nodes: responses, then both together unless they are equal."""
-    reasonings = tree.response_reasonings or [None] * tree.num_nodes
+    reasonings = tree.response_reasonings or tree.blanks()
+    calls = tree.response_calls or tree.blanks()
     if not scorer.reads_history:
         responses = [Exchange(tree.responses[node], reasoning=reasonings[node]) for node in there]
         both = [
@@ -744,7 +748,8 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
         if parent < 0:
             before: tuple[Turn, ...] = (Turn("assistant", tree.prompts[episode]),)
         else:
-            before = (*histories[parent], Turn("assistant", tree.responses[parent]))
+            answer = Turn("assistant", tree.responses[parent], calls=calls_of_plain(calls[parent]))
+            before = (*histories[parent], answer)
         histories.append((*before, Turn("user", probe)))
     episodes = tree.nodes["episode"].tolist()
     return [
@@ -753,6 +758,7 @@ def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[lis
             histories[node],
             columns=columns_of(tree.prompts[episodes[node]]),
             reasoning=reasonings[node],
+            calls=calls_of_plain(calls[node]),
         )
         for node in there
     ], True

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import torch
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from nip_astra.errors import ContextLengthError
+from nip_astra.errors import ContextLengthError, ModelAbilityError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     LANGUAGE_MODELS,
@@ -32,7 +32,12 @@ from nip_astra.language_models.services.chat import ChatModelParameters
 from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import decode_all
 from nip_astra.parameters.conditions import where, where_above, where_given
-from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import (
+    PlainText,
+    ReasoningMarkers,
+    SubParameters,
+    polymorphic,
+)
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import (
@@ -74,9 +79,7 @@ class ConversationAgentParameters(SubParameters):
     """Sample from the k most likely tokens only; null for all."""
     top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of most likely tokens with this probability mass."""
-    reasoning_markers: Annotated[list[PlainText] | None, where_given("language_model")] = Field(
-        default=None, max_length=2
-    )
+    reasoning_markers: Annotated[ReasoningMarkers, where_given("language_model")] = None
     """Texts that begin and end the model's reasoning, for instance ["<think>", "</think>"]; null
     for those of its chat template or tokenizer, an empty list for none: then all is text. Scorers,
     rewards, tools and later turns get a message without its reasoning."""
@@ -84,13 +87,6 @@ class ConversationAgentParameters(SubParameters):
         dict[str, JsonValue], where("format", "chat"), where_given("language_model")
     ] = {}
     """Variables of the chat template, for instance enable_thinking: false."""
-
-    @field_validator("reasoning_markers")
-    @classmethod
-    def _is_a_pair(cls, markers: list[str] | None) -> list[str] | None:
-        if markers is not None and (len(markers) == 1 or not all(markers)):
-            raise ValueError("must be two texts, or empty for none")
-        return markers
 
     @field_validator("min_new_tokens")
     @classmethod
@@ -157,19 +153,53 @@ class ConversationAgent:
         self,
         conversations: Sequence[Sequence[Turn]],
         tools: Sequence[tuple[str, ...]] | None = None,
+        continued: Sequence[bool] | None = None,
     ) -> list[list[int]]:
         """Return the tokens before this agent's next turn, leaving room for it.
 
-        `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON.
+        `tools` are those that the agent reads in each conversation, in OpenAI's form as JSON. Where
+        `continued` is True, the conversation's last turn is the beginning of this agent's next one.
         """
         formats = [self.conversation_format.with_tools(own) for own in tools or ()]
         formats = formats or [self.conversation_format] * len(conversations)
+        continued = continued or [False] * len(conversations)
         fitted: list[FittedContext] = [
-            one.fit(turns, num_tokens=self.room)
-            for one, turns in zip(formats, conversations, strict=True)
+            self.fit(turns, form=form, is_begun=is_begun)
+            for form, turns, is_begun in zip(formats, conversations, continued, strict=True)
         ]
         self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
         return [context.ids for context in fitted]
+
+    def fit(
+        self,
+        turns: Sequence[Turn],
+        *,
+        form: ConversationFormat | None = None,
+        is_begun: bool = False,
+    ) -> FittedContext:
+        """Return the longest context that leaves room for this agent's next turn.
+
+        If it `is_begun`, the last of the turns is its beginning.
+
+        Raises
+        ------
+        ContextLengthError
+            If not even the last turn fits.
+        ModelAbilityError
+            If a begun turn cannot be continued.
+        """
+        form = form or self.conversation_format
+        if not is_begun:
+            return form.fit(turns, num_tokens=self.room)
+        if self.message_format.opens_thought:
+            raise ModelAbilityError(
+                f"{self.message_format.name} begins each answer with a thought, so it cannot "
+                "continue the last assistant message of a prompt. Switch its thoughts off by "
+                "template_options, or end the prompt with a user's message."
+            )
+        *before, beginning = turns
+        fitted = form.fit(before, num_tokens=self.room - len(beginning.ids))
+        return FittedContext([*fitted.ids, *beginning.ids], fitted.num_dropped_turns)
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
         """Return each turn's tokens without its end token."""
@@ -270,15 +300,22 @@ class ConversationAgent:
         return whole[:longest]
 
     def encode_turn(self, text: str) -> list[int]:
-        """Return the tokens of a given turn of this agent, with its end token."""
+        """Return the tokens of a given turn of this agent, with its end token.
+
+        If the chat template opens a thought, they end it: the text is no reasoning.
+        """
         end = self.conversation_format.turn_end(self.language_model.end_ids)
+        form = self.message_format
+        if form.opens_thought and form.thought is not None:
+            text = f"\n{form.thought.closing}\n\n{text}"
         return [*self.conversation_format.encode(text), *end]
 
     def tokenize(self, turns: Sequence[Turn]) -> list[Turn]:
         """Return turns with the tokens of their texts; roles are those of the chat template."""
-        texts = list(dict.fromkeys(turn.text for turn in turns))
-        ids = dict(zip(texts, self.conversation_format.encode_all(texts), strict=True))
-        return [replace(turn, ids=ids[turn.text]) for turn in turns]
+        texts = [self.conversation_format.written_text(turn) for turn in turns]
+        distinct = list(dict.fromkeys(texts))
+        ids = dict(zip(distinct, self.conversation_format.encode_all(distinct), strict=True))
+        return [replace(turn, ids=ids[text]) for turn, text in zip(turns, texts, strict=True)]
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
@@ -300,12 +337,18 @@ class ConversationAgent:
         mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
         return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
 
+    def opening_turns(self, ids: tuple[int, ...]) -> list[Turn]:
+        """Return the turns of the shortest conversation that this agent reads, with a prompt."""
+        if self.role != "target":
+            return [Turn("user", ids=ids)]
+        # The attacker's turn follows. Many templates refuse a conversation without a user.
+        return [Turn("assistant", ids=ids), Turn("user")]
+
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Raise `ContextLengthError` for the first prompt that exceeds the window."""
         encoded = self.conversation_format.encode_all(prompts)
         for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True), start=1):
-            turn = Turn("assistant" if self.role == "target" else "user", prompt, ids=ids)
-            num_tokens = len(self.conversation_format.context([turn]))
+            num_tokens = len(self.conversation_format.context(self.opening_turns(ids)))
             if num_tokens > self.room:
                 shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(

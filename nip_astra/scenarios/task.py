@@ -42,8 +42,9 @@ class TaskEvaluationParameters(SubParameters):
     """Runs per problem of a dev evaluation; with more than one, pass@k is logged up to this k."""
     num_runs: int = Field(default=1, ge=1, le=10_000)
     """Runs per problem; with more than one, pass@k is reported up to this k."""
-    success_reward: float = 1.0
-    """Minimum reward of a correct run; of several rewards, the first decides."""
+    success_reward: float | None = None
+    """Minimum reward of a correct run; of several rewards, the first decides. null takes 1; then no
+    accuracy is reported where a reward exceeds 1, as one in characters does."""
     batch_size: int = Field(default=256, ge=1)
     """Problems per batch."""
 

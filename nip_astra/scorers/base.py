@@ -9,12 +9,8 @@ import hashlib
 import json
 import logging
 import math
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -23,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.deadlines import TimeLimitExceeded, time_limit
 from nip_astra.errors import (
     ConfigurationError,
     NipAstraError,
@@ -58,38 +55,6 @@ MAX_VERDICTS = 1 << 17
 
 KEY_BYTES = 16
 """Length of the digest that identifies a cached text."""
-
-
-class TimeLimitExceeded(BaseException):
-    """The block exceeded its time limit; the caller converts it to a message."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """End the block with `TimeLimitExceeded` after some seconds.
-
-    Native code is interrupted when it returns to Python. In another thread than the main one there
-    is no limit. Limits may be nested.
-    """
-    started, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0]
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or 0 < left <= seconds:
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        raise TimeLimitExceeded
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-        if left:
-            left -= time.monotonic() - started
-            signal.setitimer(signal.ITIMER_REAL, max(left, 1e-6))
 
 
 class Exchange(NamedTuple):
@@ -324,7 +289,7 @@ class Scorer:
         """Call the hook and return one verdict per exchange."""
         limit = self.parameters.timeout_seconds
         try:
-            with time_limit(limit):
+            with time_limit(limit, f"the scorer {self._name!r}"):
                 verdicts: list[Verdict] = [
                     value if value is None or isinstance(value, ScorerError) else float(value)
                     for value in self._score_exchanges(exchanges)

@@ -30,9 +30,13 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.reasons import MISSING
-from nip_astra.language_models.services.retrying import RetryingChatModel, with_retries
+from nip_astra.language_models.services.retrying import (
+    RetryingChatModel,
+    split_answer,
+    with_retries,
+)
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import PlainText, Url
+from nip_astra.parameters.parameters_base import PlainText, ReasoningMarkers, Url
 from nip_astra.parameters.types import ScorerType
 from nip_astra.rollouts.messages import Turn
 from nip_astra.scorers.base import Exchange, Scorer, Verdict, register_scorer
@@ -111,6 +115,9 @@ class JudgeScorer(Scorer):
         """Concurrent requests. Larger is faster if the service can keep up."""
         prices: PriceParameters | None = None
         """Prices of the judge; null if unknown or free."""
+        reasoning_markers: ReasoningMarkers = None
+        """Texts that begin and end the reasoning in an answer, in which no rating is read; null for
+        <think> and </think>, an empty list for none."""
 
         @model_validator(mode="after")
         def _can_be_found(self) -> Self:
@@ -140,6 +147,7 @@ class JudgeScorer(Scorer):
         judge = OpenAIChatModel(
             chat, what="the judge", scenario_dir=self.scenario_dir, device=self.device
         )
+        judge.reasoning_markers = parameters.reasoning_markers
         self._model = _RatingModel(judge, parameters.max_rating)
         self._chat_model = self._be_patient(ExperimentSettings())
 
@@ -233,6 +241,7 @@ class _RatingModel(ChatModel):
     def __init__(self, model: ChatModel, max_rating: int) -> None:
         self.model = model
         self.name, self.place = model.name, model.place
+        self.reasoning_markers = model.reasoning_markers
         self._max_rating = max_rating
         self._sends_form = True
 
@@ -253,6 +262,7 @@ class _RatingModel(ChatModel):
                 self._sends_form = False
                 return await self.answer(request)
             return outcome
+        sample = split_answer(sample, self.reasoning_markers)
         if not is_complete(sample):
             return outcome
         try:
@@ -268,7 +278,8 @@ class _RatingModel(ChatModel):
 
 def is_complete(answer: ChatAnswer) -> bool:
     """Return whether an answer may hold a verdict: a cut one may hold the draft of one."""
-    return answer.finish_reason is FinishReason.STOP and not answer.is_refused
+    is_whole = answer.finish_reason is FinishReason.STOP and not answer.is_unfinished
+    return is_whole and not answer.is_refused
 
 
 def read_rating(answer: str, max_rating: int) -> float | None:

@@ -56,6 +56,8 @@ TRAINING_ROUTES = {
     "http": "those under /training/v1/models",
     "tinker": "those of Tinker under /api/v1",
 }
+CONVERSIONS = "converted"
+"""Folder of the state with models of GGUF files as transformers saves them."""
 SECONDS_TO_FINISH = 5
 """Maximum seconds for open requests after the signal that ends the service."""
 SECONDS_IDLE = 75
@@ -76,7 +78,10 @@ def open_app(
         max_rows=settings.max_rows, max_cache_bytes=int(settings.max_cache_gib * (1 << 30))
     )
     served = ServedModels(
-        device=resolve_device(settings.device), dtype=settings.dtype, limits=limits
+        device=resolve_device(settings.device),
+        dtype=settings.dtype,
+        limits=limits,
+        conversions=settings.state_folder() / CONVERSIONS,
     )
     try:
         served.add_all(models)
@@ -151,7 +156,9 @@ def open_training(
             stack.enter_context(_held(folder, "Tinker's checkpoints"))
             store = CheckpointFolder(folder)
             store.clear_unfinished()
-        bases = Bases(models, resolve_device(settings.device))
+        bases = Bases(
+            models, resolve_device(settings.device), settings.state_folder() / CONVERSIONS
+        )
         work = WorkQueue(settings.max_waiting)
         stack.callback(work.close)
         routers: list[APIRouter] = []

@@ -47,6 +47,7 @@ from nip_astra.serve.requests import (
 from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
 
+EVENT_PREFIX = "ftevent-"
 KEY = "idempotency_key"
 """Entry of a job's metadata; a second job with the same value is the first one."""
 _CHUNK = 1 << 20
@@ -153,7 +154,7 @@ def job_object(job: Job) -> dict[str, Any]:
 def event_object(row: dict[str, Any]) -> dict[str, Any]:
     """Return an event in OpenAI's format."""
     return {
-        "id": f"ftevent-{row['number']:08d}",
+        "id": f"{EVENT_PREFIX}{row['number']:08d}",
         "object": "fine_tuning.job.event",
         "created_at": row["created_at"],
         "level": row["level"],
@@ -450,8 +451,20 @@ class _JobRoutes:
         return _page(chosen, limit, after)
 
     async def events(self, identity: str, limit: Limit = 20, after: str | None = None) -> Response:
-        rows = self.store.events(self._find(identity).id)
-        return _page([event_object(row) for row in rows], limit, after)
+        job = self._find(identity).id
+        before = None if after is None else self._event_number(job, after)
+        # A long job has one for each of its steps: only those of the page are read.
+        rows = self.store.newest_events(job, before=before, limit=limit + 1)
+        return _page([event_object(row) for row in rows], limit, None)
+
+    def _event_number(self, job: str, identity: str) -> int:
+        digits = identity.removeprefix(EVENT_PREFIX)
+        if digits.isascii() and digits.isdigit() and len(digits) < 16:
+            number = int(digits)
+            rows = self.store.newest_events(job, before=number + 1, limit=1)
+            if rows and event_object(rows[0])["id"] == identity:
+                return number
+        raise _unknown_cursor(identity)
 
     async def checkpoints(
         self, identity: str, limit: Limit = 10, after: str | None = None
@@ -518,17 +531,21 @@ def _wrong_weights(message: str) -> ApiError:
     return wrong(message, "trained_weights", "invalid_value")
 
 
+def _unknown_cursor(after: str) -> ApiError:
+    return wrong(
+        f"after is {after[:80]!r}, but the list has no such entry. Give the id of one.",
+        "after",
+        "invalid_value",
+    )
+
+
 def _page(objects: Sequence[dict[str, Any]], limit: int, after: str | None) -> Response:
     """Return a page of a list, by OpenAI's cursors."""
     first = 0
     if after is not None:
         places = [place for place, one in enumerate(objects) if one["id"] == after]
         if not places:
-            raise wrong(
-                f"after is {after[:80]!r}, but the list has no such entry. Give the id of one.",
-                "after",
-                "invalid_value",
-            )
+            raise _unknown_cursor(after)
         first = places[0] + 1
     found = list(objects[first : first + limit])
     content = {

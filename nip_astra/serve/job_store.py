@@ -9,6 +9,7 @@ import json
 import secrets
 import shutil
 import sqlite3
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -34,6 +35,7 @@ CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, created_at INTEGER NOT NULL,
     level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL, step INTEGER
 );
+CREATE INDEX IF NOT EXISTS events_of_a_job ON events (job, number);
 CREATE UNIQUE INDEX IF NOT EXISTS one_event_a_step ON events (job, step) WHERE step IS NOT NULL;
 CREATE TABLE IF NOT EXISTS checkpoints (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, job TEXT NOT NULL,
@@ -209,6 +211,13 @@ class JobStore:
     def events(self, job: str) -> list[dict[str, Any]]:
         """Return all events of a job, newest first."""
         return self._rows("SELECT * FROM events WHERE job = ? ORDER BY number DESC", (job,))
+
+    def newest_events(self, job: str, *, before: int | None, limit: int) -> list[dict[str, Any]]:
+        """Return up to `limit` events of a job, newest first, optionally only earlier numbers."""
+        return self._rows(
+            "SELECT * FROM events WHERE job = ? AND number < ? ORDER BY number DESC LIMIT ?",
+            (job, sys.maxsize if before is None else before, limit),
+        )
 
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str

@@ -25,6 +25,7 @@ from nip_astra.language_models.sequences import GenerationRequest, Listener, Pro
 from nip_astra.language_models.services.chat import render_chat
 from nip_astra.language_models.sources import (
     computing_dtype,
+    converted_gguf,
     find_tokenizer,
     load_model,
     round_weights,
@@ -183,11 +184,23 @@ class ServedModel:
 
 
 class ServedModels:
-    """Loads models, each set of weights once."""
+    """Loads models, each set of weights once.
+
+    Parameters
+    ----------
+    conversions : Path, optional
+        Folder in which converted GGUF files are kept; without one they are converted each time.
+    """
 
     def __init__(
-        self, *, device: torch.device, dtype: str = "float32", limits: EngineLimits
+        self,
+        *,
+        device: torch.device,
+        dtype: str = "float32",
+        limits: EngineLimits,
+        conversions: Path | None = None,
     ) -> None:
+        self.conversions = conversions
         self.device, self.dtype, self.limits = device, dtype, limits
         self._models: dict[str, ServedModel] = {}
         self._engines: dict[str, Engine] = {}
@@ -208,7 +221,10 @@ class ServedModels:
         with self._lock:
             if path not in self._engines:
                 self._engines[path] = load_engine(
-                    path, device=self.device, dtype=self.dtype, limits=self.limits
+                    loadable_path(path, self.conversions),
+                    device=self.device,
+                    dtype=self.dtype,
+                    limits=self.limits,
                 )
             folder = None if base is None else Path(path)
             served = ServedModel(name, self._engines[path], path, base=base, folder=folder)
@@ -282,6 +298,13 @@ def prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
     except ModelLoadError as error:
         raise wrong(str(error), "messages", "refused_by_template") from error
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def loadable_path(source: str, conversions: Path | None) -> str:
+    """Return the path to load a model from: for a GGUF file that of its conversion."""
+    if conversions is None or not source.endswith(".gguf"):
+        return source
+    return str(converted_gguf(Path(source), conversions))
 
 
 def find_model(path: str) -> str:

@@ -190,7 +190,11 @@ class ChatTurn(Body):
         # Clients send back messages of answers with all their fields.
         if not isinstance(given, dict):
             return given
-        return {key: value for key, value in given.items() if value not in (None, [])}
+        fields = {key: value for key, value in given.items() if value not in (None, [])}
+        if "reasoning" in fields and "reasoning_content" not in fields:
+            # Some services and their clients name it so.
+            fields["reasoning_content"] = fields.pop("reasoning")
+        return fields
 
     @model_validator(mode="after")
     def _check_parts(self) -> ChatTurn:
@@ -960,6 +964,8 @@ def _grammar(
         return body.grammar(message_format, begins_in_thought=begins_in_thought)
     except ModelAbilityError as error:
         raise _unsupported(body, error) from error
+    except ConfigurationError as error:
+        raise _unenforceable(body, error) from error
 
 
 def _constraint(body: ChatBody) -> str:
@@ -974,14 +980,17 @@ def _unsupported(body: ChatBody, error: Exception) -> ApiError:
 
 def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
     """Compile the grammar of an answer; raise `ApiError` if it cannot be enforced."""
-    param = _constraint(body)
     try:
         engine.grammars.matcher(grammar)
     except (MissingDependencyError, ModelAbilityError) as error:
         raise _unsupported(body, error) from error
     except ConfigurationError as error:
-        text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
-        raise wrong(text, param, "invalid_value") from error
+        raise _unenforceable(body, error) from error
+
+
+def _unenforceable(body: ChatBody, error: Exception) -> ApiError:
+    text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
+    return wrong(text, _constraint(body), "invalid_value")
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import find_tokenizer, load_model
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.requests import ApiError, ending, failed, overloaded, wrong
-from nip_astra.serve.served_models import find_model
+from nip_astra.serve.served_models import find_model, loadable_path
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +67,18 @@ class Base:
 class Bases:
     """Loads models by name (from a folder, hub id or `.gguf` file), each once, in float32."""
 
-    def __init__(self, models: Mapping[str, str], device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, models: Mapping[str, str], device: torch.device, conversions: Path | None = None
+    ) -> None:
+        self.device, self.conversions = device, conversions
         self._lock = threading.Lock()
         self._bases = {name: self._load(name, path) for name, path in models.items()}
 
     def _load(self, name: str, path: str) -> Base:
         source = find_model(path)
-        module = load_model(source, None, None).to(self.device).eval().requires_grad_(False)
-        return Base(name, source, module, find_tokenizer(source, None, None), build_decoder(module))
+        loaded = loadable_path(source, self.conversions)
+        module = load_model(loaded, None, None).to(self.device).eval().requires_grad_(False)
+        return Base(name, source, module, find_tokenizer(loaded, None, None), build_decoder(module))
 
     @property
     def names(self) -> list[str]:

@@ -23,10 +23,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.run_state import Part, RunState
+from nip_astra.checkpoints.run_state import (
+    Part,
+    RunState,
+    global_generators,
+    set_global_generators,
+)
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     BudgetExhaustedError,
+    CallDeadlineError,
     ConfigurationError,
     LostProcessError,
     NonFiniteLossError,
@@ -65,6 +71,7 @@ from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
+from nip_astra.utils.module_names import check_module_names
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 from nip_astra.utils.seeding import derived_generator
 
@@ -235,7 +242,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             raise UnknownNameError("dev_metric", self.training.dev_metric, of_dev, advice)
         self._noted: dict[str, float] = {}
         self.policy = self.build_policy()
-        self.modules = torch.nn.ModuleDict(self.build_modules())
+        modules_by_name = self.build_modules()
+        check_module_names(modules_by_name, owner=f"build_modules of {type(self).__name__}")
+        self.modules = torch.nn.ModuleDict(modules_by_name)
         policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
         self.learned = [*policy, *modules]
         self.optimizer = build_optimizer(
@@ -505,12 +514,14 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _collect(self, iteration: int, *, is_last: bool = False) -> None:
         """Collect the experience of an iteration."""
         started = time.perf_counter()
+        generators = global_generators()
         self._noted = {}
         try:
             with torch.no_grad():
                 found = check_experience(self.collect(iteration), owner=type(self).__name__)
-        except BudgetExhaustedError:
-            # The steps so far are paid for.
+        except (BudgetExhaustedError, CallDeadlineError):
+            # The steps so far are paid for. The resumed run collects this iteration again.
+            set_global_generators(generators)
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)
@@ -574,8 +585,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         )
         self._write_step_totals(batches)
         if self.state.num_steps_done == 0:
-            for batch in batches:
-                batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
+            self._mark_first_step(batches)
         metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
@@ -585,6 +595,11 @@ class LanguageModelTrainer(TensorDictTrainer):
             # A fault may show in the norm even where the loss is fine.
             self._stop_on_non_finite(metrics["loss"], step.grad_norm)
         return metrics | {"grad_norm": step.grad_norm, "lr": lr}
+
+    def _mark_first_step(self, batches: Sequence[TensorDict]) -> None:
+        """Mark the batches of an iteration's first step, before which no weight has changed."""
+        for batch in batches:
+            batch[IS_FIRST_STEP] = torch.ones(len(batch), dtype=torch.bool)
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Add the totals of step and minibatch to each batch; see `token_normaliser`."""
@@ -676,11 +691,28 @@ class LanguageModelTrainer(TensorDictTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """Return asynchronous rollouts, whose part waits for rollouts in progress."""
-        if self._async is None:
-            return super().kept_parts()
-        part = Part(self._async.state, self._async.load_state)
-        return super().kept_parts() | {"played_ahead": part}
+        """Return asynchronous rollouts, whose part waits for rollouts in progress.
+
+        A mark tells that reasoning is split from messages, if an agent's messages may have it.
+        """
+        parts = super().kept_parts()
+        if self._async is not None:
+            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
+        if self._thinking_roles:
+            change = f"from here on messages of {', '.join(self._thinking_roles)} are without it"
+            parts["reasoning apart from messages"] = Part(
+                lambda: True, lambda is_apart: None, is_memory=True, if_missing=change
+            )
+        return parts
+
+    @property
+    def _thinking_roles(self) -> list[str]:
+        """Return the roles of models whose messages may have reasoning."""
+        return [
+            role
+            for role, agent in self.scenario_instance.agents.items()
+            if getattr(getattr(agent, "message_format", None), "has_marks", False)
+        ]
 
     def save_models(self, directory: Path) -> None:
         """Write policy, modules and optimizer."""

@@ -359,7 +359,6 @@ class TensorDictRlTrainer(AgentTrainer):
         sampler = EpisodeSampler(environment, self.agents, key=key)
         for number in numbers:
             self._raise_if_stopped()
-            sampler.begin_anew()
             batch = sampler.collect(environment.protocol.max_message_rounds, renews=False)
             if self.gae is not None:
                 self.gae(batch)

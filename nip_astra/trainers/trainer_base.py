@@ -147,7 +147,7 @@ class Trainer(ABC):
         self.progress: ProgressBar | None = None
         self.state: Any = self.State()
         self.results: dict[str, Any] = {}
-        self._started = time.monotonic()
+        self._started, self._seconds_before = time.monotonic(), 0.0
         self._records: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         section = getattr(hyper_params, hyper_params.trainer, None)
@@ -333,8 +333,7 @@ class Trainer(ABC):
 
     def _elapsed_seconds(self) -> float:
         """Return the duration of the run, including that of earlier processes."""
-        seconds: float = self.state.elapsed_seconds
-        return seconds + time.monotonic() - self._started
+        return self._seconds_before + time.monotonic() - self._started
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
         """Save everything that a new process needs to continue exactly, if there is a store."""
@@ -342,7 +341,8 @@ class Trainer(ABC):
         if store is None:
             return
         content = {
-            "run": self.state.to_dict() | {"elapsed_seconds": self._elapsed_seconds()},
+            "run": self.state.to_dict(),
+            "elapsed_seconds": self._elapsed_seconds(),
             "tracker": self.tracker.position(),
             "parts": {name: part.save() for name, part in self.kept_parts().items()},
         }
@@ -392,12 +392,15 @@ class Trainer(ABC):
         content = load_state(checkpoint / STATE)
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])
+        # Older versions kept none.
+        self._seconds_before = content.get("elapsed_seconds", 0.0)
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
-                    "the checkpoint %s was saved by code without %s, which start empty",
+                    "the checkpoint %s was saved by code without %s: %s",
                     checkpoint.name,
                     name,
+                    part.if_missing,
                 )
             else:
                 part.load(content["parts"][name])

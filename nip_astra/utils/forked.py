@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
+from nip_astra.deadlines import waiting_on
 from nip_astra.errors import WorkerProcessError
 from nip_astra.trust import read_variable
 from nip_astra.utils.children import PERIOD, Child, end_with_parent, ended_early
@@ -202,9 +203,10 @@ def _pickled(answer: _Outcome) -> bytes:
 
 def _receive(worker: Child, pipe: Connection) -> Any:
     # A grandchild may hold the pipe open after the worker has ended.
-    while not pipe.poll(PERIOD):
-        if worker.code is not None and not pipe.poll():
-            raise ended_early(worker)
+    with waiting_on(worker.name):
+        while not pipe.poll(PERIOD):
+            if worker.code is not None and not pipe.poll():
+                raise ended_early(worker)
     try:
         answer: _Outcome = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError) as error:

@@ -451,7 +451,9 @@ def test_kinds_of_failure_are_counted_with_those_not_seen(evaluated: Path) -> No
     figures = figures_of(evaluated)
     kinds = figures["kinds"]
     assert kinds["seen"] == figures["num_clusters"] == len(kinds["by_queries"]) > 0
-    assert kinds["low"] <= kinds["value"] <= kinds["high"]
+    assert kinds["low"] <= kinds["value"]
+    # The few sightings of a test have no interval with a level.
+    assert kinds["high"] is kinds["level"] is None
     assert kinds["by_queries"] == sorted(kinds["by_queries"])
     for cluster in figures["clusters"]:
         assert 1 <= cluster["num_prompts"] <= 3

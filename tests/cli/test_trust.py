@@ -332,6 +332,8 @@ DetoxifyScorer.Parameters.config_path EmbedderParameters.model
 EvaluationParameters.labelled_responses FineTuningParameters.api_key_variable
 FineTuningParameters.base_url GraphPairParameters.file HuggingFaceImageModel.Parameters.model
 HuggingFaceLanguageModel.Parameters.base_model HuggingFaceLanguageModel.Parameters.model
+HttpChatModel.Parameters.body HttpChatModel.Parameters.headers
+HttpChatModel.Parameters.secrets HttpChatModel.Parameters.url
 HyperParameters.scenario ImageDatasetParameters.path JudgeScorer.Parameters.api_key_variable
 JudgeScorer.Parameters.base_url JudgeScorer.Parameters.extra_body JudgeScorer.Parameters.weights
 LlamaGuardScorer.Parameters.model LossParameters.loss_options

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.evaluation import clusters
 from nip_astra.evaluation.clusters import chao2, cluster_failures, failing_turns, find_plants
 from nip_astra.evaluation.playing import play_chains
 from nip_astra.evaluation.summary import RUN_FIGURES, FailureTally, collapse_of
@@ -233,11 +235,15 @@ def test_plants_are_found_by_failing_and_counted_in_tokens() -> None:
     assert find_plants(episodes, ()) is None
 
 
-def test_the_number_of_kinds_is_chaos_estimate() -> None:
+def test_the_number_of_kinds_is_chaos_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven kinds in 10 units, 4 seen once and 2 seen twice: 7 + 0.9 * 12 / 6."""
+    few = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
+    assert (few["seen"], few["seen_once"], few["seen_twice"]) == (7, 4, 2)
+    assert few["value"] == pytest.approx(8.8)
+    # With 13 sightings an interval would cover far less than its level.
+    assert few.items() >= {"low": 7.0, "high": None, "level": None, "num_sightings": 13}.items()
+    monkeypatch.setattr(clusters, "MIN_SIGHTINGS", 0)
     result = chao2([1, 1, 1, 1, 2, 2, 5], 10, level=0.95)
-    assert (result["seen"], result["seen_once"], result["seen_twice"]) == (7, 4, 2)
-    assert result["value"] == pytest.approx(8.8)
     # var = 0.9 * 12 / 6 + 0.81 * 4 * 49 / 36 + 0.81 * 2 * 144 / 324; the unseen 1.8 are log-normal.
     spread = math.exp(1.959964 * math.sqrt(math.log1p(6.93 / 1.8**2)))
     # Observed kinds are certain, and there is no evidence of more.
@@ -250,4 +256,27 @@ def test_the_number_of_kinds_is_chaos_estimate() -> None:
     # All seen often.
     result = chao2([9, 12, 30], 100, level=0.95)
     assert result["value"] == result["low"] == 3.0 <= result["high"] < 3.1
-    assert chao2([], 100, level=0.95).items() >= {"seen": 0, "value": 0.0, "high": 0.0}.items()
+    monkeypatch.undo()
+    assert chao2([], 100, level=0.95).items() >= {"seen": 0, "value": 0.0, "high": None}.items()
+
+
+@pytest.mark.parametrize("frequencies", ["equal", "zipf", "half rare"])
+def test_a_stated_level_of_the_number_of_kinds_is_nearly_covered(frequencies: str) -> None:
+    generator = np.random.default_rng(0)
+    covered: list[bool] = []
+    for num_kinds in (5, 20, 50):
+        ranks = np.arange(num_kinds)
+        weights = {
+            "equal": np.ones(num_kinds),
+            "zipf": 1 / (ranks + 1),
+            "half rare": np.where(ranks <= num_kinds // 2, 1.0, 0.1),
+        }[frequencies]
+        for num_prompts in (30, 300):
+            chances = np.minimum(weights / weights.sum() * 0.6, 0.95)
+            for _ in range(100):
+                counts = generator.binomial(num_prompts, chances)
+                kinds = chao2(counts[counts > 0].tolist(), num_prompts, level=0.95)
+                if kinds["level"] is not None:
+                    covered.append(kinds["low"] <= num_kinds <= kinds["high"])
+    assert len(covered) >= 200
+    assert sum(covered) / len(covered) >= 0.9

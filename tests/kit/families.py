@@ -26,11 +26,11 @@ SCHEMA = {
     },
     "required": [],
 }
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "note", "description": "Keep a note.", "parameters": SCHEMA},
 }
-HELLO = {"role": "user", "content": "hello"}
+HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 
 
 def template_of(name: str) -> str:
@@ -73,11 +73,11 @@ class Family:
     def write_calls(self, calls: Sequence[ToolCall]) -> str:
         """The calls as the template writes them."""
         parts = [call.as_message_part(f"abcdefgh{place}") for place, call in enumerate(calls)]
-        messages = [HELLO, {"role": "assistant", "content": "", "tool_calls": parts}]
-        text = render_chat(self.tokenizer(), messages, opens_answer=False, tools=[TOOL])
-        answer = text.rpartition("hello")[2]
-        answer = answer[answer.index(self.call_start) :]
-        return answer[: answer.rindex(self.call_end)] if self.call_end else answer
+        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": parts}
+        text = render_chat(self.tokenizer(), [HELLO, answer], opens_answer=False, tools=[TOOL])
+        written = text.rpartition("hello")[2]
+        written = written[written.index(self.call_start) :]
+        return written[: written.rindex(self.call_end)] if self.call_end else written
 
 
 @cache
@@ -155,3 +155,13 @@ FAMILIES = {
 }
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.shows_tools]
 WITH_THOUGHTS = [name for name, family in FAMILIES.items() if family.think is not None]
+SIMILAR = (
+    *("Qwen 3 instruct", "Qwen 3.5 without thinking", "Qwen 3.6", "Qwen 3.8", "Llama 3.1"),
+    *("Gemma 4, fifth template", "Nemotron 3 nano", "Nemotron 3 ultra", "DeepSeek R1 distilled"),
+)
+"""Families that write as another one."""
+
+
+def quickly(names: Sequence[str]) -> list[Any]:
+    """Parameters of a test that leaves similar families to the slow tests."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SIMILAR else n for n in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -207,6 +208,30 @@ def _save_language_model(
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+@torch.no_grad()
+def make_reciting_model(directory: Path, tokenizer: PreTrainedTokenizerFast, text: str) -> Path:
+    """Write a model that answers everything with a text, and return its folder.
+
+    The text is a token of its own, which follows every token and is followed by the end.
+    """
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False)])
+    _save_language_model(directory, seed=0, window=2048, head_size=8, tokenizer=tokenizer)
+    model = LlamaForCausalLM.from_pretrained(directory)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    token = tokenizer.convert_tokens_to_ids(text)
+    inputs, outputs = model.model.embed_tokens.weight, model.lm_head.weight
+    inputs.zero_()
+    outputs.zero_()
+    inputs[:, 0] = 1.0
+    inputs[token] = torch.eye(inputs.shape[1])[1]
+    outputs[token, 0] = outputs[tokenizer.eos_token_id, 1] = 20.0
+    model.save_pretrained(directory)
+    return directory
 
 
 def make_gpt2(directory: Path) -> Path:

@@ -28,6 +28,11 @@ CALLS = {
     "two calls": [ToolCall("note", {"text": "milk"}), ToolCall("note", {"text": "tea"})],
     "nested": [ToolCall("note", {"place": {"at": [1, {"b": "x, {y}"}], "is_far": True}})],
     "lines and tags": [ToolCall("note", {"text": 'one\ntwo </tool_call> {"a": 1}] three'})],
+    "tags of arguments": [
+        ToolCall(
+            "note", {"text": "a</parameter>\nb</arg_value>\nc</atem:parameter>\nd", "count": 1}
+        )
+    ],
     "digits": [ToolCall("note", {"text": "007", "count": 7})],
 }
 SCHEMAS = argument_schemas([TOOL])
@@ -199,7 +204,7 @@ def test_calls_of_further_families_come_back(form: str) -> None:
     message_format = detect_format(tokenizer)
     assert (message_format.form_name, message_format.supports_tools) == (form, True)
     parts = [call.as_message_part("x") for call in CALLS["two calls"]]
-    answer = {"role": "assistant", "content": "Well.", "tool_calls": parts}
+    answer: dict[str, Any] = {"role": "assistant", "content": "Well.", "tool_calls": parts}
     text = render_chat(tokenizer, [HELLO, answer], opens_answer=False, tools=[TOOL])
     text = text[text.index("Well.") : text.rindex("<end>")]
     assert message_format.parse(text, tools=SCHEMAS) == ParsedMessage(
@@ -219,6 +224,7 @@ def test_calls_as_deepseek_writes_them_in_code_come_back() -> None:
     ("schema", "text", "value"),
     [
         ({"type": "string"}, "7", "7"),
+        ({"type": "string"}, '"7"', '"7"'),
         ({"type": "integer"}, "7", 7),
         ({"type": "integer"}, "seven", "seven"),
         ({"type": "number"}, " 0.5 ", 0.5),

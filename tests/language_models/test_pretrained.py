@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,7 +27,7 @@ from nip_astra.language_models.sources import (
     load_model,
     load_tokenizer,
 )
-from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model
+from tests.kit.tiny import CPU, load_backend, make_gpt2, make_language_model, make_tokenizer
 
 BASE = "base_model_name_or_path"
 IDS = torch.tensor([[6, 7, 8, 9]])
@@ -141,8 +143,32 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, dtype: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    result = computing_dtype(object(), dtype, CPU, trainable=trainable)
+    module = Mock()
+    module.num_parameters.return_value = 1
+    result = computing_dtype(module, dtype, CPU, trainable=trainable)
     assert result == expected
+
+
+@pytest.mark.parametrize("gains", [False, True])
+@pytest.mark.parametrize("num_parameters", [1000, 10**9])
+def test_a_slow_precision_is_named_with_its_factor_where_a_large_model_asks_for_it(
+    gains: bool,
+    num_parameters: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sources._warn_of_slow_bfloat16.cache_clear()
+    monkeypatch.setattr(sources, "gains_from_bfloat16", lambda *_: gains)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    module = Mock()
+    module.num_parameters.return_value = num_parameters
+    for _ in range(2):
+        computed = computing_dtype(module, "bfloat16", CPU, trainable=False)
+        assert computed == torch.bfloat16
+        computing_dtype(module, "float32", CPU, trainable=False)
+    is_slow = not gains and num_parameters == 10**9
+    assert len(caplog.records) == is_slow
+    assert ("4 times" in caplog.text) is is_slow
 
 
 @pytest.mark.parametrize("name", ["my model", "modèle", "a--b", "\udce9"])
@@ -170,3 +196,30 @@ def test_a_hub_out_of_reach_is_noticed_before_the_hub_tries_for_a_minute(
         with pytest.raises(ModelLoadError, match="no route"):
             sources.resolve_model("owner/model", None)
     assert constants.HF_HUB_OFFLINE is is_cached
+
+
+def test_a_gguf_file_is_converted_once_for_each_content(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", ModuleType("gguf"))
+    load, loaded = sources.load_causal_lm, []
+
+    def load_in_its_place(name: str, gguf_file: str | None) -> Any:
+        loaded.append(gguf_file)
+        return load(str(tiny_model_dir), None)
+
+    monkeypatch.setattr(sources, "load_causal_lm", load_in_its_place)
+    monkeypatch.setattr(sources, "load_tokenizer", lambda *_: make_tokenizer())
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF one")
+    first = sources.converted_gguf(file, tmp_path / "kept")
+    assert sources.converted_gguf(file, tmp_path / "kept") == first
+    assert loaded == ["model.gguf"]
+    weights = [load(str(folder), None).state_dict() for folder in (first, tiny_model_dir)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+    file.write_bytes(b"GGUF two")
+    assert sources.converted_gguf(file, tmp_path / "kept") != first
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ModelLoadError, match="a file"):
+        sources.converted_gguf(file, tmp_path / "a file")

@@ -17,7 +17,7 @@ import pytest
 from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import page, sections, summary
 from nip_astra.report.page import write_report
-from nip_astra.report.records import read_run
+from nip_astra.report.records import RunRecord, read_run
 from tests.kit.documents import ROOT
 from tests.kit.messages import says
 from tests.report.runs import (
@@ -30,6 +30,7 @@ from tests.report.runs import (
     results,
     row,
     tree,
+    write_json,
     write_run,
 )
 
@@ -289,3 +290,54 @@ def test_conversations_are_censored_at_a_turn_without_a_verdict(tmp_path: Path) 
     run = read_run(write_run(tmp_path / "one", tables={"evaluation": rows}))
     cells = [row.cells for row in sections.turns_to_failure(run)["rows"]]
     assert [(row[1], row[-1]) for row in cells] == [("3", "66.7%"), ("4", "33.3%")]
+
+
+def test_a_folder_reads_again_only_the_runs_that_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    def noted(path: Path, **options: Any) -> RunRecord:
+        names.append(path.name)
+        return read_run(path, **options)
+
+    monkeypatch.setattr(page, "read_run", noted)
+    for index in range(3):
+        write_run(tmp_path / f"r{index}", seed=index)
+    first = write_report([tmp_path]).read_text()
+    assert write_report([tmp_path]).read_text() == first
+    assert names == ["r0", "r1", "r2"]
+
+    write_json(tmp_path / "r1/results.json", results(status="failed"))
+    changed = write_report([tmp_path]).read_text()
+    assert names[3:] == ["r1"]
+    assert "failed" in changed
+
+    (kept,) = tmp_path.glob(".*.json")
+    kept.write_bytes(kept.read_bytes().replace(b"ast_dpo", b"ast_DPO"))
+    assert write_report([tmp_path]).read_text() == changed
+    assert names[4:] == ["r0", "r1", "r2"]
+
+
+def test_reasoning_is_shown_folded_and_escaped(tmp_path: Path) -> None:
+    thought = f"my plan {ATTACK}"
+    attacked = failing("why ?", probe_reasoning=thought, response_reasoning="so be it")
+    answered = {
+        "step": 0,
+        "problem": 1,
+        "reward": 1.0,
+        "messages": [
+            ["user", "1+1="],
+            ["assistant", "", {"reasoning": thought, "calls": [["add", {"a": 1}]]}],
+            ["tool", "2"],
+            ["assistant", "2", {"reasoning": "easy"}],
+        ],
+    }
+    for name, rows in (("conversations", [attacked]), ("answers", [answered])):
+        folder = write_run(tmp_path / name, tables={"evaluation": rows})
+        result = report(folder)
+        assert thought in result.text
+        assert "<img" not in result.source.replace("\\u003cimg", "")
+        folds = re.findall(r'<details class="fold"><summary>reasoning', result.source)
+        assert len(folds) == 2
+    assert 'add({"a": 1})' in result.text

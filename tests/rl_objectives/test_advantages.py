@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.rl_objectives.advantages import (
     Baseline,
     GroupAdvantages,
@@ -317,3 +317,21 @@ def test_gae_of_tokens_in_a_tree_by_hand() -> None:
     returns = expected + values.detach().nan_to_num(0.0)
     torch.testing.assert_close(result.returns, returns, equal_nan=True)
     assert not result.advantages.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("largest", "dtype"),
+    [(1e200, torch.float64), (1e25, torch.float32), (torch.inf, torch.float64)],
+)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rewards_too_large_to_compare_are_an_error_and_never_advantages_of_zero(
+    largest: float, dtype: torch.dtype, scale: Any
+) -> None:
+    rewards = torch.tensor([largest, 0.0, largest, 1.0], dtype=dtype)
+    with pytest.raises(DataError):
+        group_advantages(rewards, torch.tensor([0, 0, 1, 1]), scale=scale)
+
+
+def test_large_rewards_within_the_range_of_squares_are_compared() -> None:
+    found = group_advantages(doubles(1e100, 0.0), torch.tensor([0, 0]))
+    assert found.advantages_N.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])

@@ -9,7 +9,9 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import ConfigurationError
 from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_instance import ScenarioInstance
 from tests.kit.protocol_games import build_game
 
@@ -69,6 +71,24 @@ def test_rewards_are_those_of_the_protocol_for_the_decisions(zero_knowledge: boo
 def test_the_datapoints_of_an_iteration_are_all_played() -> None:
     batch = sampler_of(build_game("adp")).collect(8)
     assert set(batch["datapoint_id"].flatten().tolist()) == set(range(64))
+
+
+def test_batches_of_whole_episodes_skip_no_datapoint() -> None:
+    game = build_game("adp")
+    sampler, num_rounds = sampler_of(game), game.train_environment.protocol.max_message_rounds
+    numbers: list[int] = []
+    while len(numbers) < 64:
+        batch = sampler.collect(num_rounds, renews=False)
+        numbers += batch["datapoint_id"][:, 0].flatten().tolist()
+    assert sorted(numbers[:64]) == list(range(64))
+
+
+@pytest.mark.parametrize("name", ["train", "pop", "training"])
+def test_an_agent_that_torch_cannot_name_is_refused(name: str) -> None:
+    agents = build_game().combined_agents
+    with pytest.raises(ConfigurationError) as caught:
+        CombinedAgents({name: agents["verifier"]}, agents.protocol, agents.space)
+    assert name in str(caught.value)
 
 
 def test_beginning_anew_leaves_the_episodes_in_progress() -> None:

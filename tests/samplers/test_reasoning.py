@@ -17,6 +17,7 @@ from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
+from tests.kit.families import FAMILIES, WITH_THOUGHTS, WITH_TOOLS
 from tests.kit.tiny import make_thinking_tokenizer
 
 CPU = torch.device("cpu")
@@ -191,3 +192,90 @@ def test_a_token_across_the_end_of_the_reasoning_is_written_anew() -> None:
     script = Scripted(tokenizer, ["(4)4", "(3)3"])
     play(script, reasoning_markers=["(", ")"])
     assert "assistant: 4<end>user: No." in script.prompts()[1]
+
+
+# ---- families of models
+
+
+class Notes(Environment):
+    """Asks for a note, then for an answer."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+        self.notes: list[str] = []
+        self.tools = (self.note,)
+
+    def note(self, text: str) -> str:
+        """Keep a note."""
+        self.notes.append(text)
+        return "kept"
+
+    def reset(self) -> Sequence[Turn]:
+        return [Turn("user", "hello")]
+
+    def step(self, message: str) -> Reaction:
+        self.read.append(message)
+        return Reaction(reward=1.0)
+
+
+class NoteTask(SumTask):
+    def environment(self, split: object, index: int) -> Environment:
+        return Notes()
+
+
+def play_notes(name: str, *texts: str, **options: Any) -> tuple[Notes, TaskRollout]:
+    agent = make_agent(FAMILIES[name].tokenizer(), **options)
+    agent.language_model.context_window = 1 << 16
+    script = Scripted(agent.language_model.tokenizer, texts)
+    rollout = play_task(agent, NoteTask(), [0], TaskPlan("train", 1, 3, (0,)), sample=script)
+    (episode,) = rollout.episodes
+    assert isinstance(episode.environment, Notes)
+    return episode.environment, rollout
+
+
+@pytest.mark.parametrize("name", WITH_THOUGHTS)
+def test_families_answer_after_their_reasoning(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.think is not None
+    thought = "Perhaps tea."
+    if family.shows_tools:
+        thought += family.write_calls([ToolCall("note", {"text": "draft"})])
+    environment, rollout = play_notes(name, family.think(thought) + family.say("Tea."))
+    assert (environment.read, environment.notes) == (["Tea."], [])
+    (episode,) = rollout.episodes
+    assert episode.messages[-1] == Turn("assistant", "Tea.", thought.strip())
+
+
+@pytest.mark.parametrize("name", WITH_THOUGHTS)
+def test_families_that_are_cut_within_their_reasoning_have_no_answer(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.think is not None
+    whole = family.think("Perhaps tea.")
+    cut = whole[: whole.index("tea")]
+    environment, rollout = play_notes(name, f"{cut}!")
+    (episode,) = rollout.episodes
+    assert environment.read == []
+    assert episode.messages[-1].is_missing
+    assert episode.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if family.thinking_off is not None]
+)
+def test_families_with_thinking_off_answer_at_once(name: str) -> None:
+    environment, rollout = play_notes(name, "Tea.", template_options=FAMILIES[name].thinking_off)
+    assert environment.read == ["Tea."]
+    (episode,) = rollout.episodes
+    assert episode.messages[-1] == Turn("assistant", "Tea.")
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_families_call_tools_and_answer(name: str) -> None:
+    family = FAMILIES[name]
+    call = ToolCall("note", {"text": 'a\nb </tool_call> "007"'})
+    thought = "" if family.think is None else family.think("A note.")
+    environment, _ = play_notes(
+        name, thought + family.write_calls([call]), thought + family.say("Done.")
+    )
+    assert environment.notes == ['a\nb </tool_call> "007"']
+    assert environment.read == ["Done."]

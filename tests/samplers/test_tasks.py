@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.errors import TaskError, WorkerProcessError
+from nip_astra.errors import ModelAbilityError, TaskError, WorkerProcessError
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
+from nip_astra.language_models.message_format import MessageFormat, ThoughtMarkers
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.samplers import executor, tasks
@@ -554,3 +555,48 @@ def test_an_environment_that_reacts_otherwise_the_second_time_is_refused(
     monkeypatch.setattr(Unrated, "reset", lambda _: [Message("user", f"guess {next(numbers)}")])
     with pytest.raises(WorkerProcessError, match="RatedGuessing"):
         play_task(agent, task, PROBLEMS, PLAN, num_parts=3, team=team)
+
+
+class Begun(Answering):
+    """Begins the policy's first answer, and asks once more."""
+
+    begins_answer = True
+
+    def __init__(self) -> None:
+        super().__init__([*OPENING, Message("assistant", "higher")])
+        self.heard: list[str] = []
+
+    def step(self, message: str) -> Reaction:
+        self.heard.append(message)
+        return Reaction([Message("user", "lower")], is_over=len(self.heard) == 2, reward=1.0)
+
+
+def test_an_answer_whose_beginning_is_given_is_continued() -> None:
+    agent = agent_of_scripts()
+    environment = Begun()
+    script = Scripted(["7", "8"])
+    plan = TaskPlan("train", 1, 2, key=(0, "begun"))
+    rollout = play_task(agent, Made(lambda _: environment), [0], plan, sample=script)
+    beginning = TOKENIZER.encode("higher", add_special_tokens=False)
+    first, second = (contexts[0] for contexts in script.contexts)
+    assert first[-len(beginning) :] == beginning
+    assert environment.heard == ["7", "8"]
+    # The later context has one answer, of both parts.
+    assert second[: len(first)] == first
+    (trajectory,) = rollout.trajectories
+    assert trajectory.tokens[: len(first)].tolist() == first
+    assert not trajectory.loss_mask[: len(first)].any()
+    (episode,) = rollout.episodes
+    assert [message.role for message in episode.messages] == [
+        *[message.role for message in OPENING],
+        *("assistant", "assistant", "user", "assistant", "user"),
+    ]
+
+
+def test_a_model_that_begins_with_a_thought_continues_no_answer() -> None:
+    agent = agent_of_scripts()
+    thinking = MessageFormat(ThoughtMarkers("<think>", "</think>"), opens_thought=True)
+    agent.conversation_format.__dict__["message_format"] = thinking
+    turns = agent.tokenize([*OPENING, Message("assistant", "higher")])
+    with pytest.raises(ModelAbilityError, match="thought"):
+        agent.contexts([turns], continued=[True])

@@ -15,7 +15,7 @@ import torch
 from nip_astra.language_models import batch_engine
 from nip_astra.language_models.sequences import RunningSequence, TokenRecord
 from nip_astra.rollouts.messages import ToolCall
-from tests.kit.families import FAMILIES, HELLO, TOOL, WITH_THOUGHTS, WITH_TOOLS
+from tests.kit.families import FAMILIES, HELLO, TOOL, WITH_THOUGHTS, WITH_TOOLS, quickly
 from tests.kit.messages import says
 from tests.kit.tiny import make_language_model
 from tests.serve.running import Running, running
@@ -53,7 +53,7 @@ def ask(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> Ask:
             return [TokenRecord(token, math.nan) for token in tokens]
 
         monkeypatch.setattr(batch_engine, "draw_tokens", draw)
-        given = {"model": SERVED[name], "messages": [HELLO], "max_tokens": 1000}
+        given: dict[str, Any] = {"model": SERVED[name], "messages": [HELLO], "max_tokens": 1000}
         return client.chat.completions.create(**(given | options))
 
     return run
@@ -80,7 +80,7 @@ def both(ask: Ask, name: str, text: str, **options: Any) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", quickly(WITH_TOOLS))
 def test_calls_are_tool_calls_of_the_answer(name: str, ask: Ask) -> None:
     family = FAMILIES[name]
     calls = CALLS * (2 if family.has_two_calls else 1)
@@ -93,7 +93,7 @@ def test_calls_are_tool_calls_of_the_answer(name: str, ask: Ask) -> None:
     assert answer == {"reasoning": before, "content": "So 4 < 5.", "calls": [], "end": "stop"}
 
 
-@pytest.mark.parametrize("name", WITH_THOUGHTS)
+@pytest.mark.parametrize("name", quickly(WITH_THOUGHTS))
 def test_thoughts_are_reasoning_content_and_calls_within_are_none(name: str, ask: Ask) -> None:
     family = FAMILIES[name]
     assert family.think is not None
@@ -113,11 +113,23 @@ def test_thoughts_are_reasoning_content_and_calls_within_are_none(name: str, ask
     assert (cut["content"], cut["calls"], cut["end"]) == ("", [], "length")
 
 
-def test_an_answer_with_its_reasoning_can_be_sent_back(ask: Ask) -> None:
-    answer = ask("Qwen 3.5", "Hm.\n</think>\n\nTea.").choices[0].message
-    messages = [HELLO, answer.model_dump(exclude_none=True), HELLO]
-    again = ask("Qwen 3.5", "Hm.\n</think>\n\nTea.", messages=messages)
-    assert again.choices[0].message.content == "Tea."
+@pytest.mark.parametrize("name", ["Qwen 3.5", "gpt-oss", "LFM 2.5", "Gemma 4, fifth template"])
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_an_answer_with_its_reasoning_can_be_sent_back(name: str, field: str, ask: Ask) -> None:
+    family = FAMILIES[name]
+    assert family.think is not None
+    text = family.think("Hm.") + family.write_calls(CALLS)
+    message = ask(name, text, tools=[TOOL]).choices[0].message.model_dump(exclude_none=True)
+    message[field] = message.pop("reasoning_content")
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "kept"}
+    messages = [HELLO, message, result]
+    again = ask(name, text, messages=messages, tools=[TOOL], extra_body={"return_token_ids": True})
+    prompt = family.tokenizer().decode(again.prompt_token_ids)
+    assert prompt.index("Hm.") < prompt.index("007") < prompt.index("kept")
+
+
+def test_only_an_assistant_has_reasoning(ask: Ask) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask("Qwen 3.5", "x", messages=[{**HELLO, "reasoning_content": "x"}])
     assert says(caught.value, "reasoning_content", "assistant")
@@ -140,51 +152,53 @@ def test_what_a_family_cannot_do_is_refused_by_name(
     assert SERVED[name] in str(caught.value)
 
 
-@pytest.mark.skipif(
+needs_library = pytest.mark.skipif(
     find_spec("llguidance") is None, reason="needs pip install 'nip_astra[structured]'"
 )
+STOP = {
+    "type": "object",
+    "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
+
+
+@needs_library
 @pytest.mark.parametrize("name", ["Qwen 2.5", "gpt-oss", "Llama 3.2"])
 def test_answers_can_be_constrained_to_calls(name: str, client: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "stop", "description": "Stop."}}
-    tool["function"]["parameters"] = {  # type: ignore[index]
-        "type": "object",
-        "properties": {"count": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["count"],
-        "additionalProperties": False,
-    }
-    answers = client.chat.completions.create(
-        model=SERVED[name],
-        messages=[HELLO],  # type: ignore[list-item]
-        tools=[tool],  # type: ignore[list-item]
-        tool_choice="required",
-        n=4,
-        max_tokens=400,
-        seed=1,
-    )
+    function = {"name": "stop", "description": "Stop.", "parameters": STOP}
+    options: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+    options |= {"model": SERVED[name], "messages": [HELLO], "tool_choice": "required"}
+    answers = client.chat.completions.create(**options, n=4, max_tokens=400, seed=1)
     messages = [choice.message for choice in answers.choices if choice.finish_reason != "length"]
     assert messages
     for message in messages:
         assert not message.content
-        assert {call.function.name for call in message.tool_calls} == {"stop"}  # type: ignore[union-attr]
+        assert {call.function.name for call in message.tool_calls} == {"stop"}
 
 
-@pytest.mark.skipif(
-    find_spec("llguidance") is None, reason="needs pip install 'nip_astra[structured]'"
-)
-def test_an_answer_in_a_form_begins_after_the_thought(client: openai.OpenAI) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    answers = client.chat.completions.create(
-        model=SERVED["Qwen 3.5"],
-        messages=[HELLO],  # type: ignore[list-item]
-        response_format=form,  # type: ignore[arg-type]
-        n=8,
-        max_tokens=1000,
-        seed=1,
-    )
-    for choice in answers.choices:
-        if choice.finish_reason == "stop":
-            assert set(json.loads(choice.message.content or "")) == {"a"}
-        else:
-            assert not choice.message.content
+@needs_library
+def test_an_answer_in_a_form_begins_after_the_thought(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"model": SERVED["Qwen 3.5"], "messages": [HELLO], "seed": 1}
+    schema = {"name": "answer", "schema": STOP}
+    options["response_format"] = {"type": "json_schema", "json_schema": schema}
+    tokenizer = FAMILIES["Qwen 3.5"].tokenizer()
+    thought = tokenizer.encode("Hm.\n</think>", add_special_tokens=False)
+    draw = batch_engine.draw_tokens
+
+    def think(logits_RV: torch.Tensor, rows: list[RunningSequence], *more: Any) -> Any:
+        """Prefer a thought, of which the grammar still decides whether it may come."""
+        for row, sequence in enumerate(rows):
+            if sequence.num_tokens < len(thought):
+                logits_RV[row, thought[sequence.num_tokens]] = 1e4
+        return draw(logits_RV, rows, *more)
+
+    monkeypatch.setattr(batch_engine, "draw_tokens", think)
+    answers = client.chat.completions.create(**options, n=4, max_tokens=400)
+    ended = [choice.message for choice in answers.choices if choice.finish_reason == "stop"]
+    assert ended
+    for message in ended:
+        assert message.reasoning_content == "Hm."
+        assert set(json.loads(message.content or "")) == {"count"}

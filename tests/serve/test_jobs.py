@@ -117,6 +117,24 @@ def test_a_supervised_job_teaches_a_served_model(service: Running, client: opena
     assert model not in [served.id for served in client.models.list()]
 
 
+def test_events_are_read_page_by_page(service: Running, client: openai.OpenAI) -> None:
+    job = submit(client, supervised())
+    client.fine_tuning.jobs.cancel(job.id)
+    other = submit(client, supervised())
+    client.fine_tuning.jobs.cancel(other.id)
+    for step in range(25):
+        service.store.add_event(job.id, f"step {step}", step=step + 10_000)
+        service.store.add_event(other.id, f"step {step}", step=step + 10_000)
+    pages = client.fine_tuning.jobs.list_events(job.id, limit=10)
+    messages = [event.message for event in pages if event.message.startswith("step")]
+    assert messages == [f"step {step}" for step in reversed(range(25))]
+    assert len(pages.data) == 10
+    foreign = client.fine_tuning.jobs.list_events(other.id, limit=1).data[0].id
+    for cursor in (foreign, "ftevent-1e3", "ftevent-99999999999999999999", "nothing"):
+        with pytest.raises(openai.BadRequestError, match="after"):
+            client.fine_tuning.jobs.list_events(job.id, after=cursor)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_a_dpo_job_continues_a_fine_tuned_model(service: Running, client: openai.OpenAI) -> None:

@@ -222,6 +222,20 @@ def test_forms_that_are_not_supported_are_refused_by_name(
     assert (caught.value.param or "").startswith(param)
 
 
+@needs_library
+def test_a_schema_beyond_a_limit_is_a_bad_request(client: openai.OpenAI) -> None:
+    large = {"type": "object", "properties": {"a": {"enum": ["x" * 16_000]}}}
+    for options in (
+        {"response_format": {**FORM, "json_schema": {"name": "a", "schema": large}}},
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": large}}],
+            "tool_choice": "required",
+        },
+    ):
+        with pytest.raises(openai.BadRequestError, match="15000"):
+            client.chat.completions.create(model="bytes", messages=HELLO, **options)  # type: ignore[call-overload]
+
+
 def test_without_the_library_its_extra_is_named(
     service: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

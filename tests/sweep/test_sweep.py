@@ -261,6 +261,28 @@ def rows_of(
     ]
 
 
+@pytest.mark.parametrize(
+    ("values", "has_caution"),
+    [
+        ([0.8, 0.81, 0.79, 0.8, 0.82], True),
+        # A failed seed is seen, and makes the interval wide.
+        ([0.8, 0.81, 0.79, 0.8, 0.1], False),
+        ([0.8, 0.81, 0.1], True),
+        ([0.8 + 0.001 * seed for seed in range(10)], True),
+        ([0.8 + 0.001 * seed for seed in range(29)], False),
+    ],
+)
+def test_a_caution_about_seeds_follows_their_spread(
+    tmp_path: Path, values: list[float], has_caution: bool
+) -> None:
+    plan = SweepPlan(trainers=["ast_dpo"], seeds=list(range(len(values))))
+    rows = rows_of(plan, tmp_path, lambda run: values[run.seed], "failure_rate")
+    cautions = SweepResults(plan, tmp_path, rows).cautions(["failure_rate"])
+    assert bool(cautions) is has_caution
+    if has_caution:
+        assert f"{0.9 ** len(values):.0%}" in cautions[0]
+
+
 def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
     values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}

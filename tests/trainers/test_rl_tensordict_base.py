@@ -240,6 +240,10 @@ def test_tests_play_the_same_datapoints_however_long_episodes_last() -> None:
         return [batch[:, 0] for _, batch in batches]
 
     before = first_frames()
+    # Each batch continues with the datapoint after the previous batch's last.
+    numbers = torch.cat([frames["datapoint_id"] for frames in before]).flatten()
+    trainer.test_environment.restart()
+    assert numbers.equal(trainer.test_environment.fresh(len(numbers))["datapoint_id"].flatten())
     trainer.train()
     for frames, later in zip(before, first_frames(), strict=True):
         assert frames["datapoint_id"].equal(later["datapoint_id"])

@@ -15,7 +15,7 @@ from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
 from nip_astra.astra.core.sampler import Node, Sampler
 from nip_astra.astra.core.system import System, token_mask
-from nip_astra.astra.methods.ast_evaluator import ASTEvaluator
+from nip_astra.astra.methods.ast_evaluator import ASTEvaluator, EpisodeSummary
 from nip_astra.astra.methods.text_rollouts import TextRollouts, rate_turns
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.rewards import ast_reward, mean_nll
@@ -191,6 +191,10 @@ class ASTSampler(Sampler[str, str]):
         prompts = [self._prompt_of(seed, ("evaluate", "seed", seed)) for seed in seeds]
         key = (self.seed, "evaluate", "together")
         return graphs_of(self.sample(prompts, tree_width=1, tree_depth=self.tree_depth, key=key))
+
+    def extract_metrics(self, graph: TextGraph) -> EpisodeSummary:
+        """Return the scores of an evaluation episode; see `ASTEvaluator.summarise`."""
+        return ASTEvaluator(self).summarise(graph)
 
     def _play(self, seed: int | str | None, purpose: str, width: int) -> TextGraph:
         key: tuple[SeedPart, ...] = (purpose, "seed", seed) if seed is not None else ()

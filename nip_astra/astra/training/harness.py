@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,25 @@ class ExperienceLoader(Generic[Batch]):
         return next(self._current)
 
 
+class LossAndMetrics(NamedTuple):
+    """The result of a step; the oldest versions returned the loss alone.
+
+    Attributes
+    ----------
+    loss : Tensor
+        Scalar, with gradient.
+    metrics : dict
+        Plain numbers by name.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Any]
+
+    def backward(self) -> None:
+        """Add the gradients of the loss."""
+        torch.autograd.backward(self.loss)
+
+
 class Harness(Generic[StateT, ActionT, Step, Batch]):
     """The harness of the registered trainers for user objects.
 
@@ -88,6 +107,8 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         `batch_size` and `shuffle`; by default those of `config`.
     config : TrainingConfiguration, optional
         Size and order of batches, and seed.
+    batch_size : int, optional
+        That of `dataloader_kwargs`, as in older versions.
     """
 
     def __init__(
@@ -101,6 +122,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         *,
         sampler: Sampler[StateT, ActionT] | None = None,
         config: TrainingConfiguration | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self.sampler: Sampler[StateT, ActionT] = one_sampler(environment, sampler)
         if algorithm is None:
@@ -108,6 +130,8 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         self.algorithm = algorithm
         self.num_episodes_per_experience = num_episodes_per_experience
         self.dataloader_kwargs = dict(dataloader_kwargs or {})
+        if batch_size is not None:
+            self.dataloader_kwargs["batch_size"] = batch_size
         self._config = config or TrainingConfiguration()
         self.check_parts()
         self.use_wandb = use_wandb
@@ -201,14 +225,14 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
 
         return ExperienceLoader(epoch, num_samples=len(samples), batch_size=self.batch_size)
 
-    def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+    def step(self, batch: Batch) -> LossAndMetrics:
         """Return the loss of a batch, with gradient, and metrics."""
         loss, logs = self.algorithm.step(batch)
         plain = {
             name: float(value.detach()) if isinstance(value, Tensor) else value
             for name, value in logs.items()
         }
-        return loss, plain
+        return LossAndMetrics(loss, plain)
 
     def log_current_step(self, current_logs: Mapping[str, Any]) -> None:
         """Write metrics to the log, and to W&B if enabled."""

@@ -199,6 +199,9 @@ class OwnObjectsLoop(AstTrainer):
         step = self.harness.step if self._calls("step") else self.algorithm.step
         return AlgorithmAdapter(self.algorithm).step(batch, step)
 
+    def _mark_first_step(self, batches: Sequence[Any]) -> None:
+        """Do nothing: a user's algorithm reads its own samples."""
+
     def _write_step_totals(self, batches: Sequence[Any]) -> None:
         parts: Sequence[CountedBatch] = batches
         # A step without a token has loss 0, whatever it is divided by.

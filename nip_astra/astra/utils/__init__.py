@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from nip_astra.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from nip_astra.astra.utils.logging import ASTRAWandbLogger as ASTRAWandbLogger
+    from nip_astra.astra.utils.logging import config_logging as config_logging
     from nip_astra.astra.utils.logging import logger as logger
 
-_HOMES = {
-    "logger": "logging",
-}
+_HOMES = dict.fromkeys(("ASTRAWandbLogger", "config_logging", "logger"), "logging")
 
 __all__ = [*_HOMES]
 

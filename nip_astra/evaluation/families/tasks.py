@@ -177,12 +177,13 @@ class Tasks(EvaluationFamily):
         is_single = all(one.num_runs <= 1 for one in problems)
         limit = figures.get("success_reward")
         possible = [] if limit is None else [float(limit)]
+        accuracy = metric_of(lambda one: one.accuracy, is_binary=is_single)
         return Contender(
             label,
             problems,
             [self.pair_key(one) for one in problems],
             {
-                "accuracy": metric_of(lambda one: one.accuracy, is_binary=is_single),
+                **({"accuracy": accuracy} if "accuracy" in figures else {}),
                 "mean_reward": metric_of(
                     lambda one: one.mean_reward, "observed", possible=possible
                 ),
@@ -268,9 +269,14 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
         [row["is_right"] for row in known],
     )
     figures = tally.report(num_runs)
+    has_accuracy = "num_right" in figures
     trainer._refuse_nothing(f"the evaluation {name}", figures)
+    num_missing = sum(_is_missing(row) for row in rows)
+    if num_missing:
+        # They end their episode with reward 0, as answers that are cut.
+        figures["num_missing"] = num_missing
     num_unknown = len(rows) - len(known)
-    if num_unknown:
+    if num_unknown and has_accuracy:
         # What the rate would be if all missing rewards were failures, or successes.
         num_right = figures["num_right"]
         figures["accuracy_if_unknown_failed"] = num_right / len(rows)
@@ -279,6 +285,12 @@ def _figures(trainer: Any, rows: Sequence[Row], num_runs: int, name: str) -> dic
     if math.isfinite(spread.low):
         figures["mean_reward_interval"] = [spread.low, spread.high]
     return figures
+
+
+def _is_missing(row: Row) -> bool:
+    """Return whether the policy's last answer ended before its text began."""
+    _, _, *more = row["messages"][-1]
+    return bool(more and more[0].get("is_missing"))
 
 
 def _problems(rows: Sequence[Row]) -> list[_Problem]:
@@ -290,7 +302,8 @@ def _problems(rows: Sequence[Row]) -> list[_Problem]:
     for own in runs.values():
         known = [row for row in own if row["reward"] is not None]
         count = len(known)
-        accuracy = sum(row["is_right"] for row in known) / count if count else None
+        is_right = [row["is_right"] for row in known]
+        accuracy = sum(is_right) / count if count and None not in is_right else None
         reward = sum(row["reward"] for row in known) / count if count else None
         found.append(_Problem(str(own[0]["problem_hash"]), accuracy, reward, count))
     return found

@@ -343,6 +343,7 @@ def _turn(
 ) -> Row:
     parts = rollouts["agents"]
     decides = agent in verifier_names
+    reasoning = _reasoning(rollouts, at)
     channels = zip(channel_names, parts["message"][at], strict=True) if channel_names else ()
     return {
         "round": at[1],
@@ -353,6 +354,7 @@ def _turn(
             {"channel": name, "text": text} for name, text in channels if text is not None
         ],
         "answer": parts["raw_message"][at],
+        **({} if reasoning is None else {"reasoning": reasoning}),
         "decision": DECISIONS.get(int(parts["decision"][at])) if decides else None,
         "reward": float(parts["reward"][at]),
         "num_retries": int(parts["num_retries"][at]),
@@ -360,6 +362,13 @@ def _turn(
         "is_filled": bool(parts["is_filled"][at]),
         "prompt": json.loads(parts["prompt"][at]),
     }
+
+
+def _reasoning(rollouts: NestedArrayDict, at: tuple[int, int, int]) -> str | None:
+    """Return what an agent thought before its answer; rollouts of earlier versions have none."""
+    reasonings = rollouts["agents"].get("reasoning")
+    reasoning: str | None = None if reasonings is None else reasonings[at]
+    return reasoning
 
 
 def _datapoint(rollouts: NestedArrayDict, place: int) -> tuple[tuple[str, Any], ...]:
@@ -406,7 +415,10 @@ def rate_answers(
             for one in json.loads(rollouts["agents", "prompt"][n, r, a])
             if one["role"] != "system"
         )
-        exchanges.append(Exchange(text, history, columns=_datapoint(rollouts, n)))
+        reasoning = _reasoning(rollouts, (n, r, a))
+        exchanges.append(
+            Exchange(text, history, columns=_datapoint(rollouts, n), reasoning=reasoning)
+        )
         answers.append(
             {
                 "rollout": n,

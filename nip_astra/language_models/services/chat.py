@@ -20,6 +20,7 @@ from nip_astra.language_models.services.reasons import FinishReason as FinishRea
 from nip_astra.parameters.parameters_base import (
     ComponentRegistry,
     PolymorphicParameters,
+    ReasoningMarkers,
     SubParameters,
     polymorphic,
 )
@@ -37,6 +38,10 @@ class ChatMessage(TypedDict):
     content: str
 
 
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning in chat templates; the first one is OpenAI's protocol's."""
+
+
 def render_chat(
     tokenizer: Any,
     messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]],
@@ -47,26 +52,34 @@ def render_chat(
     """Render a conversation with the tokenizer's chat template.
 
     With `opens_answer` the text ends where the assistant's next message begins. Messages and
-    `tools` have OpenAI's form; templates expect the arguments of calls as objects.
+    `tools` have OpenAI's form; templates expect the arguments of calls as objects. A message's
+    `reasoning_content` is shown if the template shows it.
     """
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [_for_template(message) for message in messages],
-            tools=[*tools] or None,
-            tokenize=False,
-            add_generation_prompt=opens_answer,
-        )
-    except Exception as error:
-        # Templates raise errors of any type.
-        raise ModelLoadError(
-            f"the chat template refused the roles {[message['role'] for message in messages]}: "
-            f"{str(error).rstrip('.')}. Begin with a user's message, or remove the system message."
-        ) from error
-    return text
+    has_reasoning = any(message.get(REASONING_FIELDS[0]) for message in messages)
+    for shows_reasoning in (True, False) if has_reasoning else (True,):
+        try:
+            text: str = tokenizer.apply_chat_template(
+                [_for_template(message, shows_reasoning) for message in messages],
+                tools=[*tools] or None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+            )
+            return text
+        except Exception as error:
+            # Templates raise errors of any type, also for reasoning beside a text.
+            fault = error
+    raise ModelLoadError(
+        f"the chat template refused the roles {[message['role'] for message in messages]}: "
+        f"{str(fault).rstrip('.')}. Begin with a user's message, or remove the system message."
+    ) from fault
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any], shows_reasoning: bool) -> dict[str, Any]:
     parts = []
+    reasoning = message.get(REASONING_FIELDS[0])
+    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if reasoning and shows_reasoning:
+        message |= dict.fromkeys(REASONING_FIELDS, reasoning)
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
         if isinstance(function["arguments"], str):
@@ -200,6 +213,8 @@ class ChatAnswer:
         What the service gives separately as the model's reasoning; None without it.
     calls : tuple of ToolCall
         Its calls of tools.
+    is_unfinished : bool
+        Whether it ended within its reasoning.
     """
 
     text: str
@@ -208,6 +223,7 @@ class ChatAnswer:
     token_logprobs: tuple[float, ...] | None = None
     reasoning: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    is_unfinished: bool = False
 
     def __post_init__(self) -> None:
         # A service may send text that cannot be encoded.
@@ -218,9 +234,10 @@ class ChatAnswer:
 
     @property
     def is_missing(self) -> bool:
-        """Whether it was cut before its first word: no reply, and so no evidence of anything."""
+        """Whether it ended before its first word: no reply, and so no evidence of anything."""
         is_empty = not self.text.strip() and not self.calls and self.refusal is None
-        return is_empty and self.finish_reason is FinishReason.LENGTH
+        is_cut = self.is_unfinished or self.finish_reason is FinishReason.LENGTH
+        return is_empty and is_cut
 
     @property
     def is_refused(self) -> bool:
@@ -379,6 +396,8 @@ class ChatModel(ABC):
         Whether answers may be stored: name and place determine the model.
     num_threads : int or None
         CPU threads of a model in this process; None chooses by its size.
+    reasoning_markers : sequence of str or None
+        Those of its parameters.
     """
 
     class Parameters(PolymorphicParameters):
@@ -390,12 +409,17 @@ class ChatModel(ABC):
         """Rate limits, timeouts and retries."""
         prices: PriceParameters | None = None
         """Prices of the model; null if unknown or zero."""
+        reasoning_markers: ReasoningMarkers = None
+        """Texts that begin and end the reasoning in an answer; null for those of the model's chat
+        template, or <think> and </think> if it is unknown; an empty list for none: then all is
+        text. What a service gives separately as reasoning is never text."""
 
     name: str
     place: str = ""
     samples_at_once: int | None = None
     can_be_remembered: bool = True
     num_threads: int | None = None
+    reasoning_markers: Sequence[str] | None = None
 
     @classmethod
     @abstractmethod

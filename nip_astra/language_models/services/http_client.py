@@ -293,16 +293,14 @@ class OpenAIConnection:
                 f"the account of {self.what} at {self.base_url} has nothing left to spend "
                 f"({shown}). Add funds, then resume the run."
             ) from error
-        if (reason := passing_reason(status)) is not None:
-            return ChatFailure(
-                reason, shown, _seconds(error.response.headers.get("Retry-After", ""))
-            )
         message = error.response.text.lower()
-        if status in OF_REQUEST and exceeds_context(message):
-            return ChatFailure(FailureReason.CONTEXT_LENGTH, shown)
+        wait = seconds_to_wait(error.response.headers.get("Retry-After", ""))
+        failure = failure_of_status(status, message, shown, wait)
+        if failure is not None and failure.reason is not FailureReason.REFUSED:
+            return failure
         if has_format and any(word in message for word in FORMAT_WORDS):
             return ChatFailure(FailureReason.UNKNOWN_FORM, shown)
-        if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
+        if failure is None or error.code in WRONG_FIELDS:
             # A message about the key may contain it.
             answer = f"status {status}" if status in (401, 403) else shown
             raise ConfigurationError(
@@ -310,7 +308,29 @@ class OpenAIConnection:
                 "model, api_key_variable and the fields that this service supports; null omits "
                 "temperature."
             ) from error
-        return ChatFailure(FailureReason.REFUSED, shown)
+        return failure
+
+
+def failure_of_status(
+    status: int, message: str, shown: str, retry_after: float
+) -> ChatFailure | None:
+    """Return the failure of a response whose status is not 2xx; None if every request would fail.
+
+    Parameters
+    ----------
+    message, shown : str
+        The response's text, and its start as reported.
+    retry_after : float
+        Seconds to wait before another attempt, as the service requests.
+    """
+    reason = passing_reason(status)
+    if reason is not None:
+        return ChatFailure(reason, shown, retry_after)
+    if status in OF_REQUEST and exceeds_context(message):
+        return ChatFailure(FailureReason.CONTEXT_LENGTH, shown)
+    if status in MISCONFIGURED or 300 <= status < 400:
+        return None
+    return ChatFailure(FailureReason.REFUSED, shown)
 
 
 def read_key(variable: str | None, parameter: str) -> str | None:
@@ -374,7 +394,7 @@ async def _drop_key(request: Any) -> None:
     request.headers.pop("Authorization", None)
 
 
-def _seconds(retry_after: str) -> float:
+def seconds_to_wait(retry_after: str) -> float:
     """Parse a Retry-After header, a number of seconds or a date; 0 for an invalid one."""
     try:
         seconds = float(retry_after)

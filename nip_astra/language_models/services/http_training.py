@@ -296,7 +296,17 @@ class TrainingConnection:
 
     def notify(self, method: str, path: str) -> None:
         """Send a short request; ignore failures and the body of the response."""
-        # At interpreter exit the event loop takes no more work.
+        sender = threading.Thread(target=self._send_note, args=(method, path), daemon=True)
+        try:
+            sender.start()
+        except RuntimeError:
+            # At interpreter exit there are no new threads, and the event loop takes no more work.
+            self._send_note(method, path)
+        else:
+            # Headers may arrive byte by byte, for as long as the service likes.
+            sender.join(SECONDS_TO_NOTIFY)
+
+    def _send_note(self, method: str, path: str) -> None:
         with (
             suppress(self._httpx.HTTPError),
             self._httpx.stream(

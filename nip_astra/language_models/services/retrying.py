@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,11 @@ from nip_astra.errors import (
     counted,
 )
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.message_format import (
+    THOUGHT_MARKERS,
+    MessageFormat,
+    thought_between,
+)
 from nip_astra.language_models.services.chat import (
     CHAT_MODELS,
     CPU,
@@ -136,7 +141,6 @@ class Usage(NamedTuple):
         return Usage._make(a + sign * b for a, b in zip(self, other, strict=True))
 
 
-_OPEN_LOGS: weakref.WeakValueDictionary[Path, UsageLog] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
 _TOTALS = {
     "num_requests": "COUNT(*)",
@@ -181,13 +185,13 @@ class UsageLog:
 
     @classmethod
     def of(cls, path: Path | None) -> UsageLog:
-        """Return the log of a file, opened once per process."""
-        if path is None:
-            return cls()
-        log = _OPEN_LOGS.get(path.resolve())
-        if log is None:
-            log = _OPEN_LOGS[path.resolve()] = cls(path)
-        return log
+        """Return the log of a file, opened once per process; see `keeping_service_files`."""
+        return cls() if path is None else _open_once(cls, path)
+
+    def close(self) -> None:
+        """Close the file; the log can no longer be used."""
+        with self._lock:
+            self._database.close()
 
     async def reserve(self, most: Usage, budget: Budget) -> None:
         """Reserve the maximum usage of a request; wait for open requests if necessary.
@@ -374,6 +378,16 @@ class ResponseCache:
                 "WITHOUT ROWID"
             )
 
+    @classmethod
+    def of(cls, path: Path) -> ResponseCache:
+        """Return the cache in a file, opened once per process; see `keeping_service_files`."""
+        return _open_once(cls, path)
+
+    def close(self) -> None:
+        """Close the file; the cache can no longer be used."""
+        with self._lock:
+            self._database.close()
+
     def get(self, keys: Sequence[str]) -> list[ChatAnswer | None]:
         answers = []
         with self._lock, guarded(self.path):
@@ -403,6 +417,42 @@ class ResponseCache:
         ]
         with self._lock, guarded(self.path):
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", rows)
+
+
+_OPEN_FILES: weakref.WeakValueDictionary[tuple[type, Path], Any] = weakref.WeakValueDictionary()
+"""The open logs and caches of this process."""
+_KEPT_FILES: dict[Path, list[UsageLog | ResponseCache]] = {}
+"""Logs and caches opened within `keeping_service_files`, by its folder."""
+ServiceFile = TypeVar("ServiceFile", UsageLog, ResponseCache)
+
+
+@contextmanager
+def keeping_service_files(folder: Path) -> Iterator[None]:
+    """Keep logs and caches open within the block; close those in the folder, that of a run, after.
+
+    A staged run opens a model after each job of fine-tuning, and each model would open the files
+    again: SQLite releases a file only when every connection to it in the process is closed.
+    """
+    kept = _KEPT_FILES[folder.resolve()] = []
+    try:
+        yield
+    finally:
+        del _KEPT_FILES[folder.resolve()]
+        for file in kept:
+            if file.path is not None and file.path.resolve().is_relative_to(folder.resolve()):
+                # A run that is resumed in this process opens it again.
+                _OPEN_FILES.pop((type(file), file.path.resolve()), None)
+                file.close()
+
+
+def _open_once(cls: type[ServiceFile], path: Path) -> ServiceFile:
+    key = cls, path.resolve()
+    opened: ServiceFile | None = _OPEN_FILES.get(key)
+    if opened is None:
+        opened = _OPEN_FILES[key] = cls(path)
+        for kept in _KEPT_FILES.values():
+            kept.append(opened)
+    return opened
 
 
 def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
@@ -581,28 +631,40 @@ class RetryingChatModel(ChatModel):
     async def _cached_or_requested(self, request: ChatRequest) -> ChatOutcome:
         """Return responses from the cache if it has all of them; else request and store them."""
         if self.cache is None:
-            return await self._request_with_retries(request)
+            return self._split(await self._request_with_retries(request))
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
         # Other versions stored answers without a word, and of any length.
         known = [
-            answer if answer is not None and _is_kept(answer, request) else None
+            answer if answer is not None and self._is_kept(answer, request) else None
             for answer in self.cache.get(keys)
         ]
         if all(answer is not None for answer in known):
             self.usage_log.count_cached(self.account, len(known))
             answers = tuple(answer for answer in known if answer is not None)
             before = self.cache.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
-            return ChatOutcome(answers, is_cached=True, usage_before=before)
+            return self._split(ChatOutcome(answers, is_cached=True, usage_before=before))
         outcome = await self._request_with_retries(request)
         pairs = zip(keys, outcome.samples, strict=True)
         answered = {
             key: sample
             for key, sample in pairs
-            if isinstance(sample, ChatAnswer) and _is_kept(sample, request)
+            if isinstance(sample, ChatAnswer) and self._is_kept(sample, request)
         }
         self.cache.put(answered, outcome.usage)
         samples = zip(known, outcome.samples, strict=True)
-        return replace(outcome, samples=tuple(old or new for old, new in samples))
+        return self._split(replace(outcome, samples=tuple(old or new for old, new in samples)))
+
+    def _split(self, outcome: ChatOutcome) -> ChatOutcome:
+        """Take the reasoning out of the texts of answers; the cache has them as they came."""
+        markers = self.model.reasoning_markers
+        return replace(
+            outcome, samples=tuple(split_answer(sample, markers) for sample in outcome.samples)
+        )
+
+    def _is_kept(self, answer: ChatAnswer, request: ChatRequest) -> bool:
+        """Return whether an answer is a reply to the request, which is not requested again."""
+        is_missing = split_answer(answer, self.model.reasoning_markers).is_missing
+        return not is_missing and reject_long_answer(answer, request) is answer
 
     async def _request_with_retries(self, request: ChatRequest) -> ChatOutcome:
         samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
@@ -731,9 +793,34 @@ class RetryingChatModel(ChatModel):
         )
 
 
-def _is_kept(answer: ChatAnswer, request: ChatRequest) -> bool:
-    """Return whether an answer is a reply to the request, which is not requested again."""
-    return not answer.is_missing and reject_long_answer(answer, request) is answer
+Sample = TypeVar("Sample", ChatAnswer, ChatFailure, ChatAnswer | ChatFailure)
+
+
+def split_answer(sample: Sample, markers: Sequence[str] | None) -> Sample:
+    """Return an answer whose text is without the reasoning between markers at its beginning.
+
+    The opening marker may be missing, since a chat template may have it in the prompt.
+
+    Parameters
+    ----------
+    markers : sequence of str or None
+        See `ChatModel.Parameters.reasoning_markers`.
+    """
+    if isinstance(sample, ChatFailure) or (markers is not None and not markers):
+        return sample
+    thought = thought_between(markers) or THOUGHT_MARKERS[0]
+    before_opening = sample.text.partition(thought.opening)[0]
+    begins_in_thought = thought.closing in before_opening
+    if not begins_in_thought and not sample.text.lstrip().startswith(thought.opening):
+        return sample
+    parsed = MessageFormat(thought).parse(sample.text, begins_in_thought=begins_in_thought)
+    reasonings = [part for part in (sample.reasoning, parsed.reasoning) if part]
+    return replace(
+        sample,
+        text=parsed.text,
+        reasoning="\n\n".join(reasonings) or None,
+        is_unfinished=parsed.is_unfinished,
+    )
 
 
 def open_chat_model(
@@ -757,6 +844,7 @@ def open_chat_model(
     device = resolve_device(settings.device)
     model = kind.load(parameters, scenario_dir=scenario_dir, device=device)
     model.num_threads = settings.num_threads
+    model.reasoning_markers = parameters.reasoning_markers
     return with_retries(model, parameters.limits, parameters.prices, settings, label=label)
 
 
@@ -782,7 +870,7 @@ def with_retries(
         budget=Budget(
             settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost
         ),
-        cache=None if cache_path is None else ResponseCache(cache_path),
+        cache=None if cache_path is None else ResponseCache.of(cache_path),
         is_cache_of_run=shared is None,
     )
 

@@ -103,6 +103,9 @@
   };
   const badge = (kind) => make("b", `end-${badges[kind] ?? "undecided"}`, kind);
   const messages = (rows, outcome = "") => rows.map(([role, said]) => {
+    if (role === "reasoning") {
+      return make("details", "fold", [make("summary", "", role), make("p", "said", said)]);
+    }
     const one = make("span", ["assistant", "target"].includes(role) ? "w t" : "w a", said);
     one.dataset.role = role;
     if (outcome === "failure") [one.className, one.tabIndex] = [`${one.className} x`, 0];

@@ -16,19 +16,18 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
-from nip_astra.errors import ContextLengthError, ModelLoadError
+from nip_astra.errors import ContextLengthError, ModelAbilityError, ModelLoadError
 from nip_astra.language_models.message_format import (
     MessageFormat,
-    ThoughtMarkers,
-    detect_format,
+    format_with_markers,
+    thought_between,
 )
-from nip_astra.rollouts.messages import Role, Turn
+from nip_astra.language_models.services.chat import REASONING_FIELDS, render_chat
+from nip_astra.rollouts.messages import Role, ToolCall, Turn
 
 _logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
 _REASONING = "\u241e{}\u241e"
-REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's reasoning in chat templates."""
 MAX_KEPT_TEXTS = 4096
 """Texts whose tokens a format keeps."""
 MAX_KEPT_LENGTH = 1000
@@ -48,6 +47,8 @@ class TurnShape(NamedTuple):
 
     role: Role
     has_reasoning: bool = False
+    called: tuple[str, ...] = ()
+    """Names of the tools that a turn calls, or whose result it is, if the template needs them."""
 
 
 class Layout(NamedTuple):
@@ -67,6 +68,8 @@ class ConversationFormat(ABC):
     """Whether contexts show tools to the reading model."""
     message_format: MessageFormat = MessageFormat()
     """The format of the reading model's own turns."""
+    writes_results_as_json: bool = False
+    """Whether results of tools are texts in JSON."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -104,6 +107,28 @@ class ConversationFormat(ABC):
             known = tuple(self.tokenizer.encode(text, add_special_tokens=False))
             self._keep({text: known})
         return known
+
+    def written_text(self, turn: Turn) -> str:
+        """Return the content of a turn as a context has it."""
+        if turn.role == "tool" and self.writes_results_as_json:
+            return json.dumps(turn.text, ensure_ascii=False)[1:-1]
+        if turn.calls:
+            # Of a given turn: a model's own has the tokens that it sampled.
+            return "\n".join(part for part in (turn.text, self.written_calls(turn.calls)) if part)
+        return turn.text
+
+    def written_calls(self, calls: tuple[ToolCall, ...]) -> str:
+        """Return calls of a given turn as a context has them.
+
+        Raises
+        ------
+        ModelAbilityError
+            If contexts cannot have them.
+        """
+        raise ModelAbilityError(
+            "the conversation has calls of tools, and the format plain shows none. Remove the "
+            "messages with tool_calls, or choose a model with a chat template for tools."
+        )
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Apply `encode` to each text, in one call."""
@@ -179,9 +204,7 @@ class ChatFormat(ConversationFormat):
 
     @cached_property
     def message_format(self) -> MessageFormat:  # type: ignore[override]  # of the template
-        detected = detect_format(self.tokenizer, thought=_thought_between(self._markers))
-        if self._markers is not None and not self._markers:
-            return replace(detected, thought=None, opens_thought=False, channels=None)
+        detected = format_with_markers(self.tokenizer, self._markers)
         if detected.thought is None:
             return detected
         # As the variables of the template have it.
@@ -214,10 +237,75 @@ class ChatFormat(ConversationFormat):
         return len(self._layout(turns).glue[-1])
 
     def _layout(self, turns: Sequence[Turn]) -> Layout:
-        shapes = tuple(TurnShape(turn.role, turn.has_reasoning_ids) for turn in turns)
+        shapes = self._shapes_of(turns)
         if shapes not in self._layouts:
             self._layouts[shapes] = self._lay_out(shapes)
         return self._layouts[shapes]
+
+    def _shapes_of(self, turns: Sequence[Turn]) -> tuple[TurnShape, ...]:
+        shapes = [TurnShape(turn.role, turn.has_reasoning_ids) for turn in turns]
+        has_results = any(turn.role == "tool" for turn in turns)
+        if not (has_results and self._renders_calls):
+            return tuple(shapes)
+        called: tuple[str, ...] = ()
+        num_results = 0
+        for number, turn in enumerate(turns):
+            following = turns[number + 1 : number + 2]
+            if turn.role == "tool":
+                name = called[min(num_results, len(called) - 1)] if called else _UNKNOWN_TOOL
+                shapes[number] = shapes[number]._replace(called=(name,))
+                num_results += 1
+            elif turn.role == "assistant" and following and following[0].role == "tool":
+                # A wrong call has a result too, which says what is wrong.
+                called = tuple(call.name for call in turn.calls) or (_UNKNOWN_TOOL,)
+                num_results = 0
+                rendered = called[-1:] if self.message_format.channels else called
+                shapes[number] = shapes[number]._replace(called=rendered)
+        return tuple(shapes)
+
+    @cached_property
+    def _renders_calls(self) -> bool:
+        """Whether the template shows results of tools only after calls that are told apart."""
+        if self.message_format.channels is not None:
+            return True
+        shapes = (TurnShape("user"), TurnShape("assistant"), TurnShape("tool"))
+        try:
+            self._texts_around(shapes)
+        except ModelLoadError:
+            return True
+        return False
+
+    @cached_property
+    def writes_results_as_json(self) -> bool:  # type: ignore[override]  # of the template
+        call = _placeholder_call(_UNKNOWN_TOOL, "x")
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": _BROKEN_LINE, "name": _UNKNOWN_TOOL, **_RESULT}
+        try:
+            text = render_chat(self.tokenizer, [_QUESTION, answer, result], opens_answer=True)
+        except ModelLoadError:
+            return False
+        return json.dumps(_BROKEN_LINE) in text
+
+    def written_calls(self, calls: tuple[ToolCall, ...]) -> str:
+        message_format = self.message_format
+        message_format.require_tools()
+        if message_format.channels is not None:
+            raise ModelAbilityError(
+                f"{message_format.name} writes calls of tools in channels, which a given message "
+                "cannot have. Remove the messages with tool_calls, or choose another model."
+            )
+        # Mistral's templates limit an identity to nine letters.
+        parts = [call.as_message_part(f"callofn{place:02}") for place, call in enumerate(calls)]
+        answer = {"role": "assistant", "content": "", "tool_calls": parts}
+        text = render_chat(self.tokenizer, [_QUESTION, answer], opens_answer=False)
+        written = text.rpartition(_QUESTION["content"])[2]
+        form = message_format.form
+        if form.opening in written:
+            start, end = written.index(form.opening), written.rindex(form.closing)
+            return written[start : end + len(form.closing)]
+        # Calls without marks, as Llama's: the text up to the end of the turn.
+        end = written.rindex("}") + 1
+        return written[written.index("{") : end]
 
     @property
     def answer_opening(self) -> str:
@@ -247,7 +335,8 @@ class ChatFormat(ConversationFormat):
             answer_opening = self._texts_around(shapes[:number])[-1]
             if not before.startswith(answer_opening):
                 # The answer was sampled after another text than its tokens would follow here.
-                without = (*shapes[:number], TurnShape(shape.role), *shapes[number + 1 :])
+                plain = shape._replace(has_reasoning=False)
+                without = (*shapes[:number], plain, *shapes[number + 1 :])
                 return self._lay_out(without)
             texts[number] = answer_opening
             keeps_reasoning[number] = True
@@ -279,7 +368,7 @@ class ChatFormat(ConversationFormat):
             )
         except Exception as error:
             if any(shape.has_reasoning for shape in shapes):
-                without = tuple(TurnShape(shape.role) for shape in shapes)
+                without = tuple(shape._replace(has_reasoning=False) for shape in shapes)
                 return self._texts_around(without, speaks_next=speaks_next)
             raise ModelLoadError(
                 f"the chat template refused a conversation of the roles "
@@ -288,8 +377,10 @@ class ChatFormat(ConversationFormat):
                 "system messages."
             ) from error
         texts = []
-        for number in range(len(shapes)):
+        for number, shape in enumerate(shapes):
             before, is_shown, text = text.partition(_PLACEHOLDER.format(number))
+            if is_shown and shape.role == "assistant" and shape.called:
+                before, text = self._around_calls(before, text, len(shape.called))
             if not is_shown:
                 raise ModelLoadError(
                     "the chat template changes the content of a turn. Set format: plain for this "
@@ -298,17 +389,44 @@ class ChatFormat(ConversationFormat):
             texts.append(before)
         return [*texts, text]
 
+    def _around_calls(self, before: str, after: str, num_calls: int) -> tuple[str, str]:
+        """Return the texts around calls, whose last argument stands between two texts."""
+        channels, form = self.message_format.channels, self.message_format.form
+        if channels is not None:
+            start = before.rindex(channels.header_end) + len(channels.header_end)
+            ends = [place for end in channels.ends if (place := after.find(end)) >= 0]
+            return before[:start], after[min(ends) :]
+        for _ in range(num_calls):
+            before = before[: before.rindex(form.opening)]
+        return before, after.partition(form.closing)[2]
 
-def _placeholder_message(number: int, shape: TurnShape) -> dict[str, str]:
+
+_UNKNOWN_TOOL = "tool"
+_RESULT = {"tool_call_id": "callofone"}
+"""A call and its result have one identity, which Mistral's templates limit to nine letters."""
+_QUESTION: dict[str, Any] = {"role": "user", "content": "hello"}
+_BROKEN_LINE = 'a "line"\nand another'
+
+
+def _placeholder_call(name: str, value: str) -> dict[str, Any]:
+    # Templates expect the arguments as an object.
+    function = {"name": name, "arguments": {"value": value}}
+    return {"id": _RESULT["tool_call_id"], "type": "function", "function": function}
+
+
+def _placeholder_message(number: int, shape: TurnShape) -> dict[str, Any]:
     """Return a message of placeholders; templates have different names for its reasoning."""
-    message = {"role": str(shape.role), "content": _PLACEHOLDER.format(number)}
+    placeholder = _PLACEHOLDER.format(number)
+    message: dict[str, Any] = {"role": str(shape.role), "content": placeholder}
+    if shape.role == "assistant" and shape.called:
+        values = [""] * (len(shape.called) - 1) + [placeholder]
+        calls = [_placeholder_call(*pair) for pair in zip(shape.called, values, strict=True)]
+        message |= {"content": "", "tool_calls": calls}
+    elif shape.called:
+        message |= {"name": shape.called[0], **_RESULT}
     if shape.has_reasoning:
         message |= dict.fromkeys(REASONING_FIELDS, _REASONING.format(number))
     return message
-
-
-def _thought_between(markers: Sequence[str] | None) -> ThoughtMarkers | None:
-    return ThoughtMarkers(*markers) if markers else None
 
 
 class PlainFormat(ConversationFormat):
@@ -334,7 +452,7 @@ class PlainFormat(ConversationFormat):
         reasoning_markers: Sequence[str] | None = None,
     ) -> None:
         super().__init__(tokenizer)
-        self.message_format = MessageFormat(_thought_between(reasoning_markers))
+        self.message_format = MessageFormat(thought_between(reasoning_markers))
         self._separator = tokenizer.encode(separator, add_special_tokens=False)
         if separator and not self._separator:
             _logger.warning(

@@ -24,6 +24,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     Observation,
     PolicyOutput,
 )
+from nip_astra.utils.module_names import check_module_names
 
 
 class AgentMoves(NamedTuple):
@@ -160,6 +161,7 @@ class CombinedAgents(nn.Module):
         self, agents: Mapping[str, Agent], protocol: ProtocolHandler, space: MessageSpace
     ) -> None:
         super().__init__()
+        check_module_names(agents, owner=f"an agent of the protocol {type(protocol).__name__}")
         self.agents = nn.ModuleDict(dict(agents))
         self.names = tuple(agents)
         self.protocol = protocol

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 from pydantic import Field
 
+from nip_astra.deadlines import within_deadline
 from nip_astra.errors import DataError, NipAstraError, TaskError, describe_error
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
 from nip_astra.parameters.types import TaskType
@@ -75,6 +76,9 @@ class Environment(ABC):
     """A correct answer to the opening, if known; the target of supervised training."""
     columns: Columns = ()
     """Columns of the problem, for scorers and records."""
+    begins_answer: bool = False
+    """Whether the last of the first messages, of the role assistant, is the beginning of the
+    policy's answer, which continues it."""
 
     class Parameters(TaskParameters):
         """Parameters of a registered environment; a subclass adds its own."""
@@ -120,12 +124,24 @@ class Episode:
     figures: dict[str, float] = field(default_factory=dict)
     """Those of the environment at the end of the episode."""
 
-    def is_right(self, success_reward: float) -> bool | None:
-        """Return whether the (first) reward is large enough; None without a reward."""
+    @property
+    def decisive_reward(self) -> float | None:
+        """The reward that decides whether an answer is right: the first of several."""
         if self.reward is None:
             return None
-        decisive = next(iter(self.rewards.values()), self.reward)
-        return decisive is not None and decisive >= success_reward
+        return next(iter(self.rewards.values()), self.reward)
+
+    def is_right(self, success_reward: float | None) -> bool | None:
+        """Return whether the decisive reward is large enough; None if that cannot be known.
+
+        Without a `success_reward` it is 1, the most that a reward then may be.
+        """
+        decisive = self.decisive_reward
+        if self.reward is None or (success_reward is None and (decisive or 0.0) > 1.0):
+            return None
+        return decisive is not None and decisive >= (
+            1.0 if success_reward is None else success_reward
+        )
 
     def exchange(self) -> Exchange:
         """Return the last message with its history, for scorers."""
@@ -282,14 +298,19 @@ def reaction_to_calls(
 
 def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
     """Rate episodes by a task; rewards are finite floats, or None."""
-    _called(task, "rate", lambda: task.rate(episodes))
+    if type(task).rate.__module__.startswith("nip_astra."):
+        # Its functions and scorers have limits of their own.
+        task.rate(episodes)
+    else:
+        _called(task, "rate", lambda: task.rate(episodes))
     for episode in episodes:
         episode.reward = _reward(task, "rate", episode.reward)
 
 
 def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
     try:
-        return call()
+        with within_deadline(f"{hook} of {type(owner).__name__}"):
+            return call()
     except NipAstraError:
         raise
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from nip_astra.errors import ContextLengthError, DataError, counted
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import TaskType
-from nip_astra.rollouts.messages import Role, Turn
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
@@ -46,6 +46,7 @@ class RowEnvironment(Environment):
     def __init__(self, prompt: Prompt, answer: str | None, match: str | None) -> None:
         self.prompt, self.solution, self.match = prompt, answer, match
         self.columns, self.row = prompt.columns, prompt.row
+        self.begins_answer = begins_answer(prompt)
 
     def reset(self) -> Sequence[Turn]:
         return messages_of(self.prompt)
@@ -59,8 +60,12 @@ class RowEnvironment(Environment):
 
 def messages_of(prompt: Prompt) -> list[Turn]:
     """Return the messages of a prompt that open the conversation."""
-    given = prompt.messages or (("user", str(prompt)),)
-    return [Turn(cast(Role, role), text) for role, text in given]
+    return list(prompt.messages) or [Turn("user", str(prompt))]
+
+
+def begins_answer(prompt: Prompt) -> bool:
+    """Return whether a prompt ends with the beginning of the answer."""
+    return bool(prompt.messages) and prompt.messages[-1].role == "assistant"
 
 
 @register_task(TaskType.DATASET)
@@ -72,16 +77,16 @@ class DatasetTask(Task):
     class Parameters(TaskParameters):
         """Files and reward."""
 
-        train: str
+        train: str | list[str]
         """Training problems: a `.jsonl`, `.csv`, `.parquet` or text file, `scenario://file`, or a
-        dataset as `owner/name:split`."""
-        test: str | None = None
+        dataset as `owner/name:split`; or a list of several."""
+        test: str | list[str] | None = None
         """Held-out problems, disjoint from the training problems; null to hold out a part of
         train."""
         test_fraction: Annotated[float, where("test", None)] = Field(default=0.1, gt=0, lt=1)
         """Fraction of the distinct training prompts to hold out, by the seed; at least 8 and at
         most 512. With fewer than 16 distinct prompts, none is held out."""
-        dev: str | None = None
+        dev: str | list[str] | None = None
         """Problems for selecting the best checkpoint; null for the held-out ones."""
         column: PlainText = DEFAULT_COLUMN
         """Column of the prompts."""
@@ -130,9 +135,13 @@ class DatasetTask(Task):
         """Read the rows of each split; holds out a part of train if no other rows are given."""
         names = {split: getattr(self.parameters, split) for split in ("train", "test", "dev")}
         rows = {
-            split: read_prompts(name, self.scenario_dir, self.parameters.column)
-            for split, name in names.items()
-            if name is not None
+            split: [
+                prompt
+                for name in ([given] if isinstance(given, str) else given)
+                for prompt in read_prompts(name, self.scenario_dir, self.parameters.column)
+            ]
+            for split, given in names.items()
+            if given is not None
         }
         if "test" not in rows:
             fraction = self.parameters.test_fraction
@@ -195,7 +204,7 @@ class DatasetTask(Task):
                     continue
                 turns = policy.tokenize(messages_of(row))
                 try:
-                    policy.conversation_format.fit(turns, num_tokens=room)
+                    policy.fit(turns, is_begun=begins_answer(row))
                 except ContextLengthError as error:
                     raise DataError(
                         f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 
+from nip_astra.deadlines import within_deadline
 from nip_astra.errors import ConfigurationError, NipAstraError, TaskError, counted, describe_error
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import CheckedName, SubParameters
@@ -174,11 +175,12 @@ class WeightedRewards:
         arguments = self._arguments(episodes, progress)
         started: dict[str, Any] = {}
         for name, function in self._functions.items():
-            with _naming(name):
+            with _naming(name), within_deadline(f"the reward function {name!r}"):
                 started[name] = function.call(arguments)
         waiting = {name: result for name, result in started.items() if inspect.isawaitable(result)}
         if waiting:
-            with process_state_kept(f"a reward function of {', '.join(waiting)}"):
+            names = f"a reward function of {', '.join(waiting)}"
+            with process_state_kept(names), within_deadline(names):
                 results = self._loop.run(_all_of([_named(*item) for item in waiting.items()]))
             started |= zip(waiting, results, strict=True)
         values = {name: _checked_values(name, one, len(episodes)) for name, one in started.items()}
@@ -198,7 +200,7 @@ class WeightedRewards:
             *opening, answer = one.messages
             given = getattr(one.environment, "prompt", opening[-1].text if opening else "")
             messages = getattr(given, "messages", ())
-            plain = [{"role": role, "content": text} for role, text in messages]
+            plain = [_message_of(message) for message in messages]
             prompts.append(plain or str(given))
             completions.append([_message_of(answer)] if plain else answer.text)
         rows = [getattr(one.environment, "row", dict(one.environment.columns)) for one in episodes]
@@ -222,13 +224,13 @@ class WeightedRewards:
         }
 
 
-def _message_of(answer: Turn) -> dict[str, Any]:
-    """Return an answer as a message in OpenAI's form, with reasoning and calls if it has them."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.reasoning is not None:
-        message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        calls = enumerate(answer.calls)
+def _message_of(turn: Turn) -> dict[str, Any]:
+    """Return a turn as a message in OpenAI's form, with reasoning and calls if it has them."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.text}
+    if turn.reasoning is not None:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        calls = enumerate(turn.calls)
         message["tool_calls"] = [call.as_message_part(f"call_{place}") for place, call in calls]
     return message
 

@@ -24,7 +24,8 @@ from jsonschema.validators import validator_for
 from pydantic import ConfigDict, Field, JsonValue, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from nip_astra.errors import ConfigurationError, TaskError, describe_error
+from nip_astra.deadlines import within_deadline
+from nip_astra.errors import CallDeadlineError, ConfigurationError, TaskError, describe_error
 from nip_astra.language_models.message_format import MessageFormat
 from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
 from nip_astra.registry import Registry
@@ -65,7 +66,8 @@ class Tool:
 
     def fault_of(self, arguments: Mapping[str, Any]) -> str | None:
         """Return why arguments do not match the schema; None if they do."""
-        fault = best_match(_validator(self.described).iter_errors(dict(arguments)))
+        with within_deadline(f"the check of arguments of the tool {self.name!r} by its schema"):
+            fault = best_match(_validator(self.described).iter_errors(dict(arguments)))
         return None if fault is None else fault.message
 
     def single_argument(self) -> str | None:
@@ -350,10 +352,14 @@ class Toolbox:
         if fault := tool.fault_of(call.arguments):
             return Outcome(f"wrong arguments of {tool.name}: {fault}", "arguments")
         try:
-            value = tool.function(**call.arguments)
+            with within_deadline(f"the tool {tool.name!r}"):
+                value = tool.function(**call.arguments)
             if not isinstance(value, str) and not hasattr(value, "is_over"):
                 value = json.dumps(value, ensure_ascii=False)
             return Outcome(value)
+        except CallDeadlineError:
+            # It ends the run: the policy's reward must not depend on the load of a machine.
+            raise
         except Exception as error:  # of the tool's own code; the policy reads it
             return Outcome(f"{describe_error(error)}", "failed")
 

@@ -377,7 +377,8 @@ def _text_of(sample: ChatAnswer | ChatFailure, analyser: RolloutAnalyser, model:
     """Return the answer or refusal; raise an error if the service is unavailable."""
     if isinstance(sample, ChatAnswer):
         # A cut answer may hold the draft of a verdict.
-        return "" if sample.finish_reason is FinishReason.LENGTH else sample.text
+        is_cut = sample.is_unfinished or sample.finish_reason is FinishReason.LENGTH
+        return "" if is_cut else sample.text
     if sample.reason.is_of_service:
         raise ServiceError(
             f"the judge {model.name!r} does not answer for {analyser.name}: {sample.reason}, "

@@ -56,11 +56,11 @@ class NativeCode:
 
     def library(self) -> ctypes.CDLL | None:
         """Return the compiled file, or None; the log gives the reason once."""
-        return None if _is_off() else _library(self.source).library
+        return None if is_switched_off() else _library(self.source).library
 
     def why_absent(self) -> str | None:
         """Return why there is no compiled file, or None."""
-        return f"{SWITCH} is 0" if _is_off() else _library(self.source).reason
+        return f"{SWITCH} is 0" if is_switched_off() else _library(self.source).reason
 
     def described(self) -> str:
         """Return the name of the source and the first digits of the compiled file's sha256."""
@@ -87,7 +87,9 @@ def _as_c(argument: Argument) -> Any:
     return (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
 
 
-def _is_off() -> bool:
+@lru_cache
+def is_switched_off() -> bool:
+    """Return whether the environment turns native code off; read once in a process."""
     return read_variable(SWITCH) == "0"
 
 

@@ -35,7 +35,7 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_probes
 from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import CreditParameters
 from nip_astra.trainers.registry import register_trainer
@@ -193,7 +193,7 @@ class GivenProbes:
         self.share = parameters.share
         self.reference = reference
         self.seed = seed
-        texts = read_prompts(parameters.probes, scenario_dir)
+        texts = read_probes(parameters.probes, scenario_dir)
         self.probes = [attacker.encode_turn(text) for text in texts]
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -14,10 +14,11 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.policy_losses import nll_loss
 from nip_astra.rl_objectives.reductions import LossOutput
+from nip_astra.rollouts.messages import Role, Turn
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.executor import AsyncRolloutParameters
-from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_probe_conversations
 from nip_astra.trainers.ast.base import AstTrainer
 from nip_astra.trainers.ast.rollouts import CreditParameters
 from nip_astra.trainers.registry import register_trainer
@@ -32,7 +33,8 @@ class AstSftTrainer(AstTrainer):
     """Supervised fine-tuning on given probes, or on the best probes found so far.
 
     Loss: `-log pi(probe)`, mean over the tokens of all probes of a step. With a file of `probes`
-    each episode's opening is answered by one of them; this is a warm start (arXiv:2202.03286,
+    each episode's opening is answered by a row of it, each probe in the context of the turns before
+    it; this is a warm start (arXiv:2202.03286,
     supervised learning). Without one the trainer keeps the best probes that it has met, in their
     contexts, and imitates these: best-of-n distilled again and again.
     """
@@ -41,7 +43,8 @@ class AstSftTrainer(AstTrainer):
         """Training probes; asynchronous rollouts need no correction."""
 
         probes: str | None = None
-        """File of probes, in the formats of prompt files; null for the best so far."""
+        """File of probes, in the formats of prompt files; null for the best so far. All probes of a
+        row with messages are learned, each after the turns before it."""
         num_best: Annotated[int, FINDS_ITS_OWN] = Field(default=256, ge=1)
         """Maximum number of best probes kept. Larger is more varied and slower to improve."""
         num_samples: Annotated[int, FINDS_ITS_OWN] = Field(default=64, ge=1)
@@ -54,22 +57,20 @@ class AstSftTrainer(AstTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._best: list[Sample] = []
-        self._given: list[torch.Tensor] = []
+        self._given: list[tuple[tuple[str, str], ...]] = []
         if self.parameters.probes is not None:
-            texts = read_prompts(self.parameters.probes, self.scenario_instance.scenario_dir)
-            self._given = [torch.tensor(self.attacker.encode_turn(text)) for text in texts]
+            self._given = read_probe_conversations(
+                self.parameters.probes, self.scenario_instance.scenario_dir
+            )
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         generator = derived_generator(self.hyper_params.seed, "imitated", self.state.iteration)
         if self._given:
             choice = torch.randint(len(self._given), (tree.num_episodes,), generator=generator)
             return [
-                {
-                    "context": torch.tensor(tree.contexts[episode]),
-                    "probe": self._given[index],
-                    "episode": torch.tensor(episode),
-                }
+                sample
                 for episode, index in enumerate(choice.tolist())
+                for sample in self._samples_after_opening(tree, episode, self._given[index])
             ]
         is_good_N = tree.nodes["response_score"] >= self.parameters.min_score
         met = [*self._best, *probes_that_worked(tree, is_good_N)]
@@ -82,6 +83,25 @@ class AstSftTrainer(AstTrainer):
             {"context": kept["context"], "probe": kept["probe"], "episode": torch.tensor(number)}
             for number, kept in enumerate(drawn)
         ]
+
+    def _samples_after_opening(
+        self, tree: RolloutTree, episode: int, turns: tuple[tuple[str, str], ...]
+    ) -> Iterator[Sample]:
+        """Yield a sample for each probe of a conversation that follows an episode's opening."""
+        # In the attacker's template it is the assistant, and the target is the user.
+        roles: dict[str, Role] = {"user": "assistant", "assistant": "user"}
+        heard = [Turn("user", tree.prompts[episode])]
+        for role, text in turns:
+            if role == "user":
+                context = tree.contexts[episode]
+                if len(heard) > 1:
+                    (context,) = self.attacker.contexts([self.attacker.tokenize(heard)])
+                yield {
+                    "context": torch.tensor(context),
+                    "probe": torch.tensor(self.attacker.encode_turn(text.strip())),
+                    "episode": torch.tensor(episode),
+                }
+            heard.append(Turn(roles[role], text.strip()))
 
     def trainer_state(self) -> dict[str, Any]:
         return {"best": self._best}

@@ -9,7 +9,6 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part
 from nip_astra.checkpoints.tensors import DUMPS, StageDumps
+from nip_astra.deadlines import DaemonThread, result_within_deadlines
 from nip_astra.distributed.sharding import full_tensor
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError, ModelLoadError, counted
@@ -77,8 +77,10 @@ from nip_astra.trainers.service.metrics import (
     RECORD_COLUMNS,
     Tally,
     answer_rows,
+    log_kept_rewards,
     log_rollout_metrics,
     rollout_rows,
+    without_accuracy,
 )
 from nip_astra.trainers.service_use import (
     estimate_services,
@@ -136,6 +138,16 @@ class GrpoParameters(AdvantageParameters, RolloutParameters):
     overlong_margin: int = Field(default=0, ge=0)
     """Tokens before the policy's max_new_tokens over which the reward of a trajectory falls
     linearly, by up to 1 (DAPO, eq. 13); 0 for no penalty."""
+
+    @model_validator(mode="after")
+    def _has_runs_to_compare(self) -> Self:
+        is_compared = self.advantage == "group" and self.baseline != "none" and self.use_run_ids
+        if self.group_size == 1 and is_compared:
+            raise ValueError(
+                "group_size 1 leaves nothing to compare: all advantages are 0; set it to 2 or "
+                "more, or baseline and scale to none"
+            )
+        return self
 
 
 class PolicyKlParameters(KlParameters):
@@ -239,15 +251,16 @@ class SamplingThread:
         sampler: LanguageModel,
     ) -> None:
         self._collect, self._policy, self._sampler = collect, policy, sampler
-        self._executor: ThreadPoolExecutor | None = None
+        # One thread: weights stay during a rollout, and rollouts keep their order.
+        self._thread = DaemonThread("async-rollouts")
 
     def begin(self, iterations: Sequence[int]) -> list[Callable[[], CollectedRollout]]:
         """Start rollouts with the current weights."""
-        if self._executor is None:
-            # One thread: weights stay during a rollout, and rollouts keep their order.
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="async-rollouts")
         weights = self._policy.weight_copy()
-        return [self._executor.submit(self._run, one, weights).result for one in iterations]
+        rollouts = [
+            self._thread.submit(partial(self._run, iteration, weights)) for iteration in iterations
+        ]
+        return [partial(result_within_deadlines, rollout) for rollout in rollouts]
 
     def _run(self, iteration: int, weights: Mapping[str, Tensor]) -> CollectedRollout:
         # Grad mode belongs to a thread.
@@ -390,6 +403,7 @@ class ServiceTrainer(LanguageModelTrainer):
         self._iteration = 0
         self._dumps = StageDumps(None, period=0)
         self._staleness = 0
+        self._num_drawn: int | None = None
         if self.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             self.parameters = self.Parameters.from_dict(self._own_values())
@@ -520,11 +534,12 @@ class ServiceTrainer(LanguageModelTrainer):
         for rows in played.records:
             columns = RECORD_COLUMNS[: len(rows[0])]
             self.tracker.log_table("train", columns, rows, step=iteration + 1)
-        log_rollout_metrics(trajectories, metrics)
+        if "rollout/num_trajectories" not in metrics:
+            log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
+        metrics.setdefault("rollout/without_reward", float(len(trajectories) - len(known)))
         if self._dumps.is_due(self.state.iteration):
             self.dump("trajectories", Batch.from_trajectories(trajectories))
-        metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         self.dump("samples", {"samples": samples})
         services = service_metrics(self.scenario_instance.services)
@@ -539,11 +554,19 @@ class ServiceTrainer(LanguageModelTrainer):
         played.metrics["rollout/staleness"] = float(self._staleness)
         return played
 
+    def _next_problem(self, iteration: int) -> int:
+        """Return the position of the first problem that no earlier iteration has drawn."""
+        rounds = self.parameters.max_resampling_rounds
+        if rounds and self._num_drawn is not None:
+            return self._num_drawn
+        # In runs begun by earlier versions each iteration reserved those of all rounds.
+        return iteration * self.training.num_episodes_per_experience * (rounds + 1)
+
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Sample problems, replacing uninformative ones."""
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
-        first = iteration * wanted * (rounds + 1)
+        first = self._next_problem(iteration)
         self.task.progress = TrainingProgress(iteration, self.training.num_iterations)
         kept: list[Trajectory] = []
         dead: list[Trajectory] = []
@@ -594,8 +617,16 @@ class ServiceTrainer(LanguageModelTrainer):
             **self._sampler.take_metrics(),
             **episode_figures(episodes),
         }
-        # Without resampling every problem stays.
-        return CollectedRollout(kept if rounds else [*kept, *dead], metrics, records)
+        self._num_drawn = first + num_played
+        # Figures are of all that was sampled: those of the kept groups alone would be chosen by it.
+        played = [*kept, *dead]
+        log_rollout_metrics(played, metrics)
+        num_unrewarded = sum(trajectory.reward is None for trajectory in played)
+        metrics["rollout/without_reward"] = float(num_unrewarded)
+        if rounds == 0:
+            # Without resampling every problem stays.
+            return CollectedRollout(played, metrics, records)
+        return CollectedRollout(kept, dict(log_kept_rewards(kept, metrics)), records)
 
     def _penalise_length(self, trajectories: Sequence[Trajectory], margin: int) -> None:
         """Subtract DAPO's penalty on overlong answers from rewards."""
@@ -667,8 +698,19 @@ class ServiceTrainer(LanguageModelTrainer):
         if self._async is not None:
             self._async.wait()
 
+    def _wait_for_drawn(self) -> int | None:
+        """Return the number of problems drawn so far, those of rollouts ahead included."""
+        self._wait_for_playing()
+        return self._num_drawn
+
+    def _set_drawn(self, count: int | None) -> None:
+        self._num_drawn = count
+
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
+        if self.parameters.max_resampling_rounds:
+            # A cache to runs begun by earlier versions, which go on as they began.
+            parts["problems"] = Part(self._wait_for_drawn, self._set_drawn, is_memory=True)
         for number, scorer in enumerate(self.task.scorers, start=1):
             name = f"verdicts {number}"
             parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
@@ -763,10 +805,14 @@ class ServiceTrainer(LanguageModelTrainer):
                 "nothing was learned: all advantages were 0. Compare runs of one problem "
                 "(group_id) and raise group_size until some of them are right and some are wrong."
             )
+        before, after = self.state.before, self.results.get("after", {})
+        if before and after and ("accuracy" in before) is not ("accuracy" in after):
+            # The reward exceeds 1 in one of them: what is right is unknown in both.
+            before, self.results["after"] = without_accuracy(before), without_accuracy(after)
         self.store_results(
             {
                 "kind": "task",
-                "before": self.state.before,
+                "before": before,
                 "training": self.training_results(),
                 **services_used(self.scenario_instance.services),
             }

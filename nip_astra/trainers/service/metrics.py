@@ -80,6 +80,19 @@ def log_rollout_metrics(
     return metrics
 
 
+def without_accuracy(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return figures of `Tally.report` without those of correct answers."""
+    prefixes = ("accuracy", "num_right", "pass_at_", "num_complete_problems")
+    return {name: value for name, value in figures.items() if not name.startswith(prefixes)}
+
+
+def log_kept_rewards(trajectories: Sequence[Trajectory], metrics: Metrics) -> Metrics:
+    """Add `rollout/kept_reward_{mean,std,min,max}`: rewards after uninformative groups are out."""
+    rewards = torch.tensor([one.reward for one in trajectories if one.reward is not None])
+    metrics.update(_figures("rollout/kept_reward", rewards))
+    return metrics
+
+
 def log_grpo_metrics(trajectories: Sequence[Trajectory], metrics: Metrics) -> Metrics:
     """Add statistics of advantages and groups to `metrics`, and return them.
 
@@ -149,7 +162,7 @@ def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> l
 
 
 def answer_rows(
-    rollout: TaskRollout, problems: Sequence[int], success_reward: float
+    rollout: TaskRollout, problems: Sequence[int], success_reward: float | None
 ) -> list[tuple[Any, ...]]:
     """Return a row of `ANSWER_COLUMNS` for each run of some problems."""
     num_runs = len(rollout.episodes) // max(len(problems), 1)
@@ -184,13 +197,17 @@ def _texts_of(episode: Episode) -> tuple[Any, ...]:
 
 @dataclass
 class Tally:
-    """Rewards of episodes, with the problem of each, and whether they are correct."""
+    """Rewards of episodes, with the problem of each, and whether they are correct.
 
-    success_reward: float
+    There is no accuracy if the correctness of an episode with a reward is unknown, since its reward
+    exceeds 1 and there is no `success_reward`.
+    """
+
+    success_reward: float | None
     problems: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     num_runs: int = 0
-    is_right: list[bool] = field(default_factory=list)
+    is_right: list[bool | None] = field(default_factory=list)
     episodes: list[Episode] = field(default_factory=list)
 
     def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
@@ -198,9 +215,8 @@ class Tally:
         self.episodes += rollout.episodes
         for index, episode in enumerate(rollout.episodes):
             self.num_runs += 1
-            is_right = episode.is_right(self.success_reward)
-            if episode.reward is not None and is_right is not None:
-                self.is_right.append(is_right)
+            if episode.reward is not None:
+                self.is_right.append(episode.is_right(self.success_reward))
                 self.problems.append(problems[index // num_runs])
                 self.rewards.append(episode.reward)
 
@@ -208,20 +224,24 @@ class Tally:
         """Return the share of correct runs with its 95 % interval, the mean reward, and for several
         runs pass@k with its interval over problems; for pass@1 it is that of a share.
         """
-        is_right = list(map(float, self.is_right))
-        rate = rate_estimate(is_right, self.problems)
+        figures: dict[str, Any] = {}
+        if None not in self.is_right:
+            is_right = [float(bool(right)) for right in self.is_right]
+            rate = rate_estimate(is_right, self.problems)
+            figures["accuracy"] = rate.value
+            figures["accuracy_interval"] = [rate.low, rate.high]
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
-        figures: dict[str, Any] = {
-            "accuracy": rate.value,
-            "accuracy_interval": [rate.low, rate.high],
-            "mean_reward": mean,
-            "num_right": int(sum(is_right)),
+        figures["mean_reward"] = mean
+        if None not in self.is_right:
+            figures["num_right"] = int(sum(is_right))
+        figures |= {
             "num_answers": len(self.rewards),
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
         figures |= episode_figures(self.episodes)
-        return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
+        has_chances = num_runs > 1 and None not in self.is_right
+        return figures | (self._pass_at_k(num_runs) if has_chances else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
         """Return pass@k, k = 1, 2, 4, ..., of problems whose runs all have rewards, and their
@@ -233,7 +253,7 @@ class Tally:
         }
         for problem, is_right in zip(self.problems, self.is_right, strict=True):
             if problem in rights:
-                rights[problem].append(float(is_right))
+                rights[problem].append(float(bool(is_right)))
         figures: dict[str, Any] = {"num_complete_problems": len(rights)}
         k = 1
         while k <= num_runs and rights:

@@ -242,7 +242,8 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
                 "a task with solutions, or train by reward with remote_api_grpo."
             )
         agent = self.agent
-        (context,) = agent.contexts([agent.tokenize(opening_of(environment))])
+        opening = agent.tokenize(opening_of(environment))
+        (context,) = agent.contexts([opening], continued=[environment.begins_answer])
         solution = agent.encode_turn(environment.solution)
         spans = [TokenSpan(context), TokenSpan(solution, [0.0] * len(solution))]
         trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)

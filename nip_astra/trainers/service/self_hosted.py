@@ -199,7 +199,7 @@ class SelfHostedTrainer(ServiceTrainer):
 
     def why_nothing_is_learnt(self, found: Experience) -> str:
         has_other_loss = type(self).loss is not SelfHostedTrainer.loss
-        if not found.samples or has_other_loss or self.parameters.policy_loss.kl.weight > 0:
+        if not found.samples or has_other_loss:
             return super().why_nothing_is_learnt(found)
         is_learned = [not bool(sample.get(IS_EXCLUDED, 0)) for sample in found.samples]
         if not any(is_learned):
@@ -210,7 +210,9 @@ class SelfHostedTrainer(ServiceTrainer):
         learned = itertools.compress(found.samples, is_learned)
         if any(bool(sample["advantages"][sample["is_trained"]].any()) for sample in learned):
             return ""
-        return f"all advantages are 0, of {counted(sum(is_learned), 'trajectory')}."
+        penalty = self.parameters.policy_loss.kl.weight > 0
+        rest = "; the step follows the KL penalty alone." if penalty else "."
+        return f"all advantages are 0, of {counted(sum(is_learned), 'trajectory')}{rest}"
 
     def _compute_old_log_probs(self, batch: Batch) -> Tensor:
         """Rescore the policy's own log-probabilities before the update, `[B, T]`."""

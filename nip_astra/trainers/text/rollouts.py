@@ -245,4 +245,7 @@ def _rounds(rollouts: NestedArrayDict, place: int, game: TextGame) -> list[dict[
                 "messages": {channel: text for channel, text in messages if text is not None},
             }
         )
+        reasonings = rollouts["agents"].get("reasoning")
+        if reasonings is not None and reasonings[at] is not None:
+            rounds[number]["moves"][-1]["reasoning"] = reasonings[at]
     return rounds

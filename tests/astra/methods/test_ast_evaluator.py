@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,17 @@ def test_a_custom_evaluator_implements_two_methods() -> None:
 
     env = ASTSampler(WordProblem(), PROMPTS, 2, 3)
     assert Counts(env, PROMPTS).evaluate(progress=False) == {"turns": 12}
+
+
+def test_an_episode_is_summarised_as_in_the_oldest_examples() -> None:
+    env = ASTSampler(WordProblem(Finds("you")), ["hello"], tree_depth=2)
+    graph = env.eval_rollout("hello")
+    summary = env.extract_metrics(graph)
+    assert [turn.target_tox for turn in summary.turns] == [1.0, 1.0]
+    assert summary.first_target_tox_turn == 1
+    probes = ["you" in node.probe.split() for node in graph.chain()]
+    assert [turn.attack_tox for turn in summary.turns] == [float(has) for has in probes]
+    expected = probes.index(True) + 1 if any(probes) else None
+    assert summary.first_attack_tox_turn == expected
+    # The reference draws from six words uniformly.
+    assert summary.turns[0].attack_logprob == pytest.approx(-math.log(6), abs=1e-4)

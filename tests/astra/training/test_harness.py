@@ -402,3 +402,14 @@ def test_replaced_parts_must_belong_together_and_be_trained() -> None:
     trainer.optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     trainer.train()
     assert other.attacker.logits.abs().sum() > 0
+
+
+def test_the_loss_of_a_step_can_be_taken_as_in_the_oldest_versions() -> None:
+    problem = WordProblem()
+    harness = Harness(ASTSampler(problem, PROMPTS), DPO(problem), batch_size=4)
+    (size,) = {len(batch.prefixes) for batch in list(harness.experience(seed=0))[:-1]}
+    assert size == 4
+    result = harness.step(next(harness.experience(seed=0)))
+    result.backward()
+    assert result.loss is result[0]
+    assert problem.attacker.logits.grad.abs().sum() > 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.rollouts.messages import ToolCall, Turn
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from tests.kit.command_line import CommandLine
@@ -201,3 +202,80 @@ def test_the_hubs_prefix_names_a_dataset(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_prompts("hub:someone/talk:dev", None) == ["good day"]
     with pytest.raises(ConfigurationError):
         read_prompts("hub:", None)
+
+
+# ---- data as people have them
+
+
+def test_a_semicolon_separates_columns_that_no_comma_does(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.csv", 'question;answer\n"1,5 + 1; ?";2,5\n')
+    (prompt,) = read_prompts(path, None, "question")
+    assert prompt == "1,5 + 1; ?"
+    assert columns_of(prompt) == (("answer", "2,5"),)
+
+
+def test_parts_of_a_message_are_its_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "a.", "image_url": None}]
+    row = {"messages": [{"role": "user", "content": parts}]}
+    path = written(tmp_path, "p.jsonl", json.dumps(row))
+    (prompt,) = read_prompts(path, None, "messages")
+    assert prompt == "Say a."
+    parts[0] = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(DataError, match="'image_url'"):
+        read_prompts(written(tmp_path, "p.jsonl", json.dumps(row)), None, "messages")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1, "of_another": None}])
+def test_a_prompt_with_calls_and_results_of_tools_is_read(
+    tmp_path: Path, arguments: object
+) -> None:
+    call = CALL | {"function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    path = written(tmp_path, "p.jsonl", json.dumps({"prompt": messages}))
+    (prompt,) = read_prompts(path, None)
+    assert prompt.messages == (
+        Turn("user", "1 + 1?"),
+        Turn("assistant", calls=(ToolCall("add", {"a": 1}),)),
+        Turn("tool", "2"),
+    )
+    assert "add" in prompt
+    copy = pickle.loads(pickle.dumps(prompt))
+    assert copy.messages == prompt.messages
+
+
+@pytest.mark.parametrize(
+    ("messages", "fact"),
+    [
+        ([{"role": "tool", "content": "2"}], "tool_calls"),
+        ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "a name"),
+        ([{"role": "system", "content": "a"}], "last message"),
+        ([{"role": "assistant", "tool_calls": [CALL]}], "last message"),
+    ],
+)
+def test_other_messages_of_tools_are_refused(
+    tmp_path: Path, messages: list[object], fact: str
+) -> None:
+    path = written(tmp_path, "p.jsonl", json.dumps({"prompt": messages}))
+    with pytest.raises(DataError, match=fact):
+        read_prompts(path, None)
+
+
+def test_saved_datasets_are_read_from_their_folders(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    train = datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+    train.save_to_disk(str(tmp_path / "one"))
+    test = datasets.Dataset.from_list([{"prompt": "c"}])
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(str(tmp_path / "both"))
+    assert read_prompts(str(tmp_path / "one"), None) == ["a", "b"]
+    assert read_prompts(f"{tmp_path / 'both'}:test", None) == ["c"]
+    assert read_prompts(str(tmp_path / "both"), None) == ["a", "b"]
+    with pytest.raises(DataError, match="dev"):
+        read_prompts(f"{tmp_path / 'both'}:dev", None)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, DataError, TaskError
+from nip_astra.rollouts.messages import Turn
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenario_base.tasks.base import Episode, Task, TrainingProgress, rate_episodes
@@ -235,7 +236,7 @@ def test_the_answers_of_rows_are_not_read_where_functions_reward(tmp_path: Path)
         [{"role": "user"}],
         [{"role": "user", "content": [{"type": "image"}]}],
         [{"role": "tool", "content": "x"}],
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"name": "y"}]}],
         [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}],
         [{"role": "user", "content": "\ud800"}],
     ],
@@ -288,3 +289,29 @@ def test_a_failure_without_a_readable_text_names_the_function(tmp_path: Path) ->
     with pytest.raises(TaskError) as caught:
         rated(task, "x")
     assert says(caught.value, "'unreadable'", "Unreadable")
+
+
+def test_rewards_get_texts_without_reasoning_and_can_read_it(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def reads(completions: Any, reasonings: Any) -> list[float]:
+        seen.append((completions, reasonings))
+        return [float(bool(text)) for text in reasonings]
+
+    REWARDS.register("reads")(reads)
+    rows = [{"prompt": "1 + 1", "answer": "2"}, {"prompt": CONVERSATION, "answer": "2"}]
+    task = dataset(tmp_path, rows, "exact", "contains", "reads")
+    environments = [task.environment("train", index) for index in range(2)]
+    answers = [Turn("assistant", "2", reasoning="It is 2."), Turn("assistant", "3")]
+    episodes = [
+        Episode(environment, [*environment.reset(), answer])
+        for environment, answer in zip(environments, answers, strict=True)
+    ]
+    rate_episodes(task, episodes)
+    assert episodes[0].rewards == {"exact": 1.0, "contains": 1.0, "reads": 1.0}
+    assert episodes[1].rewards == {"exact": 0.0, "contains": 0.0, "reads": 0.0}
+    ((completions, reasonings),) = seen
+    assert completions == ["2", [{"role": "assistant", "content": "3"}]]
+    assert reasonings == ["It is 2.", None]
+    exchange = episodes[0].exchange()
+    assert (exchange.text, exchange.reasoning) == ("2", "It is 2.")

@@ -16,6 +16,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentShape,
     initialise_orthogonally,
 )
+from nip_astra.scenarios.graphs import compiled
 from nip_astra.scenarios.graphs import native_layers as native
 from nip_astra.scenarios.graphs.agents import (
     GRAPHS,
@@ -28,7 +29,7 @@ from nip_astra.scenarios.graphs.agents import (
     SumsNorm,
     impossible_symbols,
 )
-from nip_astra.scenarios.graphs.compiled import SWITCH, NativeCode
+from nip_astra.scenarios.graphs.compiled import NativeCode
 from nip_astra.scenarios.graphs.formulas import Pairs
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
 from nip_astra.scenarios.graphs.pair_files import as_dataset
@@ -342,8 +343,8 @@ def test_the_weights_of_the_graph_network_are_known() -> None:
 def test_with_c_and_without_the_same_is_given(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body, frames = body_and_frames(**{"d_gnn": 16, "d_transformer": 16} | OPTIONS[option])
     results: list[list[Tensor]] = []
-    for switch in ("1", "0"):
-        monkeypatch.setenv(SWITCH, switch)
+    for is_off in (False, True):
+        monkeypatch.setattr(compiled, "is_switched_off", lambda is_off=is_off: is_off)
         torch.manual_seed(3)
         state = {name: value.clone() for name, value in body.state_dict().items()}
         given = body(frames)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
+from nip_astra.scenarios.graphs import compiled
 from nip_astra.scenarios.graphs import native_layers as native
 from nip_astra.scenarios.graphs.compiled import SWITCH
 from nip_astra.scenarios.graphs.formulas import (
@@ -193,7 +194,7 @@ def test_inputs_unsupported_in_c_go_through_torch(
         of_width = {WIDTH: d, HIDDEN: f, WIDTH // 2: d // 2}
         inputs = numbers(*(tuple(of_width.get(size, size) for size in x.shape) for x in inputs))
     else:
-        monkeypatch.setenv(SWITCH, "0")
+        monkeypatch.setattr(compiled, "is_switched_off", lambda: True)
     results = layer(*inputs)
     assert not is_native(results)
     torch.testing.assert_close(results, formula(*inputs), rtol=1e-4, atol=1e-5)
@@ -353,4 +354,10 @@ def test_the_implementation_of_layers_is_reported(monkeypatch: pytest.MonkeyPatc
     )
     assert on(torch.device("cuda")) == "torch"
     monkeypatch.setenv(SWITCH, "0")
+    compiled.is_switched_off.cache_clear()
     assert on(torch.device("cpu")) == f"torch ({SWITCH} is 0)"
+    # Layers ask for it at each call, and the environment is read once.
+    monkeypatch.setenv(SWITCH, "1")
+    assert on(torch.device("cpu")) == f"torch ({SWITCH} is 0)"
+    compiled.is_switched_off.cache_clear()
+    assert on(torch.device("cpu")).startswith("compiled")

@@ -24,7 +24,9 @@ from nip_astra.language_models.services.chat import (
     register_chat_model,
 )
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.run import prepare_experiment, resume_experiment
+from tests.kit.chat_stub import Reply, chat_stub, rating
 from tests.kit.command_line import CommandLine
 from tests.kit.experiments import run_in
 from tests.kit.text_games import FakeChatModel
@@ -188,16 +190,44 @@ def test_an_answer_that_is_no_reply_is_a_turn_without_a_verdict(
     assert results["outcomes"]["undetermined"] == len(rows) - num_replies
 
 
+def test_calls_and_reasoning_of_a_target_reach_rows_histories_judges_and_the_report(
+    tmp_path: Path, cli: CommandLine
+) -> None:
+    call = ToolCall("delete", {"path": "/"})
+    react.append(lambda request: ChatAnswer("", reasoning="let me see", calls=(call,)))
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"}, tree_depth=2)
+    run = run_in(tmp_path / "runs", resolve(scenario))
+    rows, results = read_rows(run / "rollouts/evaluation.jsonl"), read_results(run).results["after"]
+    assert all(row["response_calls"] == [["delete", {"path": "/"}]] for row in rows)
+    assert all(row["response_reasoning"] == "let me see" for row in rows)
+    counts = {"num_empty": 0, "num_refused": 0, "num_missing": 0}
+    assert results["replies"] == {"num_received": len(rows), **counts}
+    assert "delete({&#34;path&#34;: &#34;/&#34;})" in (run / "report.html").read_text()
+
+    def rate(body: dict[str, Any], number: int) -> Reply:
+        material = json.loads(body["messages"][1]["content"])
+        _, *turns = [*material["history"], material["turn_to_rate"]]
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        assert all(turn["calls"] == [call._asdict()] for turn in answers)
+        return rating(10)
+
+    with chat_stub(rate) as stub:
+        judge = {"_type": "judge", "base_url": stub.base_url, "model": "j", "num_retries": 0}
+        file = cli.write("judge.yaml", json.dumps(judge))
+        cli.ok("score", str(run), "--scorer", str(file))
+        assert stub.requests
+
+
 def test_a_run_goes_on_after_a_long_answer_and_so_does_its_resume(tmp_path: Path) -> None:
     """The answers have more tokens than the attacker's window, and stay within the bound."""
-    react.append(lambda request: "you " * 60)
+    react.append(lambda request: "a " * 200)
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
     with pytest.raises(BudgetExhaustedError):
         run_in(tmp_path, resolve(scenario), "cut", max_service_requests=40)
     resumed = resume_experiment(tmp_path / "cut", progress=False, max_service_requests=None)
     assert resumed.results["after"]["outcomes"]["undetermined"] == 0
     rows = read_rows(tmp_path / "cut" / "rollouts/evaluation.jsonl")
-    assert {row["response"] for row in rows} == {("you " * 60).strip()}
+    assert {row["response"] for row in rows} == {("a " * 200).strip()}
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.errors import ConfigurationError, DataError, ParameterError
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast.base import AstState
@@ -184,6 +185,7 @@ OF_TRAINING = (
     "lr=1e-2 minibatch_size=2 optimizer=sgd weight_decay=0.5 batch_order=by_episode "
     "gradient_accumulation_steps=2 num_iterations=2 num_episodes_per_experience=4 num_epochs=2 "
     "max_grad_norm=0.01 lr_schedule=linear num_warmup_steps=10 eval_period=1 "
+    "schedules_steps=true decays_vectors=false "
     "dev_metric=mean_score early_stopping_patience=1"
 )
 OF_SCENARIO = (
@@ -196,6 +198,9 @@ OF_SCENARIO = (
 SELECTS = ("training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2")
 CONTEXT |= {"training.dev_metric": SELECTS, "training.early_stopping_patience": SELECTS}
 CONTEXT["training.lr_schedule"] = ("training.num_iterations=2",)
+# Of two steps the first has no rate.
+CONTEXT["training.schedules_steps"] = ("training.num_warmup_steps=2", "training.num_iterations=2")
+CONTEXT["training.decays_vectors"] = ("training.weight_decay=0.5",)
 
 
 @cache
@@ -328,6 +333,43 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
     trainer = ast_trainer("ast_sft", tiny_scenario, *values)
     trainer.train()
     assert set(experience_of(trainer, 99).tree.probes) == {"silly cat sat"}
+
+
+def test_supervised_training_learns_each_probe_of_a_conversation_in_its_context(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    turns = ["silly cat", "fine thanks", "stupid mat", "good day", "the cat sat"]
+    messages = [
+        {"role": ("user", "assistant")[index % 2], "content": text}
+        for index, text in enumerate(turns)
+    ]
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": messages}))
+    values = (f"ast_sft.probes={tmp_path / 'given.jsonl'}", "ast_sft.min_score=0.5")
+    trainer = ast_trainer("ast_sft", tiny_scenario, *values)
+    played = experience_of(trainer)
+    tokenizer = trainer.policy.tokenizer
+    first = [sample for sample in played.samples if int(sample["episode"]) == 0]
+    probes = [tokenizer.decode(s["probe"], skip_special_tokens=True) for s in first]
+    assert probes == turns[::2]
+    contexts = [tokenizer.decode(s["context"], skip_special_tokens=True) for s in first]
+    opening = played.tree.prompts[0]
+    heard = [[opening], [opening, *turns[:2]], [opening, *turns[:4]]]
+    assert [" ".join(context.split()) for context in contexts] == [" ".join(t) for t in heard]
+    assert len(played.samples) == 3 * played.tree.num_episodes
+
+
+def test_given_probes_of_several_messages_are_refused_where_only_one_is_learned(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    row = [{"role": role, "content": "silly cat"} for role in ("user", "assistant", "user")]
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": row}))
+    supervision = f"{{probes: {tmp_path / 'given.jsonl'}, share: 0.5}}"
+    with pytest.raises(DataError, match="probe 1 "):
+        ast_trainer("ast_dpo", tiny_scenario, f"ast_dpo.weak_supervision={supervision}")
+    (tmp_path / "given.jsonl").write_text(json.dumps({"prompt": row[1:]}))
+    values = (f"ast_sft.probes={tmp_path / 'given.jsonl'}", "ast_sft.min_score=0.5")
+    with pytest.raises(DataError, match="assistant"):
+        ast_trainer("ast_sft", tiny_scenario, *values)
 
 
 def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:

@@ -50,9 +50,26 @@ SMALL = (
 )
 
 
+IMPORTS = {
+    "nip_astra": "from nip_astra import",
+    "nip_astra.nexrl": r"from nip_astra.nexrl\1 import",
+}
+"""Replacements of NexRL's imports, by import root: the package itself, and its part for NexRL."""
+chosen = {"root": "nip_astra"}
+each_root = pytest.mark.parametrize("import_root", [*IMPORTS], indirect=True)
+
+
+@pytest.fixture
+def import_root(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The root from which the blocks of the test import."""
+    chosen["root"] = request.param
+    yield
+    chosen["root"] = "nip_astra"
+
+
 def ours(text: str) -> str:
-    """The text with the import root that the guide names."""
-    return re.sub(r"from nexrl(\.\w+)* import", "from nip_astra import", text)
+    """The text with one of the import roots that the guide names."""
+    return re.sub(r"from nexrl((?:\.\w+)*) import", IMPORTS[chosen["root"]], text)
 
 
 @pytest.fixture
@@ -109,6 +126,8 @@ def test_all_blocks_are_there() -> None:
     assert sum("import" in block or "def " in block or "self." in block for block in BLOCKS) >= 10
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 @pytest.mark.parametrize("folder", ["recipe/my_task/", ""], ids=["workspace", "beside the file"])
 def test_a_self_hosted_trainer_and_its_file_run(
     folder: str, recipe: Path, caplog: pytest.LogCaptureFixture
@@ -130,6 +149,8 @@ def test_the_file_sets_the_number_of_steps(recipe: Path) -> None:
     assert one_iteration(trainer_of(path))["num_samples"] > 0
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     task = REMOTE_TASK.replace('"tinker"', '"self-hosted"')
     trainer = trainer_of(written(recipe, task, my_remote_trainer=REMOTE))
@@ -176,6 +197,8 @@ def trainer_with_algorithm(recipe: Path, algorithm: str) -> Any:
     return trainer_of(written(recipe, file, my_algorithm=algorithm, my_trainer=trainer))
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -> None:
     left_open = "advantages = []  # Computed advantages"
     done = ALGORITHM.replace(left_open, "advantages = [r * discount_factor for r in rewards]")
@@ -184,12 +207,16 @@ def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -
     assert metrics["advantage_mean"] == pytest.approx(0.9 * metrics["rollout/reward_mean"])
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_advantages_that_an_algorithm_leaves_open_are_reported(recipe: Path) -> None:
     trainer = trainer_with_algorithm(recipe, ALGORITHM)
     with pytest.raises(ConfigurationError, match=r"\['advantages'\] has the shape \[0\]"):
         one_iteration(trainer)
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_the_penalty_in_the_reward_is_subtracted_token_by_token() -> None:
     batch = batch_of_two()
     batch.values["ref_log_probs"] = batch.values["logprobs"] - 0.5
@@ -309,6 +336,8 @@ def test_figures_and_edge_cases() -> None:
     assert len(trainer._compute_advantages(batch.select([]))) == 0
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_utilities_are_imported_and_called_as_written() -> None:
     batch = batch_of_two()
     names: dict[str, Any] = {"batch": batch, "metrics": {}}
@@ -319,6 +348,8 @@ def test_utilities_are_imported_and_called_as_written() -> None:
     assert len(names["batch"]) == 2
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_the_unit_test_of_the_guide_passes(recipe: Path) -> None:
     pytest.importorskip("omegaconf")
     (recipe / "my_trainer.py").write_text(ours(TRAINER))
@@ -328,6 +359,8 @@ def test_the_unit_test_of_the_guide_passes(recipe: Path) -> None:
     module.test_custom_trainer_prepare_batch()
 
 
+@each_root
+@pytest.mark.usefixtures("import_root")
 def test_patterns_of_the_built_in_trainers_work_as_written(
     recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -365,10 +398,10 @@ def test_values_of_the_built_in_trainers_have_their_places(recipe: Path) -> None
     ("trainer", "more", "paths"),
     [
         (
-            "sync_weight_path: x, algorithm: {use_kl_in_reward: true}, "
-            "train_service: {config: {beta1: 0.9}}",
+            "sync_weight_path: x, algorithm: {use_kl_in_reward: true, advantage_start_pct: 0.1}, "
+            "train_service: {config: {beta1: 0.9, delta: 0.5}}",
             "",
-            "sync_weight_path algorithm.use_kl_in_reward train_service.config.beta1",
+            "algorithm.use_kl_in_reward algorithm.advantage_start_pct train_service.config.delta",
         ),
         (
             "algorithm: 3, train_service: tinker, save_freqs: 1",

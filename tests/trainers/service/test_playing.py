@@ -114,7 +114,7 @@ def test_problems_are_replaced_only_where_equal_rewards_teach_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def num_played(*overrides: str) -> float:
-        options = ("group_size=1", "max_resampling_rounds=2", *overrides)
+        options = ("group_size=1", "use_run_ids=false", "max_resampling_rounds=2", *overrides)
         trainer = prepare(*(f"self_hosted_grpo.{option}" for option in options))
         with torch.no_grad():
             return float(trainer._play_iteration(0).metrics["rollout/played_problems"])
@@ -126,3 +126,32 @@ def test_problems_are_replaced_only_where_equal_rewards_teach_nothing(
         SelfHostedGrpoTrainer, "learns_from_rewards", SelfHostedOpdTrainer.learns_from_rewards
     )
     assert num_played() == 4
+
+
+def test_an_epoch_with_resampling_draws_every_problem_once(tmp_path: Path) -> None:
+    drawn: list[int] = []
+    options = ("group_size=2", "max_resampling_rounds=2")
+
+    def trainer_with_resampling() -> Any:
+        trainer = prepare(*(f"self_hosted_grpo.{option}" for option in options))
+        play = trainer._play
+
+        def record(split: str, problems: Any, *given: Any, **more: Any) -> Any:
+            drawn.extend(problems)
+            return play(split, problems, *given, **more)
+
+        trainer._play = record
+        return trainer
+
+    trainer = trainer_with_resampling()
+    with torch.no_grad():
+        for iteration in range(2):
+            trainer._play_iteration(iteration)
+        state = {name: part.save() for name, part in trainer.kept_parts().items()}
+        # A resumed run goes on with the next problem.
+        resumed = trainer_with_resampling()
+        for name, part in resumed.kept_parts().items():
+            part.load(state[name])
+        resumed._play_iteration(2)
+    assert len(drawn) > 3 * 4
+    assert drawn == [trainer.problem(number) for number in range(len(drawn))]

@@ -482,8 +482,8 @@ def test_figures_of_numpy_and_torch_are_saved_amid_an_iteration(
 def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_their_number(
     name: str,
 ) -> None:
-    # A problem with a single run has no comparison.
-    trainer = task_trainer(name, f"{name}.group_size=1")
+    # A problem with a single trajectory has no comparison.
+    trainer = task_trainer(name, f"{name}.group_size=1", f"{name}.use_run_ids=false")
     trainer._collect(0)
     trainer._collect(1)
     (warning,) = trainer.results["warnings"]
@@ -492,6 +492,57 @@ def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_the
     learning = task_trainer(name)
     learning._collect(0)
     assert "warnings" not in learning.results
+
+
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_rewards_that_are_all_zero_are_reported_with_a_divergence_too(
+    monkeypatch: pytest.MonkeyPatch, kl_weight: float
+) -> None:
+    trainer = task_trainer(
+        "self_hosted_grpo", f"self_hosted_grpo.policy_loss.kl={{weight: {kl_weight}}}"
+    )
+    play = trainer._play
+
+    def play_without_success(*given: Any, **options: Any) -> Any:
+        rollout = play(*given, **options)
+        for trajectory in rollout.trajectories:
+            trajectory.reward = 0.0
+        return rollout
+
+    monkeypatch.setattr(trainer, "_play", play_without_success)
+    trainer._collect(0)
+    (warning,) = trainer.results["warnings"]
+    assert "advantages are 0" in warning
+    assert ("KL" in warning) is (kl_weight > 0)
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+def test_one_run_of_a_problem_is_refused_where_runs_are_compared(name: str) -> None:
+    with pytest.raises(ParameterError):
+        task_trainer(name, f"{name}.group_size=1")
+    task_trainer(name, f"{name}.group_size=1", f"{name}.baseline=none", f"{name}.scale=none")
+
+
+def test_rewards_of_a_rollout_are_those_of_all_groups_that_were_sampled() -> None:
+    pairs = ("self_hosted_grpo", "self_hosted_grpo.group_size=2", "task.task.levels=[1]")
+    trainer = task_trainer(*pairs, "self_hosted_grpo.max_resampling_rounds=3")
+    rewards: list[float] = []
+    play = trainer._play
+
+    def record(*given: Any, **options: Any) -> Any:
+        rollout = play(*given, **options)
+        rewards.extend(trajectory.reward for trajectory in rollout.trajectories)
+        return rollout
+
+    trainer._play = record
+    with torch.no_grad():
+        experience = trainer.collect(0)
+    metrics = experience.metrics
+    assert metrics["rollout/num_trajectories"] == len(rewards) > len(experience.samples)
+    assert metrics["rollout/reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    # A group with unequal rewards has one of each.
+    assert metrics["rollout/kept_reward_mean"] == pytest.approx(0.5)
+    assert metrics["rollout/reward_mean"] != metrics["rollout/kept_reward_mean"]
 
 
 # ---- a service of a plug-in, named by `train_service.backend`

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nip_astra.errors import (
     ServiceError,
     StopRequested,
 )
+from nip_astra.language_models.services import retrying
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
 from nip_astra.resume_check import what_was_found
@@ -461,3 +463,24 @@ def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
     assert len(made) == 2
     kept = [sum(isinstance(part, Module) for part in one.sender._kept) for one in made]
     assert kept == [1, 1], "actors keep the current model and none before it"
+
+
+def test_a_run_opens_each_file_of_its_services_once_and_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path | None] = []
+    connect = retrying.connect
+
+    def noted(path: Path | None) -> sqlite3.Connection:
+        opened.append(path)
+        return connect(path)
+
+    monkeypatch.setattr(retrying, "connect", noted)
+    resolved = short_experiment("pure_text_ei", tmp_path / "scenario", num_iterations=3)
+    run = run_in(tmp_path, resolved, "run")
+    assert json.loads((run / "results.json").read_text())["training"]["num_jobs"] == 2
+    names = [path.name for path in opened if path is not None and path.is_relative_to(run)]
+    assert names
+    assert len(names) == len(set(names))
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert [link for link in links if link.startswith(str(run))] == []

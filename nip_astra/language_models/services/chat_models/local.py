@@ -8,6 +8,7 @@ import json
 import secrets
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import ceil
 from pathlib import Path
@@ -29,6 +30,7 @@ from nip_astra.language_models.base import (
     TokenSampler,
     as_sampler,
 )
+from nip_astra.language_models.message_format import MessageFormat, format_with_markers
 from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.services.chat import (
     CPU,
@@ -105,7 +107,13 @@ class LocalChatModel(ChatModel):
         """Limits of waiting requests."""
 
     def __init__(
-        self, model: TokenSampler, *, name: str, max_batch_size: int = 64, num_batches: int = 1
+        self,
+        model: TokenSampler,
+        *,
+        name: str,
+        max_batch_size: int = 64,
+        num_batches: int = 1,
+        reasoning_markers: Sequence[str] | None = None,
     ) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
             raise ModelLoadError(
@@ -115,7 +123,8 @@ class LocalChatModel(ChatModel):
         self.language_model = model
         self.max_batch_size, self.num_batches = max_batch_size, num_batches
         # A tokenizer may be used by one thread at a time, and the model decodes in another one.
-        encode = partial(_prompt_of, copy.deepcopy(model.tokenizer))
+        self.message_format = format_with_markers(model.tokenizer, reasoning_markers)
+        encode = partial(_prompt_of, copy.deepcopy(model.tokenizer), self.message_format)
         self._prompt_of = lru_cache(MAX_KEPT_PROMPTS)(encode)
         self._waiting: list[_Pending] = []
         self._worker: asyncio.Task[None] | None = None
@@ -134,17 +143,22 @@ class LocalChatModel(ChatModel):
         )
         name = str(getattr(parameters.language_model, "model", backend.__name__))
         sampler = as_sampler(model, role=f"chat model {name!r}")
-        sizes = {"max_batch_size": parameters.max_batch_size}
-        return cls(sampler, name=name, **sizes, num_batches=parameters.num_batches)
+        return cls(
+            sampler,
+            name=name,
+            max_batch_size=parameters.max_batch_size,
+            num_batches=parameters.num_batches,
+            reasoning_markers=parameters.reasoning_markers,
+        )
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
-        prompt = self._prompt_of(json.dumps(request.messages))
+        prompt, begins_in_thought = self._prompt_of(json.dumps(request.messages))
         window = self.language_model.context_window
         room = window - len(prompt)
         max_tokens = min(request.max_tokens or DEFAULT_MAX_TOKENS, max(room, 1))
         failure = grammar = None
         try:
-            grammar = self._grammar(request)
+            grammar = self._grammar(request, begins_in_thought=begins_in_thought)
         except (ConfigurationError, MissingDependencyError, ModelAbilityError) as error:
             failure = ChatFailure(FailureReason.UNKNOWN_FORM, str(error))
         if failure is None and room < (request.max_tokens or 1):
@@ -168,6 +182,7 @@ class LocalChatModel(ChatModel):
             stop=request.stop,
             num_top=0 if request.needs_logprobs else None,
             grammar=grammar,
+            shown_ids=self.message_format.shown_ids(with_calls=False),
         )
         _ = planned.options  # validates them
         loop = asyncio.get_running_loop()
@@ -178,11 +193,26 @@ class LocalChatModel(ChatModel):
             self._worker = loop.create_task(self._work())
         answers = await pending.answers
         return ChatOutcome(
-            tuple(_sample(one, request) for one in answers),
+            tuple(self._read(one, request, begins_in_thought=begins_in_thought) for one in answers),
             ChatUsage(len(prompt), sum(one.num_tokens for one in answers)),
         )
 
-    def _grammar(self, request: ChatRequest) -> str | None:
+    def _read(
+        self, progress: Progress, request: ChatRequest, *, begins_in_thought: bool
+    ) -> ChatAnswer | ChatFailure:
+        """Return a sample, with its reasoning apart from its text."""
+        sample = _sample(progress, request)
+        if isinstance(sample, ChatFailure) or not self.message_format.has_marks:
+            return sample
+        parsed = self.message_format.parse(sample.text, begins_in_thought=begins_in_thought)
+        return replace(
+            sample,
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            is_unfinished=parsed.is_unfinished,
+        )
+
+    def _grammar(self, request: ChatRequest, *, begins_in_thought: bool) -> str | None:
         """Return the grammar of the answer; raise the reason if it cannot be enforced."""
         if request.response_format is None:
             return None
@@ -190,6 +220,9 @@ class LocalChatModel(ChatModel):
         if schema is None:
             return None
         grammar = f"start: {json_rule(schema)}"
+        if begins_in_thought:
+            rules = [f"answer: {json_rule(schema)}", self.message_format.thought_rule()]
+            grammar = "\n".join(["start: thought answer", *rules])
         self.language_model.grammars.matcher(grammar)
         return grammar
 
@@ -256,9 +289,17 @@ class LocalChatModel(ChatModel):
         return [one for answers, _ in completed for one in answers]
 
 
-def _prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+class _Prompt(NamedTuple):
+    """The tokens of a conversation, and whether the answer begins within its reasoning."""
+
+    ids: tuple[int, ...]
+    begins_in_thought: bool
+
+
+def _prompt_of(tokenizer: Any, message_format: MessageFormat, conversation: str) -> _Prompt:
     text = render_chat(tokenizer, json.loads(conversation), opens_answer=True)
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return _Prompt(ids, message_format.begins_in_thought(text))
 
 
 def _sample(progress: Progress, request: ChatRequest) -> ChatAnswer | ChatFailure:
