@@ -20,6 +20,7 @@ How a call is interrupted:
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import logging
@@ -37,6 +38,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from nip_astra.errors import CallDeadlineError
+
+try:
+    # The program's own `os._exit` may be one that refuses.
+    from posix import _exit as end_process
+except ImportError:
+    from os import _exit as end_process
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +88,8 @@ class _Call:
     is_expired: bool = False
     next_notice: float = 0.0
     next_interrupt: float = 0.0
+    first_signal: float = math.inf
+    """When the watchdog first sent a signal; it may have waited for the interpreter's lock."""
 
     def __post_init__(self) -> None:
         self.next_notice = self.started + SECONDS_UNTIL_NOTICE
@@ -109,7 +118,7 @@ _watchdog: threading.Thread | None = None
 _deadlines: list[float] = []
 """Deadlines of the open `using_deadline` blocks."""
 _on_stuck: list[Callable[[CallDeadlineError], None]] = []
-_is_forked = False
+_is_forked = _is_exiting = False
 
 
 @contextmanager
@@ -373,6 +382,8 @@ def _seconds_to_next_look() -> float:
 
 def _expect_python() -> None:
     """Print all stacks if this thread cannot run again for a while."""
+    if _is_exiting:
+        return
     with suppress(ValueError, OSError):
         faulthandler.dump_traceback_later(SECONDS_WITHOUT_PYTHON, repeat=True, file=2)
 
@@ -385,11 +396,11 @@ def _look_at(call: _Call) -> None:
     with _lock:
         if call not in _calls or not call.is_open:
             return
-        if now > call.started + call.limit + SECONDS_TO_UNWIND and call.is_in_main and _on_stuck:
-            # The signal has been pending since the deadline.
+        if now > call.first_signal + SECONDS_TO_UNWIND and _on_stuck:
             _on_stuck[-1](call.error())
-            os._exit(2)
+            end_process(2)
         if call.is_in_main:
+            call.first_signal = min(call.first_signal, now)
             main = threading.main_thread().ident
             assert main is not None
             if _SIGNAL is not None:
@@ -438,5 +449,13 @@ def _print_error(error: CallDeadlineError) -> None:
     os.write(2, f"{error}\n".encode(errors="replace"))
 
 
+def _before_exit() -> None:
+    global _is_exiting
+    # This thread of Python ends before the program does.
+    _is_exiting = True
+    faulthandler.cancel_dump_traceback_later()
+
+
+atexit.register(_before_exit)
 # A forked process lacks the thread that prints stacks, and would wait for it.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_child=_after_fork)

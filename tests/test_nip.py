@@ -77,6 +77,17 @@ FURTHER = [
     *("parameters.types.SpgVariantType", "parameters.update_schedule.ConstantUpdateSchedule"),
     *("rl_objectives.KLPENPPOLossImproved", "utils.maths.aggregate_mean_grouped_by_class"),
     *("trainers.trainer_base.attach_progress_bar", "protocols.main_protocols.DebateProtocol"),
+    # What nip's unit tests import.
+    *("ExperimentSettings", "experiment_settings.ExperimentSettings"),
+    *("graph_isomorphism.GraphIsomorphismDataset", "parameters.AgentParameters"),
+    *("graph_isomorphism.GraphIsomorphismEnvironment", "parameters.SoloAgentParameters"),
+    *("image_classification.ImageClassificationDataset", "parameters.ZkProtocolParameters"),
+    *("image_classification.ImageClassificationEnvironment", "protocols.ZeroKnowledgeProtocol"),
+    *("protocols.build_protocol_handler", "scenario_base.Environment", "trainers.build_trainer"),
+    *("scenario_base.TensorDictAgentPartMixin", "scenario_base.TensorDictDataLoader"),
+    *("scenario_base.TensorDictDataset", "scenario_base.TensorDictEnvironment"),
+    *("trainers.vanilla_ppo.VanillaPpoTrainer", "utils.maths.compute_nystrom_ihvp"),
+    *("utils.maths.set_seed", "utils.output.DummyTqdm"),
 ]
 
 

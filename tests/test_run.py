@@ -261,16 +261,33 @@ def test_wandb_mirrors_a_run_and_its_resumption(stop: Any, tmp_path: Path) -> No
     resume_experiment(tmp_path / "one", progress=False)
     # W&B's own process writes the last records after a run has finished, and then ends.
     wandb.teardown()
-    logs = [WandbLog(file) for file in (tmp_path / "one" / "wandb").glob("offline-run-*/*.wandb")]
-    first, second = sorted(logs, key=lambda log: log.history[0]["iteration"])
-    assert [row["train/count"] for row in first.history] == [0.5, 1.5]
+    # One folder, with the steps of the first process too.
+    (file,) = (tmp_path / "one" / "wandb").glob("offline-run-*/*.wandb")
+    log = WandbLog(file)
     # The report is also a row.
-    rows = [row for row in second.history if "train/count" in row]
-    assert [row["train/count"] for row in rows] == [2.5, 3.5]
-    for log, exit_code in ((first, 1), (second, 0)):
-        assert (log.run_id, log.exit_code) == ("one", exit_code)
-        assert log.config["toy_trainer"] == {"offset": 0.5}
+    rows = [row["train/count"] for row in log.history if "train/count" in row]
+    assert rows == [0.5, 1.5, 2.5, 3.5]
+    assert (log.run_id, log.exit_code) == ("one", 0)
+    assert log.config["toy_trainer"] == {"offset": 0.5}
     assert counts(tmp_path / "one") == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_a_run_killed_before_its_trackers_had_all_sends_the_rest(run: Any, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    directory = run("one", wandb="offline").run_directory.path
+    wandb.teardown()
+    with pytest.raises(RunDirectoryError, match="has ended"):
+        resume_experiment(directory, progress=False)
+    # As killed after its results, before W&B had written anything.
+    for folder in (directory / "wandb").glob("offline-run-*"):
+        shutil.rmtree(folder)
+    (directory / ".is_tracked").touch()
+    resume_experiment(directory, progress=False)
+    wandb.teardown()
+    (file,) = (directory / "wandb").glob("offline-run-*/*.wandb")
+    rows = [row["train/count"] for row in WandbLog(file).history if "train/count" in row]
+    assert rows == [0.5, 1.5, 2.5, 3.5]
+    assert not (directory / ".is_tracked").exists()
 
 
 OWN_TRAINER = """

@@ -191,7 +191,7 @@ CASES: dict[str, dict[str, Any]] = {
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     "luspo of tokens": {"loss_type": "luspo"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "temperature": {"loss_type": "dapo", "temperature": 0.6, "beta": 0.1},
+    "temperature": {"loss_type": "dapo", "temperature": 0.6, "beta": 0.02, "learning_rate": 0.01},
     "divergence": {"loss_type": "dapo", "beta": 0.5},
     "divergence without ratio": {"loss_type": "grpo", "beta": 0.5, "use_bias_correction_kl": False},
     "truncated grpo": {"loss_type": "grpo", "mask_truncated_completions": True},
@@ -218,7 +218,7 @@ def assert_equal_runs(ours: Record, theirs: Record, *, are_exact: bool = True) -
         for gradient, expected in zip(mine.gradients, other.gradients, strict=True):
             torch.testing.assert_close(gradient, expected, atol=1e-4 * size + 1e-7, rtol=1e-3)
     for weight, expected in zip(ours.weights, theirs.weights, strict=True):
-        torch.testing.assert_close(weight, expected, atol=1e-5 if are_exact else 2e-3, rtol=1e-3)
+        torch.testing.assert_close(weight, expected, atol=1e-4 if are_exact else 2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -58,12 +58,14 @@ class RunState:
 class Part(NamedTuple):
     """A part of a checkpoint: `load` restores the result of `save`, plain values and tensors.
 
-    With `is_memory` it is only a cache, and a run can resume without it.
+    With `is_memory` it is only a cache, and a run can resume without it; `if_missing` says what
+    that means for a run whose checkpoint was saved by an earlier version.
     """
 
     save: Callable[[], Any]
     load: Callable[[Any], object]
     is_memory: bool = False
+    if_missing: str = "it starts empty"
 
 
 def save_generators(folder: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -596,7 +597,7 @@ class AgentView(View):
             factor = agent.parameters_of_agent.agent_lr_factor.actor
             groups.append((list(agent.solo_head.parameters()), factor))
         kept = [
-            ([one for one in weights if allowed is None or id(one) in allowed], factor)
+            ([weight for weight in weights if allowed is None or id(weight) in allowed], factor)
             for weights, factor in groups
         ]
         return [{"params": weights, "lr": base_lr * factor} for weights, factor in kept if weights]
@@ -662,12 +663,12 @@ class ScenarioInstanceView(View):
             **environments,
         )
 
-    @property
+    @cached_property
     def train_dataset(self) -> TensorDict:
         """The training data."""
         return dataset_of(self.train_environment)
 
-    @property
+    @cached_property
     def test_dataset(self) -> TensorDict:
         """The test data."""
         return dataset_of(self.test_environment)

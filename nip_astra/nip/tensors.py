@@ -371,8 +371,10 @@ class TensorDictRlTrainer(TensorDictTrainer, OurRlTrainer):
 
         Which agents learn in an iteration is decided by their update schedules.
         """
-        own = {id(parameter) for parameter in self.optimizers.weights}
-        unknown = [name for name, one in loss_module.named_parameters() if id(one) not in own]
+        trained = {id(weight) for weight in self.optimizers.weights}
+        unknown = [
+            name for name, weight in loss_module.named_parameters() if id(weight) not in trained
+        ]
         if unknown:
             raise ConfigurationError(
                 f"the loss has weights {unknown[:3]}, which no agent of this trainer has. Build it "

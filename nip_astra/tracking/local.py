@@ -14,12 +14,17 @@ from nip_astra.errors import TrackingError
 from nip_astra.lazy import import_extra
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory, finite, to_yaml
-from nip_astra.tracking.tracker import Tracker, grouped_figures, plain_numbers, register_tracker
+from nip_astra.tracking.tracker import (
+    METRICS_FILE,
+    TIMINGS_FILE,
+    Tracker,
+    grouped_figures,
+    plain_numbers,
+    register_tracker,
+)
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-TIMINGS_FILE = "timings.jsonl"
 TIMING_PREFIXES = ("time/", "memory/", "services/")
 """Prefixes of metrics that differ between equal runs; they go to a separate file."""
 _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -216,10 +221,15 @@ class TensorBoardTracker(Tracker):
         self.log_metrics(values, step=max(self._step, 0))
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Hide the steps after the position, in TensorBoard's views."""
+        """Remove the events of earlier processes, which may lack those of their last seconds."""
         self._writer.close()
         self._step = position.get("step", -1)
-        self._open(purge_step=self._step + 1)
+        for file in self._folder.glob("events.out.tfevents.*"):
+            file.unlink()
+        self._open()
+
+    def stored_entries(self) -> set[tuple[int, str]]:
+        return set()
 
     def finish(self, *, success: bool) -> None:
         self._writer.close()

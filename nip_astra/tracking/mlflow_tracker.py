@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-from nip_astra.errors import TrackingError
+from nip_astra.errors import TrackingError, reason_of
 from nip_astra.lazy import import_extra
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
 from nip_astra.tracking.tracker import Tracker, grouped_figures, register_tracker
@@ -17,6 +22,8 @@ from nip_astra.trust import read_variable
 RUN_FILE = "mlflow.json"
 """File in the run directory with the MLflow run id, for resumed runs."""
 DEFAULT_EXPERIMENT = "nip_astra"
+SECONDS_TO_ANSWER = 5.0
+"""Seconds in which a server must answer at the start."""
 _BATCH = 100
 """Parameters or metrics per request: MLflow's limit for parameters."""
 _LONGEST = 500
@@ -52,6 +59,8 @@ class MlflowTracker(Tracker):
         self._entities, self._json_normalize, self._step = entities, pandas.json_normalize, 0
         folder = run_directory.path.resolve().parent
         uri = read_variable("MLFLOW_TRACKING_URI")
+        self._is_resumed = (run_directory.path / RUN_FILE).is_file()
+        check_server(uri)
         try:
             self._client: Any = tracking.MlflowClient(uri or f"sqlite:///{folder / 'mlflow.db'}")
             self._run_id = self._begin(run_directory, settings, None if uri else folder)
@@ -127,5 +136,38 @@ class MlflowTracker(Tracker):
     def log_report(self, path: Path) -> None:
         self._client.log_artifact(self._run_id, str(path))
 
+    def stored_entries(self) -> set[tuple[int, str]]:
+        if not self._is_resumed:
+            return set()
+        entries = {
+            (metric.step, name)
+            for name in self._client.get_run(self._run_id).data.metrics
+            for metric in self._client.get_metric_history(self._run_id, name)
+        }
+        for artifact in self._client.list_artifacts(self._run_id, "rollouts"):
+            path = Path(self._client.download_artifacts(self._run_id, artifact.path))
+            table = json.loads(path.read_text(encoding="utf-8"))
+            place = table["columns"].index("step")
+            name = artifact.path.removesuffix(".json")
+            entries |= {(int(row[place]), name) for row in table["data"]}
+        return entries
+
     def finish(self, *, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
+
+
+def check_server(uri: str | None) -> None:
+    """Raise if a server does not answer soon; MLflow itself tries for minutes."""
+    if uri is None or urlsplit(uri).scheme not in ("http", "https"):
+        return
+    try:
+        with urlopen(f"{uri.rstrip('/')}/health", timeout=SECONDS_TO_ANSWER):
+            return
+    except HTTPError:
+        # It answers, perhaps only to those who have a key.
+        return
+    except (OSError, ValueError, HTTPException) as error:
+        raise TrackingError(
+            f"the MLflow server {uri} does not answer: {reason_of(error)}. Start it, correct "
+            "MLFLOW_TRACKING_URI, or use --track file."
+        ) from error

@@ -5,19 +5,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partialmethod
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextvars import copy_context
+from functools import partial, partialmethod
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from nip_astra.deadlines import DaemonThread, waiting_on
 from nip_astra.errors import NipAstraError, TrackingError, reason_of
 from nip_astra.registry import Registry
 from nip_astra.tracking.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+MAX_SECONDS_TO_STOP = 60.0
+"""Time for the waiting records of a run that is stopped or has failed."""
+MAX_WAITING = 10_000
+"""Records that may wait for a tracker."""
 KEPT = ("time", "memory", "tokens")
 """Prefixes of metric names that are already groups."""
 EVALUATIONS = ("dev", "before", "after", "random_search")
@@ -87,8 +99,185 @@ class Tracker:
     def rewind(self, position: Mapping[str, Any]) -> None:
         """Discard records after `position`, as the run's own files did; its last step is `step`."""
 
+    def stored_entries(self) -> set[tuple[int, str]] | None:
+        """Return what is recorded already, as steps with the `grouped` names of their metrics.
+
+        A table has the name `rollouts/<name>`. What a resumed run records again is then left out,
+        and what a killed process did not send is sent. None, the default, does neither.
+        """
+        return None
+
     def finish(self, *, success: bool) -> None:
         """Close the records."""
+
+
+class MirrorTracker(Tracker):
+    """Passes the records of a run to a tracker in a thread, so that it never holds the run.
+
+    Each step is recorded once, also after a kill: see `Tracker.stored_entries`. Records beyond
+    `MAX_WAITING` are left out, with a warning at the end.
+
+    Parameters
+    ----------
+    tracker : Tracker
+        Only its constructor runs in another thread.
+    seconds_to_finish : float
+        Time for the records that wait at the end.
+    """
+
+    def __init__(
+        self, tracker: Tracker, run_directory: RunDirectory, *, name: str, seconds_to_finish: float
+    ) -> None:
+        super().__init__(run_directory)
+        self.tracker, self.name, self.seconds_to_finish = tracker, name, seconds_to_finish
+        self._thread = DaemonThread(f"tracker {name}")
+        # Some trackers keep their current run in the context of the thread that began it.
+        self._context = copy_context()
+        self._num_waiting = self._num_left_out = 0
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
+        self._stored: set[tuple[int, str]] = set()
+        self._step = 0
+
+    def _send(self, call: Callable[[], object]) -> None:
+        """Append a call; raise the error of an earlier one."""
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if self._num_waiting >= MAX_WAITING:
+                self._num_left_out += 1
+                return
+            self._num_waiting += 1
+        self._thread.submit(partial(self._work, call))
+
+    def _work(self, call: Callable[[], object]) -> None:
+        try:
+            with waiting_on(f"the tracker {self.name}"):
+                self._context.run(call)
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self._step = step
+        self._send(partial(self._log_metrics, dict(values), step))
+
+    def _log_metrics(self, values: Mapping[str, float], step: int) -> None:
+        new = {name: v for name, v in values.items() if (step, grouped(name)) not in self._stored}
+        if new:
+            self.tracker.log_metrics(new, step=step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        self._send(partial(self._log_table, name, list(columns), list(rows), step))
+
+    def _log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    ) -> None:
+        if (step, f"rollouts/{name}") not in self._stored:
+            self.tracker.log_table(name, columns, rows, step=step)
+
+    def log_artifact(
+        self,
+        path: Path,
+        *,
+        name: str,
+        type: str,  # noqa: A002 - the word of W&B
+        aliases: Sequence[str] = (),
+    ) -> None:
+        self._send(
+            partial(self.tracker.log_artifact, path, name=name, type=type, aliases=list(aliases))
+        )
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self._send(partial(self._log_summary, dict(values), self._step))
+
+    def _log_summary(self, values: Mapping[str, float], step: int) -> None:
+        new = {name: v for name, v in values.items() if (step, grouped(name)) not in self._stored}
+        self.tracker.log_summary(new)
+
+    def log_report(self, path: Path) -> None:
+        self._send(partial(self.tracker.log_report, path))
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Continue after the records in the run's files, which were cut back to `position`."""
+        assert self.run_directory is not None
+        self._step = position.get("step", 0)
+        # Read at once: the run appends to the files while the thread works.
+        records = list(read_records(self.run_directory))
+        self._send(partial(self._catch_up, position, records))
+
+    def _catch_up(self, position: Mapping[str, Any], records: Sequence[Record]) -> None:
+        self.tracker.rewind(position)
+        stored = self.tracker.stored_entries()
+        if stored is None:
+            return
+        self._stored = stored
+        for record in records:
+            if record.table is None:
+                self._log_metrics(record.values, record.step)
+            else:
+                self._log_table(record.table, record.columns, record.rows, record.step)
+
+    def finish(self, *, success: bool) -> None:
+        """Wait for the records that are not sent yet, but not for a tracker that takes too long."""
+        finish = partial(self.tracker.finish, success=success)
+        finished = self._thread.submit(partial(self._context.run, finish))
+        limit = self.seconds_to_finish
+        if not success:
+            limit = min(limit, MAX_SECONDS_TO_STOP)
+        done, _ = wait([finished], timeout=limit)
+        if not done or self._num_left_out:
+            logger.warning(
+                "the tracker %s lacks at least %d records of this run, because it took too long; "
+                "the run directory has all",
+                self.name,
+                self._num_waiting + self._num_left_out,
+                extra={"is_repeated_at_end": True},
+            )
+        if self._error is not None:
+            raise self._error
+        if done:
+            finished.result()
+
+
+class Record(NamedTuple):
+    """Metrics of a step, or rows of a table, as the run's own files keep them."""
+
+    step: int
+    values: Mapping[str, float]
+    table: str | None = None
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[Any]] = ()
+
+
+def read_records(directory: RunDirectory) -> Iterator[Record]:
+    """Yield the records in a run's own files, in the order of their steps."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name in (METRICS_FILE, TIMINGS_FILE):
+        for line in _lines(directory.path / name):
+            step = line.pop("step")
+            # NaN and infinities are null.
+            values = {key: value for key, value in line.items() if value is not None}
+            by_step.setdefault(step, {}).update(values)
+    for step in sorted(by_step):
+        yield Record(step, by_step[step])
+    for path in sorted((directory.path / "rollouts").glob("*.jsonl")):
+        for step, lines in groupby(_lines(path), key=lambda line: line.get("step", 0)):
+            rows = [{key: line[key] for key in line if key != "step"} for line in lines]
+            columns = list(rows[0])
+            cells = [[row.get(column) for column in columns] for row in rows]
+            yield Record(step, {}, path.stem, columns, cells)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                yield json.loads(text)
 
 
 class CompositeTracker(Tracker):
@@ -108,8 +297,9 @@ class CompositeTracker(Tracker):
             except NipAstraError:
                 raise
             except Exception as error:
+                name = type(getattr(tracker, "tracker", tracker)).__name__
                 raise TrackingError(
-                    f"the {type(tracker).__name__} failed: {reason_of(error)}. Correct that, or "
+                    f"the {name} failed: {reason_of(error)}. Correct that, or "
                     "resume the run with --track file, which leaves out other trackers."
                 ) from error
 
@@ -129,7 +319,8 @@ class CompositeTracker(Tracker):
             try:
                 tracker.finish(success=success)
             except Exception as error:
-                logger.warning("the %s did not close: %s", type(tracker).__name__, error)
+                name = type(getattr(tracker, "tracker", tracker)).__name__
+                logger.warning("the %s did not close: %s", name, error)
 
 
 TRACKERS: Registry[type[Tracker]] = Registry(
@@ -166,11 +357,19 @@ def open_tracker(
     names = ["file"] if writes_files else []
     names += [name for name in settings["trackers"] if name != "file"]
     names += ["wandb"] if settings["wandb"] != "disabled" else []
-    classes = [TRACKERS.get(name) for name in dict.fromkeys(names)]
+    classes = {name: TRACKERS.get(name) for name in names}
     opened = CompositeTracker([])
     try:
-        for cls in classes:
-            opened.trackers.append(cls(run_directory, settings, config))
+        for name, cls in classes.items():
+            tracker = cls(run_directory, settings, config)
+            if name != "file":
+                tracker = MirrorTracker(
+                    tracker,
+                    run_directory,
+                    name=name,
+                    seconds_to_finish=settings["call_deadline"],
+                )
+            opened.trackers.append(tracker)
     except BaseException:
         opened.finish(success=False)
         raise

@@ -39,6 +39,8 @@ class TrackioTracker(Tracker):
     ) -> None:
         super().__init__(run_directory)
         self._step = 0
+        self._project = settings["wandb_project"] or DEFAULT_PROJECT
+        self._name = run_directory.run_id
         if not read_variable("TRACKIO_DIR"):
             # It is read when the package is imported.
             os.environ["TRACKIO_DIR"] = str(run_directory.path.resolve().parent / "trackio")
@@ -46,7 +48,7 @@ class TrackioTracker(Tracker):
         try:
             with redirect_stdout(io.StringIO()):
                 self._run: Any = trackio.init(
-                    project=settings["wandb_project"] or DEFAULT_PROJECT,
+                    project=self._project,
                     name=run_directory.run_id,
                     group=settings["wandb_group"],
                     config=dict(config),
@@ -72,6 +74,10 @@ class TrackioTracker(Tracker):
 
     def log_summary(self, values: Mapping[str, float]) -> None:
         self.log_metrics(values, step=self._step)
+
+    def stored_entries(self) -> set[tuple[int, str]]:
+        logs = self._trackio.SQLiteStorage.get_logs(self._project, self._name)
+        return {(int(log["step"]), name) for log in logs for name in log if "step" in log}
 
     def finish(self, *, success: bool) -> None:
         with redirect_stdout(io.StringIO()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -43,6 +44,7 @@ class WandbTracker(Tracker):
         mode: Literal["offline", "online"] = (
             "offline" if settings["wandb"] == "offline" else "online"
         )
+        self._mode = mode
         if mode == "online":
             _require_credentials("use --wandb offline")
         root = run_directory.path.resolve()
@@ -109,6 +111,26 @@ class WandbTracker(Tracker):
     def log_report(self, path: Path) -> None:
         # The page is self-contained; W&B shows it in a separate frame.
         self._run.log({"report": self._wandb.Html(str(path), inject=False)})
+
+    def stored_entries(self) -> set[tuple[int, str]] | None:
+        """Return the entries on the server; offline, remove the data of earlier processes."""
+        assert self.run_directory is not None
+        if self._mode == "offline":
+            own = Path(self._run.dir).resolve().parent
+            for folder in offline_runs(self.run_directory.path):
+                if folder.resolve() != own:
+                    shutil.rmtree(folder, ignore_errors=True)
+            return set()
+        if not self._run.resumed:
+            return set()
+        history = self._wandb.Api().run(self._run.path).scan_history()
+        return {
+            (int(row[STEP]), name)
+            for row in history
+            if row.get(STEP) is not None
+            for name, value in row.items()
+            if value is not None
+        }
 
     def finish(self, *, success: bool) -> None:
         try:

@@ -691,11 +691,28 @@ class LanguageModelTrainer(TensorDictTrainer):
     # ---- saving
 
     def kept_parts(self) -> dict[str, Part]:
-        """Return asynchronous rollouts, whose part waits for rollouts in progress."""
-        if self._async is None:
-            return super().kept_parts()
-        part = Part(self._async.state, self._async.load_state)
-        return super().kept_parts() | {"played_ahead": part}
+        """Return asynchronous rollouts, whose part waits for rollouts in progress.
+
+        A mark tells that reasoning is split from messages, if an agent's messages may have it.
+        """
+        parts = super().kept_parts()
+        if self._async is not None:
+            parts["played_ahead"] = Part(self._async.state, self._async.load_state)
+        if self._thinking_roles:
+            change = f"from here on messages of {', '.join(self._thinking_roles)} are without it"
+            parts["reasoning apart from messages"] = Part(
+                lambda: True, lambda is_apart: None, is_memory=True, if_missing=change
+            )
+        return parts
+
+    @property
+    def _thinking_roles(self) -> list[str]:
+        """Return the roles of models whose messages may have reasoning."""
+        return [
+            role
+            for role, agent in self.scenario_instance.agents.items()
+            if getattr(getattr(agent, "message_format", None), "has_marks", False)
+        ]
 
     def save_models(self, directory: Path) -> None:
         """Write policy, modules and optimizer."""

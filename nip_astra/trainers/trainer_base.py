@@ -397,9 +397,10 @@ class Trainer(ABC):
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
-                    "the checkpoint %s was saved by code without %s, which start empty",
+                    "the checkpoint %s was saved by code without %s: %s",
                     checkpoint.name,
                     name,
+                    part.if_missing,
                 )
             else:
                 part.load(content["parts"][name])

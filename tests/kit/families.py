@@ -155,3 +155,13 @@ FAMILIES = {
 }
 WITH_TOOLS = [name for name, family in FAMILIES.items() if family.shows_tools]
 WITH_THOUGHTS = [name for name, family in FAMILIES.items() if family.think is not None]
+SIMILAR = (
+    *("Qwen 3 instruct", "Qwen 3.5 without thinking", "Qwen 3.6", "Qwen 3.8", "Llama 3.1"),
+    *("Gemma 4, fifth template", "Nemotron 3 nano", "Nemotron 3 ultra", "DeepSeek R1 distilled"),
+)
+"""Families that write as another one."""
+
+
+def quickly(names: Sequence[str]) -> list[Any]:
+    """Parameters of a test that leaves similar families to the slow tests."""
+    return [pytest.param(n, marks=pytest.mark.slow) if n in SIMILAR else n for n in names]

@@ -263,7 +263,7 @@ def _transfers() -> Iterator[tuple[str, Misbehaviour]]:
         ("endless body", raw(HEAD + b"\r\n", b" " * 2**16, is_endless=True), LONG),
         ("endless chunks", raw(HEAD + chunked, b"4\r\n    \r\n" * 9999, is_endless=True), SLOW),
         ("headers drip", raw(HEAD, b"X", drips=True, is_endless=True), LATE),
-        ("body drips", raw(HEAD + length % 10**6, b" ", drips=True, is_endless=True), LATE),
+        ("body drips", raw(HEAD + length % 10**6, b" ", drips=True, is_endless=True), LONG),
         ("chunks drip", raw(HEAD + chunked, b"1\r\n \r\n", drips=True, is_endless=True), LATE),
         ("error drips", raw(b"HTTP/1.1 500 No\r\n\r\n", b" ", drips=True, is_endless=True), LATE),
         ("gzip", compressed("gzip", gzip.compress(RIGHT)), SAYS_HI),

@@ -66,6 +66,7 @@ def _frame(data: Any, kind: str = "observation") -> str:
 
 
 RIGHT_FRAME = _frame({"observation": {"hint": "go on"}, "reward": 0.5, "done": False})
+LAST_FRAME = _frame({"observation": {"hint": "well done"}, "reward": 1.0, "done": True})
 MALFORMED, LOST_EPISODE, NO_END = "malformed", "lost", ""
 FRAMES: dict[str, tuple[str | bytes | None, str]] = {
     "nothing": ("", MALFORMED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.nip import components, running, tensors
 from nip_astra.nip.hyper_params import DEFAULTS, AgentsParameters, HyperParameters, ours
 from nip_astra.nip.modules import MODULES
+from nip_astra.nip.tools import DummyTqdm
 from nip_astra.run import prepare_experiment
 from nip_astra.scenario_instance import ProtocolInstance
 from tests.kit.documents import find
@@ -87,7 +89,7 @@ def test_a_trainer_takes_nips_objects_and_learns_what_ours_learns(name: str) -> 
     assert all(torch.equal(a, b) for a, b in zip(learned, expected, strict=True))
 
 
-def test_both_plain_bases_have_the_components_of_nips_page(tmp_path: Any) -> None:
+def test_both_plain_bases_have_the_components_of_nips_page() -> None:
     seen: list[Any] = []
 
     class Walks:
@@ -143,6 +145,44 @@ def test_the_optimizer_has_the_rate_of_each_part() -> None:
     assert {rates[id(p)] for p in heads} == {3.0}
     with pytest.raises(ConfigurationError, match="weight"):
         trainer._get_optimizer_and_param_freezer(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("name", ["vanilla_ppo", "reinforce"])
+def test_a_trainer_that_is_built_by_name_optimizes_the_weights_of_its_loss(
+    name: str, is_shared: bool
+) -> None:
+    small = find("nip_astra.nip.GraphIsomorphismAgentParameters").construct_test_params()
+    agents = AgentsParameters(prover=small, verifier=small)
+    rl = {"use_shared_body": is_shared}
+    hyper_params = parameters(name, agents=agents, rl=rl, functionalize_modules=True)
+    settings = running.ExperimentSettings(
+        device="cpu", test_run=True, ignore_cache=True, pin_memory=False
+    )
+    instance = running.build_scenario_instance(hyper_params=hyper_params, settings=settings)
+    trainer = find("nip_astra.nip.trainers.build_trainer")(hyper_params, instance, settings)
+    loss_module, _ = trainer._get_loss_module_and_gae()
+    optimizer, _ = trainer._get_optimizer_and_param_freezer(loss_module)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for _, p in loss_module.named_parameters()} == known
+
+
+def test_experiments_take_the_settings_of_nips_tests(tmp_path: Path) -> None:
+    hyper_params = parameters(message_size=2)
+    prepared = running.prepare_experiment(
+        hyper_params=hyper_params, test_run=True, ignore_cache=True
+    )
+    assert prepared.total_num_iterations > 0
+    result = running.run_experiment(
+        hyper_params,
+        tqdm_func=DummyTqdm,
+        test_run=True,
+        ignore_cache=True,
+        pin_memory=False,
+        num_rollout_workers=0,
+        runs_dir=str(tmp_path),
+    )
+    assert "mean_accuracy" in result.results["after"]
 
 
 # ---- parts of agents, and data

@@ -15,7 +15,7 @@ import torch
 from nip_astra.language_models import batch_engine
 from nip_astra.language_models.sequences import RunningSequence, TokenRecord
 from nip_astra.rollouts.messages import ToolCall
-from tests.kit.families import FAMILIES, HELLO, TOOL, WITH_THOUGHTS, WITH_TOOLS
+from tests.kit.families import FAMILIES, HELLO, TOOL, WITH_THOUGHTS, WITH_TOOLS, quickly
 from tests.kit.messages import says
 from tests.kit.tiny import make_language_model
 from tests.serve.running import Running, running
@@ -80,7 +80,7 @@ def both(ask: Ask, name: str, text: str, **options: Any) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", quickly(WITH_TOOLS))
 def test_calls_are_tool_calls_of_the_answer(name: str, ask: Ask) -> None:
     family = FAMILIES[name]
     calls = CALLS * (2 if family.has_two_calls else 1)
@@ -93,7 +93,7 @@ def test_calls_are_tool_calls_of_the_answer(name: str, ask: Ask) -> None:
     assert answer == {"reasoning": before, "content": "So 4 < 5.", "calls": [], "end": "stop"}
 
 
-@pytest.mark.parametrize("name", WITH_THOUGHTS)
+@pytest.mark.parametrize("name", quickly(WITH_THOUGHTS))
 def test_thoughts_are_reasoning_content_and_calls_within_are_none(name: str, ask: Ask) -> None:
     family = FAMILIES[name]
     assert family.think is not None

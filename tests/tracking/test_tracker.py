@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,10 +19,13 @@ import nip_astra as na
 from nip_astra.errors import MissingDependencyError, TrackingError, UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
+from nip_astra.tracking import mlflow_tracker
+from nip_astra.tracking import tracker as tracker_module
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import (
     TRACKERS,
     CompositeTracker,
+    MirrorTracker,
     flat_figures,
     grouped,
     open_tracker,
@@ -97,6 +102,107 @@ def test_a_failing_tracker_ends_the_run_with_a_typed_error_and_is_closed_like_th
     assert finished == ["broken", "sound"]
 
 
+class KeepingTracker(na.Tracker):
+    """Keeps metrics and tables where a killed process left some."""
+
+    def __init__(self, stored: set[tuple[int, str]] | None) -> None:
+        super().__init__()
+        self.stored = stored
+        self.entries: list[tuple[int, str]] = []
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        self.entries += [(step, grouped(name)) for name in values]
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        self.entries.append((step, f"rollouts/{name}"))
+        assert (columns, rows) == (["probe"], [["hi"]])
+
+    def stored_entries(self) -> set[tuple[int, str]] | None:
+        return self.stored
+
+
+def mirrored(directory: RunDirectory, tracker: na.Tracker, seconds: float = 30.0) -> MirrorTracker:
+    return MirrorTracker(tracker, directory, name="kept", seconds_to_finish=seconds)
+
+
+def test_a_resumed_run_sends_what_its_tracker_lacks_and_nothing_twice(
+    directory: RunDirectory,
+) -> None:
+    files = opened(directory)
+    files.log_metrics({"loss": 1.0, "time/seconds": 2.0}, step=1)
+    files.log_table("train", ["probe"], [["hi"]], step=1)
+    files.log_metrics({"loss": float("nan"), "lr": 0.1}, step=2)
+    files.finish(success=True)
+    # The killed process sent a part of step 1, and step 3, which the run repeats.
+    stored = {(1, "train/loss"), (3, "train/loss")}
+    kept = KeepingTracker(stored)
+    tracker = mirrored(directory, kept)
+    tracker.rewind({"step": 2})
+    tracker.log_metrics({"loss": 0.5, "lr": 0.1}, step=3)
+    tracker.log_metrics({"loss": 0.25}, step=4)
+    tracker.finish(success=True)
+    expected = [(1, "time/seconds"), (2, "train/lr"), (1, "rollouts/train")]
+    assert kept.entries == [*expected, (3, "train/lr"), (4, "train/loss")]
+    # One that cannot tell is sent nothing again.
+    unknown = KeepingTracker(None)
+    tracker = mirrored(directory, unknown)
+    tracker.rewind({"step": 2})
+    tracker.log_metrics({"loss": 0.5}, step=3)
+    tracker.finish(success=True)
+    assert unknown.entries == [(3, "train/loss")]
+
+
+def test_a_tracker_that_hangs_holds_neither_the_loop_nor_the_end(
+    directory: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_module, "MAX_WAITING", 3)
+    release = threading.Event()
+
+    class Hanging(na.Tracker):
+        def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+            release.wait()
+
+    tracker = mirrored(directory, Hanging(), seconds=0.05)
+    for step in range(10):
+        tracker.log_metrics({"loss": 1.0}, step=step)
+    tracker.finish(success=True)
+    release.set()
+    assert any("the tracker kept lacks at least 10 records" in text for text in caplog.messages)
+
+
+def test_an_error_of_a_tracker_is_raised_by_the_next_call(directory: RunDirectory) -> None:
+    class Broken(na.Tracker):
+        def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+            raise ConnectionError("server is gone")
+
+    mirror = mirrored(directory, Broken())
+    both = CompositeTracker([opened(directory), mirror])
+    both.log_metrics({"loss": 1.0}, step=1)
+    with pytest.raises(ConnectionError):
+        mirror.finish(success=True)
+    with pytest.raises(TrackingError, match=r"Broken.*server is gone"):
+        both.log_metrics({"loss": 1.0}, step=2)
+    assert (directory.path / "metrics.jsonl").read_text().count("loss") == 2
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_does_not_answer_is_named_before_mlflow_tries_for_minutes(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_tracker, "SECONDS_TO_ANSWER", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        if not answers:
+            server.close()
+        # One that accepts connections and is silent, and one that is not there.
+        with pytest.raises(TrackingError, match=address):
+            mlflow_tracker.check_server(address)
+    mlflow_tracker.check_server(None)
+    mlflow_tracker.check_server("sqlite:///runs/mlflow.db")
+
+
 def test_unknown_trackers_are_refused(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +246,10 @@ def test_tensorboard_gets_finite_numbers_by_group(
         parameters,
         ("add_scalar", "train/loss", 0.25, 1),
         ("close",),
-        ("open", folder, {"purge_step": 2}),
+        ("open", folder, {}),
         parameters,
+        # Sent again: a killed process may not have written it.
+        ("add_scalar", "train/loss", 0.25, 1),
         ("add_scalar", "train/loss", 0.5, 2),
         ("add_text", "rollouts/train", '    {"probe": "hi"}', 2),
         ("add_scalar", "eval/after/failure_rate", 0.25, 2),

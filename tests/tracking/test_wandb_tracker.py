@@ -122,6 +122,33 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert (directory.path / "rollouts" / "train.jsonl").is_file()
 
 
+def test_a_resumed_offline_run_has_one_folder_with_each_step_once(
+    home: Path, tmp_path: Path
+) -> None:
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    settings = ExperimentSettings(wandb="offline").to_dict()
+    tracker = open_tracker(settings, directory, {})
+    tracker.rewind({})
+    tracker.log_metrics({"loss": 3.0}, step=1)
+    tracker.log_table("train", ["probe"], [["hi"]], step=1)
+    position = tracker.position()
+    tracker.log_metrics({"loss": 2.0}, step=2)
+    tracker.finish(success=False)
+    # W&B names the folder by the second.
+    (folder,) = offline_runs(directory.path)
+    folder.rename(folder.with_name("offline-run-20200101_000000-one"))
+    tracker = open_tracker(settings, directory, {})
+    tracker.rewind(position)
+    tracker.log_metrics({"loss": 2.0}, step=2)
+    tracker.finish(success=True)
+    importlib.import_module("wandb").teardown()
+    (file,) = directory.path.glob("wandb/offline-run-*/*.wandb")
+    rows = WandbLog(file).history
+    losses = [(row["iteration"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(1, 3.0), (2, 2.0)]
+    assert sum("rollouts/train" in row for row in rows) == 1
+
+
 def test_a_failed_start_is_reported_and_leaves_the_environment_unchanged(
     home: Path, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from tests.kit.experiments import metrics_of, run_in
 from tests.kit.misbehaving import misbehaving, reply
 from tests.kit.openenv_servers import (
     FRAMES,
+    LAST_FRAME,
     LONG_FRAME,
     RIGHT_FRAME,
     SCHEMA,
     SCHEMAS,
+    StandInClient,
     install_stand_in,
     serving_frames,
 )
@@ -402,6 +405,40 @@ def check_step(address: str, figure: str) -> None:
     counts = {"rejected_actions": 0, "lost": 0, "malformed": 0}
     assert environment.figures == counts | ({figure: 1} if figure else {})
     environment.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "reward NaN" else pytest.mark.slow)
+        for name, (_, figure) in FRAMES.items()
+        if figure
+    ],
+)
+def test_a_run_goes_on_where_every_third_step_is_malformed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = install_stand_in(monkeypatch)
+    frame, figure = FRAMES[name]
+    client.frames = {"reset": RIGHT_FRAME, "right": LAST_FRAME, "wrong": frame}
+    numbers = count(1)
+
+    async def step(self: StandInClient, action: dict[str, Any]) -> Any:
+        return self._result("right" if next(numbers) % 3 else "wrong")
+
+    monkeypatch.setattr(client, "step", step)
+    with misbehaving(reply(json.dumps(SCHEMA))) as server:
+        overrides = [
+            *(f"task.task.address={server.address}", "task.task.num_test=6"),
+            *("task.policy.max_new_tokens=2", "training.num_iterations=1"),
+            *("training.num_episodes_per_experience=2", "self_hosted_grpo.group_size=3"),
+        ]
+        resolved = resolve_experiment(
+            trainer="self_hosted_grpo", scenario="openenv", overrides=overrides
+        )
+        after = read_results(run_in(tmp_path, resolved)).results["after"]
+    assert (after["num_without_reward"], after["mean_reward"]) == (2, pytest.approx(1.0))
+    assert after[f"environment/{figure}"] == pytest.approx(2 / 6)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, figure) in FRAMES.items() if figure])

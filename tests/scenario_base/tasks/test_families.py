@@ -23,7 +23,7 @@ from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat
 from nip_astra.scenario_base.tasks.base import Environment, Episode, Reaction, Task
 from nip_astra.scenario_base.tasks.tools import Toolbox, ToolUseParameters
-from tests.kit.families import FAMILIES, HELLO, WITH_TOOLS, Family
+from tests.kit.families import FAMILIES, HELLO, WITH_TOOLS, Family, quickly
 from tests.kit.tiny import load_backend, make_language_model
 
 RESULT = 'a "line"\nand another'
@@ -110,7 +110,7 @@ def think(family: Family, thought: str) -> str:
     return "" if family.think is None else family.think(thought)
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("name", quickly(WITH_TOOLS))
 def test_a_policy_calls_tools_in_its_own_form_and_reads_their_results(
     name: str, play: Play
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_policy_calls_tools_in_its_own_form_and_reads_their_results(
     assert contexts[1].endswith(after_calls)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if FAMILIES[name].think])
+@pytest.mark.parametrize("name", quickly([n for n in WITH_TOOLS if FAMILIES[n].think]))
 def test_a_call_within_a_thought_is_not_executed(name: str, play: Play) -> None:
     family = FAMILIES[name]
     assert family.think is not None
@@ -152,7 +152,7 @@ def test_a_call_within_a_thought_is_not_executed(name: str, play: Play) -> None:
     assert (Room.notes, Room.answers) == ([], [])
 
 
-@pytest.mark.parametrize("name", [n for n in WITH_TOOLS if "Llama" not in n])
+@pytest.mark.parametrize("name", quickly([n for n in WITH_TOOLS if "Llama" not in n]))
 def test_a_malformed_call_is_answered_with_an_error(name: str, play: Play) -> None:
     family = FAMILIES[name]
     text = family.write_calls([CALL])
