@@ -20,6 +20,7 @@ How a call is interrupted:
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import logging
@@ -117,7 +118,7 @@ _watchdog: threading.Thread | None = None
 _deadlines: list[float] = []
 """Deadlines of the open `using_deadline` blocks."""
 _on_stuck: list[Callable[[CallDeadlineError], None]] = []
-_is_forked = False
+_is_forked = _is_exiting = False
 
 
 @contextmanager
@@ -381,6 +382,8 @@ def _seconds_to_next_look() -> float:
 
 def _expect_python() -> None:
     """Print all stacks if this thread cannot run again for a while."""
+    if _is_exiting:
+        return
     with suppress(ValueError, OSError):
         faulthandler.dump_traceback_later(SECONDS_WITHOUT_PYTHON, repeat=True, file=2)
 
@@ -446,5 +449,13 @@ def _print_error(error: CallDeadlineError) -> None:
     os.write(2, f"{error}\n".encode(errors="replace"))
 
 
+def _before_exit() -> None:
+    global _is_exiting
+    # This thread of Python ends before the program does.
+    _is_exiting = True
+    faulthandler.cancel_dump_traceback_later()
+
+
+atexit.register(_before_exit)
 # A forked process lacks the thread that prints stacks, and would wait for it.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_child=_after_fork)

@@ -58,7 +58,7 @@ from nip_astra.tracking.environment import (
 )
 from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
-from nip_astra.tracking.tracker import Tracker, open_tracker
+from nip_astra.tracking.tracker import Tracker, flat_figures, open_tracker, read_records
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
@@ -295,7 +295,7 @@ def resume_experiment(
         if team.is_leader:
             with run_lock(directory.path):
                 if directory.has_ended:
-                    return _finish_ended(directory)
+                    return _finish_ended(directory, settings)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _latest_checkpoint(directory)
                 if checkpoint is None:
@@ -351,16 +351,28 @@ def _take_part(
     return ExperimentResult(RunDirectory(Path(shared["run"])), trainer.results)
 
 
-def _finish_ended(directory: RunDirectory) -> ExperimentResult:
-    """Write the missing report of a run that was killed after its results."""
+def _finish_ended(directory: RunDirectory, settings: ExperimentSettings) -> ExperimentResult:
+    """Do what a run lacks that was killed after its results: its report, records at trackers."""
     results = directory.read_json(files.RESULTS)
-    if (directory.path / files.REPORT).exists():
+    is_tracked = (directory.path / files.IS_TRACKED).exists()
+    if (directory.path / files.REPORT).exists() and not is_tracked:
         raise RunDirectoryError(
             f"the run {directory.run_id!r} has ended; {directory.path / files.RESULTS} holds its "
             "results. Start a new run."
         )
     _remove_leftovers(directory)
-    _write_report(directory)
+    tracker = None
+    if is_tracked:
+        config = directory.read_yaml(files.HYPER_PARAMETERS)
+        tracker = open_tracker(settings.to_dict(), directory, config, writes_files=False)
+        steps = [record.step for record in read_records(directory)]
+        tracker.rewind({"step": max(steps, default=0)})
+        for when in ("before", "after", "random_search"):
+            tracker.log_summary(flat_figures(results.get(when) or {}, f"{when}/"))
+    _write_report(directory, tracker)
+    if tracker is not None:
+        tracker.finish(success=True)
+        (directory.path / files.IS_TRACKED).unlink()
     return ExperimentResult(directory, results)
 
 
@@ -406,6 +418,8 @@ def _run(
 
         _remove_leftovers(directory)
         tracker = open_tracker(settings.to_dict(), directory, resolved.hyper_params.to_dict())
+        if len(tracker.trackers) > 1:
+            (directory.path / files.IS_TRACKED).touch()
         is_done = False
         services: list[ChatModel] = []
         try:
@@ -446,6 +460,8 @@ def _run(
         finally:
             close_all(services)
             tracker.finish(success=is_done)
+            if is_done:
+                (directory.path / files.IS_TRACKED).unlink(missing_ok=True)
     return ExperimentResult(directory, prepared.trainer.results)
 
 

@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:
     from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
     from tests.kit.command_line import CommandLine
+    from tests.kit.learning import Learning
 
 # Fixtures import what they need: the process that distributes tests to workers runs none, and the
 # workers wait until it has read this file.
@@ -23,6 +24,26 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Tests start many processes, each of which would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("learning", "results of tests with the fixture `learning`")
+    group.addoption("--seeds", type=int, help="run each with seeds 0 to SEEDS - 1")
+    group.addoption("--margins", type=Path, help="append results to a file; no other test is run")
+    group.addoption("--threads", type=int, default=1, help="threads of torch")
+    group.addoption("--bfloat16", choices=("yes", "no"), help="whether large models gain from it")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    num_seeds = metafunc.config.getoption("--seeds")
+    if num_seeds is not None and "learning" in metafunc.fixturenames:
+        names = [f"seed{seed}" for seed in range(num_seeds)]
+        metafunc.parametrize("learning", range(num_seeds), ids=names, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--margins") is not None:
+        items[:] = [item for item in items if "learning" in getattr(item, "fixturenames", ())]
 
 
 def pytest_collectstart() -> None:
@@ -58,12 +79,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread(pytestconfig: pytest.Config) -> None:
     # Small operations run many times slower with two threads on busy cores, and a command with a
     # given number of threads does not reset it.
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(pytestconfig.getoption("--threads"))
+
+
+@pytest.fixture
+def learning(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> Learning:
+    """The seed of a learning test, and the check of its results."""
+    from nip_astra.language_models import sources
+    from tests.kit.learning import Learning
+
+    bfloat16 = pytestconfig.getoption("--bfloat16")
+    if bfloat16 is not None:
+        answer = bfloat16 == "yes"
+        monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: answer)
+    seed = getattr(request, "param", 0)
+    name = request.node.nodeid.replace(f"seed{seed}", "seed")
+    return Learning(name, seed, pytestconfig.getoption("--margins"))
 
 
 @pytest.fixture(autouse=True, scope="session")

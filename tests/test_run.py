@@ -272,6 +272,24 @@ def test_wandb_mirrors_a_run_and_its_resumption(stop: Any, tmp_path: Path) -> No
     assert counts(tmp_path / "one") == [0.5, 1.5, 2.5, 3.5]
 
 
+def test_a_run_killed_before_its_trackers_had_all_sends_the_rest(run: Any, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    directory = run("one", wandb="offline").run_directory.path
+    wandb.teardown()
+    with pytest.raises(RunDirectoryError, match="has ended"):
+        resume_experiment(directory, progress=False)
+    # As killed after its results, before W&B had written anything.
+    for folder in (directory / "wandb").glob("offline-run-*"):
+        shutil.rmtree(folder)
+    (directory / ".is_tracked").touch()
+    resume_experiment(directory, progress=False)
+    wandb.teardown()
+    (file,) = (directory / "wandb").glob("offline-run-*/*.wandb")
+    rows = [row["train/count"] for row in WandbLog(file).history if "train/count" in row]
+    assert rows == [0.5, 1.5, 2.5, 3.5]
+    assert not (directory / ".is_tracked").exists()
+
+
 OWN_TRAINER = """
 import sys
 from pathlib import Path

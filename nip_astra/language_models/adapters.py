@@ -207,7 +207,8 @@ def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Ten
 
 def has_adapter(module: Any) -> bool:
     """Return whether a module has a LoRA adapter."""
-    return hasattr(module, "peft_config")
+    # Not `peft_config`: peft 0.18 leaves it on a module into which it has merged its adapter.
+    return hasattr(module, "get_base_model")
 
 
 def write_joined(folder: Path, output: Path) -> None:

@@ -11,13 +11,14 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import InteractionProtocolType
+from tests.kit.learning import Learning
 from tests.kit.toy_protocol_scenario import merged, toy_trainer
 from tests.trainers.test_rl_tensordict_base import parts_changed
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
 
 LEARNING = {
-    "num_iterations": 11,
+    "num_iterations": 22,
     "frames_per_batch": 192,
     "minibatch_size": 192,
     "num_epochs": 4,
@@ -25,21 +26,25 @@ LEARNING = {
     "num_test_iterations": 2,
 }
 ONE_STEP = {
-    "num_iterations": 28,
+    "num_iterations": 40,
     "frames_per_batch": 384,
     "minibatch_size": 384,
     "num_epochs": 1,
     "lr": 0.03,
 }
-OF_REINFORCE = {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.01}}
-WITH_CRITIC = merged(OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": True}})
+# With less entropy some seeds settle on messages or decisions that ignore the other agent.
+OF_PPO = {"rl": LEARNING, "ppo": {"entropy_weight": 0.05}}
+OF_REINFORCE = {"rl": ONE_STEP, "reinforce": {"entropy_weight": 0.1}}
+WITH_CRITIC = merged(
+    OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": True, "entropy_weight": 0.2}}
+)
 
 
 @pytest.mark.parametrize(
     ("trainer", "more"),
     [
         ("vanilla_ppo", {}),
-        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}, "rl": {"num_iterations": 16}}),
+        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty", "entropy_weight": 0.1}}),
         (
             "vanilla_ppo",
             {"rl": {"use_shared_body": True, "clip_value": 0.5, "loss_critic_type": "l2"}},
@@ -50,19 +55,25 @@ WITH_CRITIC = merged(OF_REINFORCE, {"reinforce": {"use_advantage_and_critic": Tr
         ("reinforce", WITH_CRITIC),
     ],
 )
-def test_the_prover_learns_to_inform_the_verifier(trainer: str, more: dict[str, Any]) -> None:
-    built = toy_trainer(trainer, **merged({"rl": LEARNING}, more))
+def test_the_prover_learns_to_inform_the_verifier(
+    learning: Learning, trainer: str, more: dict[str, Any]
+) -> None:
+    built = toy_trainer(trainer, **merged(OF_PPO, more), seed=learning.seed)
     built.train()
-    assert built.results["before"]["mean_accuracy"] < 0.7
-    assert built.results["after"]["mean_accuracy"] >= 0.95
-    assert built.results["after"]["verifier/mean_episode_reward"] > 0.9
+    learning.check(built.results["before"]["mean_accuracy"], threshold=0.75, best=0.5)
+    learning.check(built.results["after"]["mean_accuracy"], threshold=0.85, best=1.0)
+    reward = built.results["after"]["verifier/mean_episode_reward"]
+    learning.check(reward, threshold=0.7, best=1.0)
 
 
-def test_beside_a_random_prover_that_learns_nothing_the_verifier_only_guesses() -> None:
-    more = {"toy_protocol": {"agents": {"prover": {"is_random": True}}}}
+def test_beside_a_random_prover_that_learns_nothing_the_verifier_only_guesses(
+    learning: Learning,
+) -> None:
+    more = {"toy_protocol": {"agents": {"prover": {"is_random": True}}}, "seed": learning.seed}
     trainer = toy_trainer("vanilla_ppo", **merged({"rl": LEARNING}, more))
     trainer.train()
-    assert 0.35 < trainer.results["after"]["mean_accuracy"] < 0.65
+    excess = abs(trainer.results["after"]["mean_accuracy"] - 0.5)
+    learning.check(excess, threshold=0.2, best=0.0)
     assert trainer.results["after"]["prover/mean_message_entropy"] == pytest.approx(1.0)
     assert set(trainer.optimizers.optimizers) == {"verifier"}
 
@@ -91,21 +102,23 @@ def test_every_protocol_is_trained_in_zero_knowledge(protocol: str) -> None:
     ],
 )
 def test_the_simulator_learns_to_speak_as_the_adversarial_verifier_does(
-    trainer: str, more: dict[str, Any]
+    learning: Learning, trainer: str, more: dict[str, Any]
 ) -> None:
     # Its reward is the same for any draw, so it learns from its logits or not at all.
     frozen = {"update_schedule": {"_type": "constant", "is_on": False}}
-    learning = {"update_schedule": {"_type": "constant", "is_on": True}}
+    trained = {"update_schedule": {"_type": "constant", "is_on": True}}
     built = toy_trainer(
         trainer,
-        toy_protocol={"agents": {"default": frozen, "simulator": learning}},
+        toy_protocol={"agents": {"default": frozen, "simulator": trained}},
         protocol_common={"zero_knowledge": True},
+        seed=learning.seed,
         **more,
     )
     built.train()
     before, after = built.results["before"], built.results["after"]
     name = "simulator/mean_step_reward"
-    assert after[name] > before[name] + 0.2
+    # A reward of 0 is speaking alike.
+    learning.check(after[name] / before[name], threshold=0.8, best=0.0)
     assert after["adversarial_verifier/mean_step_reward"] == pytest.approx(-after[name], abs=1e-5)
 
 

@@ -15,6 +15,7 @@ from nip_astra.rl_objectives.objective import frames_of
 from nip_astra.rl_objectives.spg import shaping_losses
 from nip_astra.rl_objectives.stackelberg import VARIANTS, agent_updates
 from nip_astra.trainers.spg import SpgTrainer, policy_weights
+from tests.kit.learning import Learning
 from tests.kit.toy_protocol_scenario import KIND, merged, toy_trainer
 
 pytestmark = pytest.mark.usefixtures("toy_protocol")
@@ -23,7 +24,7 @@ CALM = {"ppo": {"entropy_weight": 0.0, "normalize_advantage": False}}
 WORD_AND_VERDICT = {
     "interaction_protocol": "adp",
     "rl": {"num_iterations": 18, "frames_per_batch": 256, "minibatch_size": 256, "lr": 0.03},
-    "ppo": {"entropy_weight": 0.05},
+    "ppo": {"entropy_weight": 0.1},
 }
 SETTINGS = [{"variant": variant} for variant in VARIANTS] + [
     {"variant": "spg", "ihvp_variant": "conjugate_gradient"},
@@ -58,11 +59,14 @@ def policy_part(trainer: Any, by_agent: dict, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "_".join(s.values()))
-def test_every_variant_and_inverse_learns_a_word_and_its_meaning(settings: dict[str, Any]) -> None:
+def test_every_variant_and_inverse_learns_a_word_and_its_meaning(
+    learning: Learning, settings: dict[str, Any]
+) -> None:
     rl = {"num_epochs": 2 if VARIANTS[settings["variant"]].is_clipped else 1}
-    trainer = spg_trainer(spg=settings, **merged(WORD_AND_VERDICT, {"rl": rl}))
+    more = {"rl": rl, "seed": learning.seed}
+    trainer = spg_trainer(spg=settings, **merged(WORD_AND_VERDICT, more))
     trainer.train()
-    assert trainer.state.last["mean_accuracy"] > 0.95
+    learning.check(trainer.state.last["mean_accuracy"], threshold=0.85, best=1.0)
 
 
 def test_without_followers_an_agent_learns_as_by_ppo_with_frames_of_all() -> None:

@@ -21,21 +21,22 @@ from nip_astra.scorers.base import SCORERS, Scorer, register_scorer
 from nip_astra.trainers.ast.base import AstState
 from nip_astra.trainers.ast.sft import best_of, probes_that_worked
 from tests.kit.experiments import ast_trainer
+from tests.kit.learning import Learning
 from tests.kit.tiny import experience_of, learn, write_scenario
 
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 
 
 @pytest.fixture
-def _cat_scorer() -> Iterator[None]:
+def _toy_scorers() -> Iterator[None]:
     snapshot = SCORERS.snapshot()
 
-    @register_scorer("says_cat")
-    class SaysCat(Scorer):
-        """1 for a text that begins with the word cat."""
+    @register_scorer("rhymes")
+    class Rhymes(Scorer):
+        """1 for a text whose first word is one of three, which a random model seldom says."""
 
         def _score(self, texts: Sequence[str]) -> list[float]:
-            return [float(text.startswith("cat ")) for text in texts]
+            return [float(text.split(" ")[0] in ("cat", "mat", "sat")) for text in texts]
 
     @register_scorer("unsure")
     class Unsure(Scorer):
@@ -54,17 +55,20 @@ def _cat_scorer() -> Iterator[None]:
     SCORERS.restore(snapshot)
 
 
-@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.usefixtures("_toy_scorers")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("ast_dpo", "ast_dpo.beta=0.05 training.minibatch_size=16"),
         ("ast_ipo", "ast_ipo.beta=0.03"),
         ("ast_simpo", "ast_simpo.beta=1.0 ast_simpo.margin=2.0 ast_simpo.length_normalised=false"),
-        ("ast_ppo", "training.num_epochs=4 ast_ppo.kl.weight=0.0 training.num_iterations=11"),
+        (
+            "ast_ppo",
+            "training.num_epochs=4 training.lr=2e-2 training.num_iterations=16 ast_ppo.kl.weight=0",
+        ),
         ("ast_grpo", "ast_grpo.kl.weight=0.0 training.num_iterations=16"),
         ("ast_reinforce", "ast_reinforce.kl_mix=0.01"),
-        ("ast_sft", "ast_sft.min_score=0.0 ast_sft.num_best=16 training.num_iterations=18"),
+        ("ast_sft", "ast_sft.min_score=0.0 ast_sft.num_best=16 training.num_iterations=30"),
         # From an older attacker's rollout.
         ("ast_grpo", "ast_grpo.kl.weight=0.0 ast_grpo.max_staleness=1"),
         pytest.param(
@@ -73,11 +77,13 @@ def _cat_scorer() -> Iterator[None]:
         ),
     ],
 )
-def test_an_attacker_learns_rewarded_probes(tmp_path: Path, name: str, options: str) -> None:
+def test_an_attacker_learns_rewarded_probes(
+    tmp_path: Path, learning: Learning, name: str, options: str
+) -> None:
     width = 1 if name == "ast_ppo" else 4
     scenario = write_scenario(
         tmp_path,
-        scorer={"_type": "says_cat"},
+        scorer={"_type": "rhymes"},
         reward={"w_response": 0.0, "w_combined": 1.0, "w_likelihood": 0.0},
         tree_width=width,
         tree_depth=1,
@@ -85,14 +91,15 @@ def test_an_attacker_learns_rewarded_probes(tmp_path: Path, name: str, options: 
     sizes = (f"num_episodes_per_experience={64 // width}", "minibatch_size=64")
     lr = 1e-2 if name in ("ast_ppo", "ast_sft") else 2e-2
     common = [f"training.{one}" for one in ("num_iterations=12", f"lr={lr}", *sizes)]
-    trainer = ast_trainer(name, scenario, *common, *options.split())
+    trainer = ast_trainer(name, scenario, *common, *options.split(), f"seed={learning.seed}")
 
-    def share_of_cats() -> float:
+    def measure_share_of_rhymes() -> float:
         return float(experience_of(trainer, 1000).tree.nodes["combined_score"].mean())
 
-    assert share_of_cats() < 0.5
+    learning.check(measure_share_of_rhymes(), threshold=0.5, best=0.0)
     trainer.train()
-    assert share_of_cats() > 0.9
+    # One of the four prompts may keep another first word.
+    learning.check(measure_share_of_rhymes(), threshold=0.65, best=1.0)
 
 
 # As on the command line, below the section of the trainer.
@@ -276,7 +283,7 @@ def test_an_evaluation_without_a_verdict_is_never_the_best() -> None:
     assert (state.best_dev_value, state.num_evals_since_best) == (-1.0, 1)
 
 
-@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.usefixtures("_toy_scorers")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_nodes_without_a_verdict_are_counted_and_never_learnt_from(
     tmp_path: Path, name: str
