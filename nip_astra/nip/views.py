@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import PrivateAttr
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -104,7 +103,7 @@ class Settings(ExperimentSettings):
         Logs figures of the trainer that has these settings; nothing without one.
     """
 
-    _stat_logger: StatLogger = PrivateAttr(default_factory=lambda: StatLogger(Tracker))
+    _stat_logger: StatLogger | None = None
 
     @classmethod
     def of(
@@ -124,7 +123,7 @@ class Settings(ExperimentSettings):
     @property
     def stat_logger(self) -> StatLogger:
         """Logs figures."""
-        return self._stat_logger
+        return self._stat_logger or StatLogger(Tracker)
 
     @property
     def profiler(self) -> None:
