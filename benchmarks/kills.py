@@ -42,6 +42,7 @@ from nip_astra.resume_check import (
     what_was_found,
 )
 from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import grouped
 from nip_astra.utils.forked import blocked_signals, fork
 from tests.kit.resuming import short_experiment
@@ -230,7 +231,8 @@ def measure_data(num_kills: int, folder: Path) -> dict[str, Any]:
         place = folder / str(number)
         has_checkpoint = kill_run(resolved, place, seconds, draw, **SETTINGS)
         num_resumed += has_checkpoint
-        if has_checkpoint:
+        # A run with results reads no more data.
+        if has_checkpoint and not RunDirectory(place / RUN).has_ended:
             data.write_text(before + "another prompt\n")
             is_refused = in_a_fork(partial(_is_refused, place / RUN), place / "log.txt") == 0
             num_refused += is_refused

@@ -140,7 +140,10 @@ def test_a_reward_in_characters_has_no_accuracy(
     evaluation = json.loads(cli.ok("evaluate", "runs/c", "--json").out)
     assert ("accuracy" in evaluation["figures"]) is has_accuracy
     shutil.copytree("runs/c", "runs/d")
-    cli.ok("compare", "runs/c", "runs/d")
+    cli.ok("evaluate", "runs/d")
+    comparison = json.loads(cli.ok("compare", "runs/c", "runs/d", "--json").out)
+    (metrics,) = comparison["comparisons"].values()
+    assert ("accuracy" in metrics) is has_accuracy
 
 
 def task_values(**arguments: Any) -> Any:

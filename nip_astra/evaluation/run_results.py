@@ -16,9 +16,8 @@ from nip_astra.evaluation.storage import Row, read_rows
 from nip_astra.evaluation.tables import Shown, as_text, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.lazy import import_extra
-from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
-from nip_astra.tracking.tracker import INTERVAL, flat_figures
+from nip_astra.tracking.tracker import INTERVAL, METRICS_FILE, TIMINGS_FILE, flat_figures
 from nip_astra.utils.formatting import counts_text, format_figure, number
 
 if TYPE_CHECKING:

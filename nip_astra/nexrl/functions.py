@@ -6,7 +6,6 @@ Shape suffixes: `B` row, `T` token.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind, kl_estimate
 from nip_astra.rollouts import batch as batches
 from nip_astra.rollouts.trajectory import advantages_of
 from nip_astra.trainers.service import metrics as metrics_here
+from nip_astra.trust import read_variable
 
 Metrics = MutableMapping[str, Any]
 
@@ -233,7 +233,7 @@ def log_grpo_metrics(trajectories: Sequence[AnyTrajectory], metrics: Metrics) ->
 
 def set_logging_basic_config() -> None:
     """Log to the terminal from the level of `LOG_LEVEL` on, which is INFO by default."""
-    name = os.environ.get("LOG_LEVEL", "INFO").upper()
+    name = (read_variable("LOG_LEVEL") or "INFO").upper()
     level = logging.getLevelNamesMapping().get(name, logging.INFO)
     logging.basicConfig(level=level, format="[%(asctime)s][%(name)s][%(levelname)s] - %(message)s")
 

@@ -46,7 +46,6 @@ from nip_astra.report.records import (
 )
 from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
 from nip_astra.safe_text import safe_text
-from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import (
     ENVIRONMENT,
     HYPER_PARAMETERS,
@@ -55,6 +54,7 @@ from nip_astra.tracking.run_directory import (
     SETTINGS,
     write_atomically,
 )
+from nip_astra.tracking.tracker import METRICS_FILE, TIMINGS_FILE
 from nip_astra.utils import formatting
 from nip_astra.utils.formatting import count
 from nip_astra.version import __version__

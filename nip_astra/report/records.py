@@ -16,9 +16,8 @@ from nip_astra.errors import RunDirectoryError
 from nip_astra.evaluation.outcomes import Outcome, outcome_of
 from nip_astra.parameters.conversion import current_name, with_new_names
 from nip_astra.tracking import run_directory as files
-from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import present_name
+from nip_astra.tracking.tracker import METRICS_FILE, TIMINGS_FILE, present_name
 from nip_astra.utils.formatting import items as items
 from nip_astra.utils.formatting import mapping as mapping
 from nip_astra.utils.formatting import number as number

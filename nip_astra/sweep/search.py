@@ -27,8 +27,8 @@ from nip_astra.sweep.plan import (
     SweepPlan,
     as_text,
 )
-from nip_astra.tracking.local import METRICS_FILE
 from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.tracking.tracker import METRICS_FILE
 from nip_astra.utils.seeding import derive_seed
 
 if TYPE_CHECKING:

@@ -323,7 +323,9 @@ CANARY = "NIP_ASTRA_CANARY"
 OUTSIDE = """
 AdvantageParameters.advantage_options AgentParameters.checkpoint_version
 AgentParameters.load_from_run AstSftTrainer.Parameters.probes BaseRunParameters.run
+BatchParameters.trainer_values TrajectoryParameters.trainer_values
 ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
+ConversationAgentParameters.template_options
 CommonPpoParameters.loss_options GymnasiumTask.Parameters.arguments
 OpenEnvTask.Parameters.arguments ToolParameters.options
 DatasetTask.Parameters.dev DatasetTask.Parameters.test

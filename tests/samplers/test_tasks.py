@@ -19,9 +19,16 @@ from nip_astra.errors import ModelAbilityError, TaskError, WorkerProcessError
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
 from nip_astra.language_models.message_format import MessageFormat, ThoughtMarkers
 from nip_astra.language_models.tree_engine.sessions import CachedSession
+from nip_astra.rollouts.messages import ToolCall
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.samplers import executor, tasks
-from nip_astra.samplers.tasks import TaskPlan, TaskRollout, play_task, requested_part
+from nip_astra.samplers.tasks import (
+    PlayedEpisode,
+    TaskPlan,
+    TaskRollout,
+    play_task,
+    requested_part,
+)
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Episode, GeneratedTask, Reaction, Task
@@ -600,3 +607,9 @@ def test_a_model_that_begins_with_a_thought_continues_no_answer() -> None:
     turns = agent.tokenize([*OPENING, Message("assistant", "higher")])
     with pytest.raises(ModelAbilityError, match="thought"):
         agent.contexts([turns], continued=[True])
+
+
+def test_calls_of_given_messages_reach_the_policy() -> None:
+    played = PlayedEpisode(0, "group", 0, Episode(guessing()))
+    given_turns = [*OPENING, Message("assistant", calls=(ToolCall("add", {"a": 1}),))]
+    assert played.observe(given_turns, has_template=True) == given_turns

@@ -183,7 +183,7 @@ class Tasks(EvaluationFamily):
             problems,
             [self.pair_key(one) for one in problems],
             {
-                **({"accuracy": accuracy} if "accuracy" in figures else {}),
+                **({"accuracy": accuracy} if "accuracy" in figures["figures"] else {}),
                 "mean_reward": metric_of(
                     lambda one: one.mean_reward, "observed", possible=possible
                 ),

@@ -560,7 +560,8 @@ class ServiceTrainer(LanguageModelTrainer):
         if rounds and self._num_drawn is not None:
             return self._num_drawn
         # In runs begun by earlier versions each iteration reserved those of all rounds.
-        return iteration * self.training.num_episodes_per_experience * (rounds + 1)
+        num_reserved: int = self.training.num_episodes_per_experience * (rounds + 1)
+        return iteration * num_reserved
 
     def _play_iteration(self, iteration: int) -> CollectedRollout:
         """Sample problems, replacing uninformative ones."""
