@@ -54,7 +54,7 @@ def process_state_kept(name: str) -> Iterator[None]:
 def _alarms_kept(name: str) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
-        # A timer of ours runs: its own end restores what it changed.
+        # The timer that runs belongs to the caller, who would miss its end.
         yield
         return
 
