@@ -40,6 +40,7 @@ from nip_astra.evaluation.tables import figure_rows, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.utils.formatting import mapping
 
 KIND = str(ScenarioType.TASK)
 MATTERS = ("split", "num_runs", "success_reward", "task", "seed")
@@ -178,12 +179,14 @@ class Tasks(EvaluationFamily):
         limit = figures.get("success_reward")
         possible = [] if limit is None else [float(limit)]
         accuracy = metric_of(lambda one: one.accuracy, is_binary=is_single)
+        # Without a limit, rewards above 1 have no accuracy.
+        has_accuracy = "accuracy" in mapping(figures.get("figures"))
         return Contender(
             label,
             problems,
             [self.pair_key(one) for one in problems],
             {
-                **({"accuracy": accuracy} if "accuracy" in figures["figures"] else {}),
+                **({"accuracy": accuracy} if has_accuracy else {}),
                 "mean_reward": metric_of(
                     lambda one: one.mean_reward, "observed", possible=possible
                 ),
