@@ -133,13 +133,15 @@ class BlackBox(HFASTSystem):
 def test_a_target_behind_a_function_is_attacked_with_an_adapter(
     models: Models, tmp_path: Any
 ) -> None:
+    # The adapter's first weights are drawn from the global generator.
+    torch.manual_seed(0)
     lora = {**SHORT, "language_model": {"lora": {"rank": 2}}}
     system = BlackBox(models.attacker, models.target, None, Finds("you"), attacker_options=lora)
     sampler = ASTSampler(system, ["hello", "good day"], 2, 3)
     (*_, last) = sampler.rollout(3).chain()
     assert len(last.context.turns) == 5, "a silent target has turns as well"
     harness = Harness(sampler, IPO(system, beta=0.05), 2, dataloader_kwargs={"batch_size": 2})
-    optimizer = torch.optim.AdamW(system.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(system.parameters(), lr=3e-3)
     buffer = harness.experience()
     losses = []
     for _ in range(3):
