@@ -24,7 +24,8 @@ from nip_astra.evaluation.api import locate
 from nip_astra.evaluation.families.base import run_of
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import HUB
-from nip_astra.parameters.files import flatten, set_value
+from nip_astra.parameters.conversion import set_value
+from nip_astra.parameters.files import flatten
 from nip_astra.report import summary
 from nip_astra.report.records import (
     CONVERSATION,

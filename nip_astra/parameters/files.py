@@ -428,15 +428,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
-def set_value(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value of a dotted path in copies of its groups; create missing groups."""
-    *groups, name = path.split(".")
-    for group in groups:
-        values[group] = dict(values.get(group) or {})
-        values = values[group]
-    values[name] = value
-
-
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that differ from earlier ones, in their groups."""
     changed: dict[str, Any] = {}
