@@ -19,6 +19,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import HUB, content_root
 from nip_astra.parameters.files import read_yaml_mapping
 from nip_astra.parameters.parameters_base import TRL_OPTIONS
+from nip_astra.plugins import load_plugin
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.tasks.rewards import REWARDS
@@ -108,6 +109,7 @@ def train_task(
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import run_experiment
 
+    load_plugins(plugins)
     trl = {name: options.pop(name) for name in list(options) if name in TRL_OPTIONS}
     runs_dir = Path(options.get("runs_dir") or ExperimentSettings().runs_dir)
     data, given_test = _splits_of(data)
@@ -170,6 +172,7 @@ def stress_test(
     from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.run import run_experiment
 
+    load_plugins(plugins)
     values = stress_parameters(
         target=target,
         scorer=scorer,
@@ -263,6 +266,12 @@ def _scorer(scorer: Reward) -> dict[str, Any]:
             "file.py:function."
         )
     return {"_type": "python", "function": reference}
+
+
+def load_plugins(specs: Sequence[str]) -> None:
+    """Load plug-ins, so that the names that they register can be given as rewards and scorers."""
+    for spec in specs:
+        load_plugin(spec)
 
 
 def task_parameters(

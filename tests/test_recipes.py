@@ -290,6 +290,23 @@ def test_a_mistake_of_the_command_is_refused(cli: CommandLine, folder: Path) -> 
         task_values(options={"num_generation": 2})
 
 
+@pytest.mark.usefixtures("no_plugins_left")
+def test_a_reward_that_a_plugin_registers_is_given_by_name(cli: CommandLine, folder: Path) -> None:
+    cli.write(
+        "mine.py",
+        """
+        import nip_astra as na
+
+        @na.register_reward("shorter")
+        def shorter(completions, **columns):
+            return [-float(len(completion)) for completion in completions]
+        """,
+    )
+    line = f"task --model {MODEL} --data rows.jsonl --reward shorter --num-generations 2"
+    refused(cli(*line.split()))
+    cli.ok(*line.split(), "--plugin", "mine.py", "--max-completion-length", "5", "--dry-run")
+
+
 # ---- stress tests
 
 SHORT = (

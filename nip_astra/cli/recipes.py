@@ -141,8 +141,9 @@ def task(
     from nip_astra.errors import show_value
     from nip_astra.parameters.files import flatten
     from nip_astra.parameters.parameters_base import TRL_OPTIONS
-    from nip_astra.recipes import numbers_of, task_parameters
+    from nip_astra.recipes import load_plugins, numbers_of, task_parameters
 
+    load_plugins(given["plugin"] or [])
     options = {n: given[n] for n in TRL_OPTIONS if given.get(n) is not None}
     for name in ("mask_truncated_completions", "use_bias_correction_kl"):
         if name in options:
@@ -203,8 +204,9 @@ def stress(
 ) -> None:
     """Train an attacker against a target, as rated by a scorer; print the cost first."""
     settings = settings_of(given)
-    from nip_astra.recipes import stress_parameters
+    from nip_astra.recipes import load_plugins, stress_parameters
 
+    load_plugins(given["plugin"] or [])
     values = stress_parameters(
         target=target,
         scorer=scorer,
