@@ -329,7 +329,8 @@ __all__ = ["__version__", *_HOMES]
 # By default a waiting thread of OpenMP spins for milliseconds, and on a busy machine takes the core
 # that its partner needs; one that sleeps at once makes an idle machine a quarter slower. The number
 # is read when torch is loaded: every process that this package starts imports the package earlier.
-if "OMP_WAIT_POLICY" not in os.environ:
+# A user's own choice wins. Its value is not read here: `nip_astra.trust` alone reads variables.
+if os.environ.keys().isdisjoint(["OMP_WAIT_POLICY"]):
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 # Imported on first use: torch takes seconds, and `--help` does not need it.
