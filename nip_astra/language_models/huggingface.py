@@ -28,7 +28,7 @@ from nip_astra.language_models.adapters import (
     adapter_state,
     add_adapter,
     has_adapter,
-    merged,
+    merge_adapter,
     restore_weights,
     save_adapter_config,
     save_weights,
@@ -103,7 +103,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
         model: str
         """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. A peft
-        adapter folder is merged into its base's weights."""
+        adapter folder is merge_adapter into its base's weights."""
         base_model: str | None = None
         """The model before training: source of the tokenizer if `model` has none, and of the
         weights under an adapter; null for the one that the adapter names."""
@@ -539,6 +539,6 @@ class HuggingFaceLanguageModel(LanguageModel):
                 "cannot write a frozen model that is kept in the processor's layout only. Copy the "
                 "files that it was loaded from."
             )
-        module = merged(copy.deepcopy(self.module)) if self.has_adapter else self.module
+        module = merge_adapter(copy.deepcopy(self.module)) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
