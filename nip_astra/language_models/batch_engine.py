@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import TokenCount
-from nip_astra.language_models.sampling import sample_with_noise
+from nip_astra.language_models.sampling import Truncation, sample_with_noise
 from nip_astra.language_models.scoring import MAX_LOGITS
 from nip_astra.language_models.sequences import (
     GenerationRequest,
@@ -434,7 +434,7 @@ def draw_tokens(
     tokens_R = sample_with_noise(
         logits_RV,
         temperatures=[one.temperature for one in requests],
-        cuts=[(one.top_k, one.top_p) for one in requests],
+        truncations=[Truncation(request.top_k, request.top_p) for request in requests],
         generators=lambda row: rows[row].generator,
     )
     found: list[TokenRecord | None] = [TokenRecord(token, math.nan) for token in tokens_R.tolist()]

@@ -194,8 +194,8 @@ class FixedSteps:
         """Return the state for another process, which captures its own steps."""
         return {**self.__dict__, "_weights": None, "_steps": {}}
 
-    def anew(self) -> FixedSteps:
-        """Return the same for other weights."""
+    def copy_uncaptured(self) -> FixedSteps:
+        """Return steps of the same kind for other weights, none of them captured yet."""
         return FixedSteps(self.decoder, self.capture, is_required=self.is_required)
 
     def begin(
