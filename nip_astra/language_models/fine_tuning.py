@@ -36,7 +36,7 @@ from nip_astra.errors import (
     RunDirectoryError,
     ServiceError,
 )
-from nip_astra.language_models.adapters import LoraParameters, add_adapter, with_adapter
+from nip_astra.language_models.adapters import LoraParameters, add_adapter, load_adapter
 from nip_astra.language_models.base import LANGUAGE_MODELS, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.message_format import detect_format
@@ -557,7 +557,7 @@ def _join_turns(
 def _load_model(plan: FineTuningPlan, device: torch.device) -> HuggingFaceLanguageModel:
     module = load_causal_lm(*resolve_model(plan.source, None)).to(device)
     if plan.start_from is not None:
-        module = with_adapter(module, Path(plan.start_from))
+        module = load_adapter(module, Path(plan.start_from))
     elif plan.lora_rank is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(plan.seed, "adapter"))

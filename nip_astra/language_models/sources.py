@@ -19,7 +19,7 @@ from urllib.request import getproxies
 import torch
 
 from nip_astra.errors import CheckpointError, ModelLoadError, reason_of
-from nip_astra.language_models.adapters import ADAPTER_CONFIG, merged, with_adapter
+from nip_astra.language_models.adapters import ADAPTER_CONFIG, load_adapter, merge_adapter
 from nip_astra.lazy import import_extra
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.progress import quiet_libraries
@@ -432,7 +432,7 @@ def _merged(module: Any, folder: Path) -> Any:
     """Merge a peft adapter into the model's weights."""
     try:
         # peft freezes the model that it wraps.
-        return merged(with_adapter(module, folder)).requires_grad_(True).eval()
+        return merge_adapter(load_adapter(module, folder)).requires_grad_(True).eval()
     except (CheckpointError, ValueError, TypeError, AttributeError) as error:
         raise ModelLoadError(
             f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "

@@ -306,7 +306,7 @@ def _counted_models(agents: Agents) -> list[TokenModel | ChatWork]:
 def _models_of(agents: Agents) -> Iterator[TokenModel | ChatWork]:
     """Yield the agents' models, starting with those inside a combined model."""
     for agent in agents:
-        yield from getattr(agent.language_model, "voices", ())
+        yield from getattr(agent.language_model, "submodels", ())
         yield agent.language_model
 
 

@@ -31,7 +31,7 @@ from nip_astra import errors
 from nip_astra.language_models.services import http_training, tinker_training
 from nip_astra.language_models.services.http_training import ROUTE, TrainingConnection
 from nip_astra.resolving.resolution import ResolvedExperiment
-from nip_astra.resume_check import what_was_found
+from nip_astra.resume_check import read_run_contents
 from nip_astra.rl_objectives.reductions import LossOutput
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve import training
@@ -492,7 +492,7 @@ def undisturbed(
     with training_server([request.param]) as server:
         resolved = run_of(request.param, server.port, folder)
         run_experiment(resolved, runs_dir=str(folder), run_id="run", **SETTINGS)
-    return request.param, what_was_found(folder / "run")
+    return request.param, read_run_contents(folder / "run")
 
 
 @pytest.mark.slow
@@ -521,7 +521,7 @@ def test_a_service_killed_at_work_is_reported_and_its_run_continues_without_loss
         resume_experiment(tmp_path / "run", progress=False)
     finally:
         server.stop()
-    results = what_was_found(tmp_path / "run")
+    results = read_run_contents(tmp_path / "run")
     if protocol == "tinker":
         # Which requests its server batches together depends on timing, and so do the last bits.
         lines = (one.pop("metrics.jsonl").splitlines() for one in (results, expected))

@@ -29,7 +29,7 @@ from nip_astra.errors import CheckpointError, NipAstraError
 from nip_astra.language_models.adapters import has_adapter, learned_weights, saved_weights
 from nip_astra.language_models.base import TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.plain_forward import RowReader, layers_of
+from nip_astra.language_models.plain_forward import RowReader, find_layers
 from nip_astra.language_models.services.training import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
@@ -300,7 +300,7 @@ def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> No
         # Layers are sent rounded; their inputs are left to autocast, as in one process.
         policy = MixedPrecisionPolicy(model.dtype, torch.float32, cast_forward_inputs=False)
         mixed = options | {"mp_policy": policy}
-    for layer in layers_of(reader):
+    for layer in find_layers(reader):
         fully_shard(layer, **mixed)
     fully_shard(reader, **options)
     sum_gradients(reader)

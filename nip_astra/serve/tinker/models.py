@@ -243,7 +243,7 @@ def target_logprobs(policy: HuggingFaceLanguageModel, data: Sequence[Datum]) -> 
     if others:
         hidden = hidden_states(policy, [data[number].ids for number in others])
         for number, hidden_TX in zip(others, hidden, strict=True):
-            logprobs_TV = policy.logits_of(hidden_TX).log_softmax(dim=-1)
+            logprobs_TV = policy.compute_logits(hidden_TX).log_softmax(dim=-1)
             targets = data[number].targets.to(hidden_TX.device)
             chosen_TK = logprobs_TV.gather(1, targets.reshape(len(targets), -1))
             found[number] = chosen_TK.reshape(targets.shape)
@@ -276,7 +276,7 @@ def hidden_states(policy: HuggingFaceLanguageModel, texts: Sequence[Sequence[int
 def logprobs_after(policy: HuggingFaceLanguageModel, hidden_TX: Tensor) -> list[Tensor]:
     """Return log-probabilities of all tokens at each position, `[T, V]` per chunk of positions."""
     parts = torch.split(hidden_TX, PLACES_AT_ONCE)
-    return [policy.logits_of(part).log_softmax(dim=-1).cpu() for part in parts]
+    return [policy.compute_logits(part).log_softmax(dim=-1).cpu() for part in parts]
 
 
 def likeliest(parts: Sequence[Tensor], count: int) -> Likeliest:
