@@ -324,7 +324,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return super().open_session()
         return CachedSession(
             self._decoder,
-            self._snapshot.of(self.parameters()),
+            self._snapshot.update(self.parameters()),
             self.token_sampler.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
@@ -345,7 +345,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return super().complete(requests, max_rows=max_rows)
         engine = BatchEngine(
             self._decoder,
-            self._snapshot.of(self.parameters()),
+            self._snapshot.update(self.parameters()),
             self.tokenizer,
             end_ids=self.end_ids,
             banned_ids=self.token_sampler.banned_ids.tolist(),
@@ -511,7 +511,7 @@ class HuggingFaceLanguageModel(LanguageModel):
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference by the same path, or they would differ by rounding.
         if self._snapshot.is_released:
-            return self._snapshot.of(())
+            return self._snapshot.update(())
         if self.trainable and torch.is_grad_enabled():
             # The step that follows makes the snapshot obsolete; free its memory now.
             self._snapshot.make_room()

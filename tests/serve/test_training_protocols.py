@@ -562,7 +562,7 @@ class StoppedQueue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.has_refused = threading.Event(), threading.Event()
         self.at_work: list[WorkQueue] = []
-        do, check = WorkQueue._do, WorkQueue._check_room
+        do, check = WorkQueue._execute, WorkQueue._check_room
 
         def do_where_open(queue: WorkQueue, batch: Any) -> None:
             self.at_work.append(queue)
@@ -576,7 +576,7 @@ class StoppedQueue:
                 self.has_refused.set()
                 raise
 
-        monkeypatch.setattr(WorkQueue, "_do", do_where_open)
+        monkeypatch.setattr(WorkQueue, "_execute", do_where_open)
         monkeypatch.setattr(WorkQueue, "_check_room", note_refusals)
         self.is_open.set()
 

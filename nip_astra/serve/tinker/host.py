@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nip_astra.serve.requests import ApiError, wrong
+from nip_astra.serve.requests import ApiError, bad_request
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
@@ -128,7 +128,7 @@ class TinkerHost:
         origin = self.store.run(checkpoint.run_id)
         base = self.bases.get(body.base_model or origin.base_model)
         if base is not self.bases.get(origin.base_model):
-            raise wrong(
+            raise bad_request(
                 f"the checkpoint {body.path!r} is of {origin.base_model!r}, not of {base.name!r}. "
                 "Leave base_model out.",
                 "base_model",
@@ -225,7 +225,7 @@ class TinkerHost:
         if body.model_path is not None:
             return self._source_of(self.store.find(body.model_path))
         if body.base_model is None:
-            raise wrong("a sampling session needs base_model or model_path.")
+            raise bad_request("a sampling session needs base_model or model_path.")
         return SamplerSource(self.bases.get(body.base_model))
 
     def _source_of(self, checkpoint: Checkpoint) -> SamplerSource:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.lazy import import_extra
-from nip_astra.serve.requests import wrong
+from nip_astra.serve.requests import bad_request
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -92,7 +92,7 @@ def _parsed(body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise wrong(
+        raise bad_request(
             f"the request is not a message of Tinker's SDK: {error}. Use tinker 0.25 or later.",
             code="invalid_message",
         ) from error
@@ -104,7 +104,7 @@ def _datum(number: int, message: Any) -> Datum:
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise wrong(
+            raise bad_request(
                 f"datum {number} holds a part of the kind {kind!r}; this service reads tokens only."
             )
         ids += _numbers(chunk.encoded_text.tokens, np.int32, f"tokens of datum {number}").tolist()
@@ -114,17 +114,17 @@ def _datum(number: int, message: Any) -> Datum:
     }
     targets = inputs.get("target_tokens")
     if targets is None or targets.dtype != torch.int64:
-        raise wrong(
+        raise bad_request(
             f"datum {number} lacks integer target_tokens. Give the next token of each token."
         )
     if targets.ndim not in (1, 2) or len(targets) != len(ids) or not ids:
-        raise wrong(
+        raise bad_request(
             f"target_tokens of datum {number} has the shape {list(targets.shape)} for {len(ids)} "
             "tokens. Give one or several targets per token."
         )
     for name, value in inputs.items():
         if value.shape != targets.shape:
-            raise wrong(
+            raise bad_request(
                 f"{name} of datum {number} has the shape {list(value.shape)}, target_tokens "
                 f"{list(targets.shape)}. Give both the same shape."
             )
@@ -136,7 +136,7 @@ def read_tensor(message: Any, name: str) -> Tensor:
     pb = schema()
     kinds: dict[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
     if message.dtype not in kinds:
-        raise wrong(f"{name} is neither float32 nor int64. Send one of these.")
+        raise bad_request(f"{name} is neither float32 nor int64. Send one of these.")
     shape, kind = list(message.shape), kinds[message.dtype]
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
@@ -145,19 +145,19 @@ def read_tensor(message: Any, name: str) -> Tensor:
         return found.reshape(shape) if shape else found
     except (ValueError, RuntimeError, IndexError) as error:
         fault = f"{name} cannot be read: {error}. Send as many values as its shape has."
-        raise wrong(fault) from error
+        raise bad_request(fault) from error
 
 
 def _dense(csr: Any, shape: list[int], kind: type[np.generic], name: str) -> Tensor:
     values = _numbers(csr.values, kind, name)
     rows, columns = (_numbers(one, np.int64, name) for one in (csr.crow_indices, csr.col_indices))
     if len(shape) != 2 or len(rows) != shape[0] + 1 or math.prod(shape) > MAX_VALUES:
-        raise wrong(
+        raise bad_request(
             f"{name} has the shape {shape} and {len(rows)} row bounds. Send two dimensions, at "
             f"most {MAX_VALUES} values, and one bound more than rows."
         )
     if columns.size and columns.min() < 0:
-        raise wrong(f"{name} has the column {columns.min()}. Send columns from 0.")
+        raise bad_request(f"{name} has the column {columns.min()}. Send columns from 0.")
     dense = np.zeros(shape, dtype=kind)
     dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
     return torch.from_numpy(dense)
@@ -167,7 +167,7 @@ def _numbers(sent: bytes, kind: type[np.generic], name: str) -> Any:
     try:
         return np.frombuffer(sent, dtype=kind).copy()
     except ValueError as error:
-        raise wrong(f"{name} has {len(sent)} bytes: {error}. Send whole values.") from error
+        raise bad_request(f"{name} has {len(sent)} bytes: {error}. Send whole values.") from error
 
 
 def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:

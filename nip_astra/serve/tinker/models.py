@@ -22,7 +22,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.tinker_training import LORA_ALPHA
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
-from nip_astra.serve.requests import wrong
+from nip_astra.serve.requests import bad_request
 from nip_astra.serve.tinker.bodies import AdamBody
 from nip_astra.serve.tinker.messages import Datum, ForwardBackward, Likeliest, loss_outputs
 from nip_astra.serve.tinker.store import Checkpoint, LoraShape, RunRecord
@@ -44,7 +44,7 @@ class TinkerModel(HostedModel):
         A wrong request raises `ApiError` and adds no gradient.
         """
         if not request.data:
-            raise wrong("there is no datum. Send at least one.")
+            raise bad_request("there is no datum. Send at least one.")
         loss = loss_of(request)
         for datum in request.data:
             self.check_ids(torch.tensor(datum.ids), len(datum.ids) + 1)
@@ -78,7 +78,7 @@ class TinkerModel(HostedModel):
             lr=adam.learning_rate, max_grad_norm=adam.grad_clip_norm or None
         )
         if not figures.was_taken:
-            raise wrong(
+            raise bad_request(
                 f"the gradients are not finite (norm {figures.grad_norm}). They are dropped and "
                 "the weights unchanged; check the data of the last forward_backward."
             )
@@ -90,7 +90,7 @@ class TinkerModel(HostedModel):
     def load(self, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
         """Load a saved state; without its optimizer, a new one starts."""
         if checkpoint.kind != "training":
-            raise wrong(
+            raise bad_request(
                 f"the checkpoint {checkpoint.path!r} holds weights to sample from only. Give one "
                 "of save_state.",
                 "path",
@@ -124,7 +124,7 @@ def lora_of(base: Base, shape: LoraShape) -> LoraParameters:
             if shape.train_unembed if layer is head else is_wanted:
                 targets.append(name)
     if not targets:
-        raise wrong(
+        raise bad_request(
             f"the chosen parts of {base.name!r} have no linear layer. Set train_attn, train_mlp or "
             "train_unembed.",
             "lora_config",
@@ -184,7 +184,7 @@ def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
     name, data = request.loss, request.data
     kind = LOSSES.get(name)
     if kind is None:
-        raise wrong(
+        raise bad_request(
             f"unknown loss {name[:100]!r}; available: {', '.join(LOSSES)}. Compute others at the "
             "client with forward_backward_custom.",
             "loss_fn",
@@ -192,7 +192,7 @@ def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
     known = kind.defaults.keys() & {"beta", *_BOUNDS}
     for key, value in request.config.items():
         if key not in known or isinstance(value, str) or not math.isfinite(value):
-            raise wrong(
+            raise bad_request(
                 f"loss_fn_config of the loss {name!r} has {key}={value!r}. It takes finite numbers "
                 f"for: {', '.join(sorted(known)) or 'nothing'}.",
                 "loss_fn_config",
@@ -211,7 +211,7 @@ def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
     ]
     faults += [f"{key} is not read" for key in sorted(names - allowed)]
     if faults:
-        raise wrong(
+        raise bad_request(
             f"wrong inputs of the loss {name!r}: {'; '.join(faults)}. Each "
             f"datum takes: {', '.join(['target_tokens', *sorted(allowed)])}.",
             "loss_fn_inputs",
@@ -219,7 +219,7 @@ def loss_of(request: ForwardBackward) -> Callable[[Tensor], Tensor]:
     for key in names:
         values = torch.cat([datum.inputs[key].flatten() for datum in data])
         if not values.is_floating_point() or not bool(values.isfinite().all()):
-            raise wrong(f"{key} of some datum is not finite in float32.", "loss_fn_inputs")
+            raise bad_request(f"{key} of some datum is not finite in float32.", "loss_fn_inputs")
         inputs[key] = values
     return partial(target_losses, kind.loss, inputs)
 

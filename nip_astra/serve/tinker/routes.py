@@ -16,7 +16,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.requests import ApiError, Limit, parse_json, read_body, wrong
+from nip_astra.serve.requests import ApiError, Limit, bad_request, parse_json, read_body
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -174,7 +174,7 @@ class _TinkerRoutes:
                 lambda _: {**answer, "model_id": body.model_id},
             )
         if body.session_id is None or body.model_seq_id is None:
-            raise wrong("give model_id and seq_id, or session_id and model_seq_id.")
+            raise bad_request("give model_id and seq_id, or session_id and model_seq_id.")
         model_id = model_id_of(body.session_id, body.model_seq_id)
         build = self.host.create_from(body, body.session_id, body.model_seq_id)
         answer["model_id"] = model_id
@@ -201,7 +201,7 @@ class _TinkerRoutes:
     async def forward_backward(self, request: Request) -> Response:
         raw = await request.body()
         if request.headers.get("content-encoding"):
-            raise wrong("this service reads no compressed requests. Send it uncompressed.")
+            raise bad_request("this service reads no compressed requests. Send it uncompressed.")
         number = read_head(raw)
         model = self.host.model(number[0])
         return await self._ordered(
@@ -261,8 +261,8 @@ class _TinkerRoutes:
         operation = Operation(
             lambda: None,
             group=planned.source.key,
-            item=planned,
-            together=self.host.samplers.answer,
+            argument=planned,
+            run_together=self.host.samplers.answer,
         )
         session, number = body.sampling_session_id, body.seq_id
         name = f"sample:{session}:{number}" if session else f"sample:{uuid.uuid4().hex}"
@@ -320,7 +320,7 @@ class _TinkerRoutes:
         except ApiError as error:
             # The SDK would repeat a conflict for minutes.
             if error.status == 409:
-                raise wrong(str(error), code=error.code) from error
+                raise bad_request(str(error), code=error.code) from error
             raise
         name = f"{model_id}:{seq_id}"
         self.promises.add(name, known, reply)
@@ -404,7 +404,7 @@ def _digest(body: bytes) -> str:
 
 def _refusal(path: str, reason: str) -> Any:
     async def refuse() -> Response:
-        raise wrong(
+        raise bad_request(
             f"this service does not offer {path}: {reason}. See the guide training-on-services.",
             code="not_offered",
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sequences import GenerationRequest, Progress
-from nip_astra.serve.requests import wrong
+from nip_astra.serve.requests import bad_request
 from nip_astra.serve.tinker.bodies import SampleBody, TensorBody
 from nip_astra.serve.tinker.messages import Likeliest, packed, schema, tensor_message
 from nip_astra.serve.tinker.models import (
@@ -64,14 +64,14 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
     """Validate a request; `seed` is the default seed."""
     base, ids = source.base, body.prompt.ids()
     if not ids or min(ids) < 0 or max(ids) >= base.vocab_size:
-        raise wrong(
+        raise bad_request(
             f"the prompt is empty or holds tokens outside 0 to {base.vocab_size - 1}. Encode it "
             f"with the tokenizer of {base.name!r}.",
             "prompt",
         )
     last = body.prompt_logprobs_last_n
     if last is not None and (not body.prompt_logprobs or last >= len(ids)):
-        raise wrong(
+        raise bad_request(
             f"prompt_logprobs_last_n is {last} for a prompt of {len(ids)} tokens; it needs "
             "prompt_logprobs and must be less than the length of the prompt.",
             "prompt_logprobs_last_n",
@@ -80,7 +80,7 @@ def plan(source: SamplerSource, body: SampleBody, *, seed: int) -> SampleRequest
     room = base.context_window - len(ids)
     most = params.max_tokens or room
     if most > room or room < 1:
-        raise wrong(
+        raise bad_request(
             f"max_tokens {most} and a prompt of {len(ids)} tokens exceed the window of "
             f"{base.name!r} ({base.context_window}). Lower max_tokens, or shorten the prompt.",
             "max_tokens",
@@ -231,19 +231,19 @@ def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
 def _named(parts: Sequence[Tensor], body: TensorBody, length: int) -> Tensor:
     """Return log-probabilities of the given tokens, 0 for a negative id."""
     if body.sparse_crow_indices is not None or body.shape is None or len(body.shape) != 2:
-        raise wrong(
+        raise bad_request(
             "target_prompt_logprobs must be a dense 2-dimensional tensor, with -1 for no token.",
             "target_prompt_logprobs",
         )
     if body.shape[0] != length or len(body.data) != body.shape[0] * body.shape[1]:
-        raise wrong(
+        raise bad_request(
             f"target_prompt_logprobs has the shape {body.shape}, but needs one row for each of the "
             f"{length} tokens after the first.",
             "target_prompt_logprobs",
         )
     ids_TK = torch.tensor(body.data).reshape(body.shape)
     if ids_TK.numel() and int(ids_TK.max()) >= parts[0].shape[1]:
-        raise wrong(
+        raise bad_request(
             f"target_prompt_logprobs holds ids above {parts[0].shape[1] - 1}, the model's largest.",
             "target_prompt_logprobs",
         )

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from nip_astra.serve.requests import ApiError, wrong
+from nip_astra.serve.requests import ApiError, bad_request
 from nip_astra.tracking.run_directory import write_atomically
 
 CheckpointKind = Literal["training", "sampler"]
@@ -140,14 +140,14 @@ class CheckpointFolder:
         """Write a checkpoint atomically; `name` None generates one."""
         name = f"{UNNAMED}{uuid.uuid4().hex}" if name is None else name
         if not NAME.fullmatch(name):
-            raise wrong(
+            raise bad_request(
                 f"invalid name {name[:200]!r} of a checkpoint. Use at most 200 letters, digits, "
                 "dots, dashes and underscores.",
                 "path",
             )
         folder = self._run_folder(run_id) / FOLDERS[kind] / name
         if self._read(run_id, kind, folder) is not None and not overwrite:
-            raise wrong(
+            raise bad_request(
                 f"the run has a checkpoint {name!r}. Give another name, or overwrite=True.",
                 "path",
             )
@@ -170,7 +170,7 @@ class CheckpointFolder:
     def find(self, path: str) -> Checkpoint:
         run_id, _, rest = path.removeprefix("tinker://").partition("/")
         if not path.startswith("tinker://"):
-            raise wrong(
+            raise bad_request(
                 f"invalid path {path[:200]!r} of a checkpoint. Give a tinker:// path of save_state "
                 "or save_weights_for_sampler."
             )
