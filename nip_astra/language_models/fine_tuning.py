@@ -102,6 +102,11 @@ class TrainingText(NamedTuple):
                 indices.append(index)
         return indices
 
+    def teaching_last_message(self) -> TrainingText:
+        """Return the same conversation, of which only the last message may be learned."""
+        *before, last = self.messages
+        return self._replace(messages=(*map(without_weight, before), last))
+
 
 TrainingExample: TypeAlias = tuple[TrainingText, ...]
 """A conversation, or those with the preferred and the rejected answer."""
@@ -249,7 +254,7 @@ class FineTuning:
 
     def _encode(self, examples: Sequence[TrainingExample]) -> list[list[TokenRow]]:
         if self.plan.last_message_only:
-            examples = [tuple(map(_teach_last_message_only, example)) for example in examples]
+            examples = [tuple(text.teaching_last_message() for text in texts) for texts in examples]
         return token_rows(
             self.model.tokenizer,
             examples,
@@ -423,11 +428,6 @@ class FineTuning:
                 f"the state {path} cannot be used: {error}. Delete it to start the job again."
             ) from error
         return StepReport(self.step, about["metrics"], about["epoch"])
-
-
-def _teach_last_message_only(text: TrainingText) -> TrainingText:
-    *before, last = text.messages
-    return text._replace(messages=(*map(without_weight, before), last))
 
 
 class RenderedTurn(NamedTuple):

@@ -182,7 +182,16 @@ def load_model(reference: str, base: str | None, scenario_dir: Path | None) -> A
         return load_causal_lm(name, gguf_file)
     base_name, base_gguf_file = resolve_model(base or _read_base_name(name), scenario_dir)
     module = load_causal_lm(base_name, base_gguf_file)
-    return _merge_adapter_folder(module, Path(name))
+    try:
+        merged = merge_adapter(load_adapter(module, Path(name)))
+    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
+        raise ModelLoadError(
+            f"the adapter in {name} could not be added into {type(module).__name__}: {error}. "
+            "Give its base model as base_model, and a LoRA adapter that peft wrote as "
+            "adapter_model.safetensors."
+        ) from error
+    # peft freezes the model that it wraps.
+    return merged.requires_grad_(True).eval()
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
@@ -447,17 +456,3 @@ def find_tokenizer(reference: str, base: str | None, scenario_dir: Path | None) 
             "(attacker_base_model_id in nip_astra.astra) to the model that it comes from."
         )
     return load_tokenizer(*resolve_model(base, scenario_dir))
-
-
-def _merge_adapter_folder(module: Any, folder: Path) -> Any:
-    """Merge a peft adapter into the model's weights."""
-    try:
-        merged = merge_adapter(load_adapter(module, folder))
-    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
-        raise ModelLoadError(
-            f"the adapter in {folder} could not be added into {type(module).__name__}: {error}. "
-            "Give its base model as base_model, and a LoRA adapter that peft wrote as "
-            "adapter_model.safetensors."
-        ) from error
-    # peft freezes the model that it wraps.
-    return merged.requires_grad_(True).eval()

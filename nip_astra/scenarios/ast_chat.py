@@ -21,7 +21,7 @@ from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.base import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, count_probes
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     TargetParameters,
@@ -124,7 +124,7 @@ class AstChatScenario(Scenario):
 
         @model_validator(mode="after")
         def _can_be_held(self) -> Self:
-            num_probes = num_probes_of(self.tree_width, self.tree_depth)
+            num_probes = count_probes(self.tree_width, self.tree_depth)
             if num_probes > MAX_PROBES:
                 raise ValueError(
                     f"tree_width={self.tree_width} and tree_depth={self.tree_depth} give more than "
