@@ -103,7 +103,7 @@ class HuggingFaceLanguageModel(LanguageModel):
 
         model: str
         """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. A peft
-        adapter folder is merge_adapter into its base's weights."""
+        adapter folder is merged into its base's weights."""
         base_model: str | None = None
         """The model before training: source of the tokenizer if `model` has none, and of the
         weights under an adapter; null for the one that the adapter names."""
