@@ -80,7 +80,7 @@ MISTAKES = {
     "--trainer ast_dpo --track wandbb": "'wandb'",
     "--trainer": "--trainer",
     "--trainer ast_dpo --run-id ../x": "'../x'",
-    "resume runs/mine --set training.lr=1": "stay",
+    "resume runs/mine --set training.lr=1": "resumed",
     # files and folders
     "--parameters nowhere.yaml": "nowhere.yaml",
     "--parameters list.yaml": "list",

@@ -110,11 +110,11 @@ def _refuse(handler: ProtocolHandler, faults: Iterable[str]) -> None:
 
 def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
     agents, channels = handler.agent_names, handler.message_channel_names
-    for what, names in (("agent_names", agents), ("message_channel_names", channels)):
+    for attribute, names in (("agent_names", agents), ("message_channel_names", channels)):
         if isinstance(names, str) or not names:
-            yield f"{what} is {names!r}. Give a tuple with at least one name."
+            yield f"{attribute} is {names!r}. Give a tuple with at least one name."
         elif len(set(names)) < len(names):
-            yield f"{what} {tuple(names)} has a duplicate. Give unique names."
+            yield f"{attribute} {tuple(names)} has a duplicate. Give unique names."
     for name in agents:
         if not isinstance(name, str) or not name or {".", "/"} & set(name):
             yield f"agent_names has {name!r}. Files have this name: omit dots and slashes."
@@ -156,8 +156,8 @@ def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
         )
 
 
-def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> str:
-    return f"{where} names the {what} {name!r}. Known: {', '.join(known) or 'none'}."
+def _unknown(attribute: str, kind: str, name: str, valid_names: Sequence[str]) -> str:
+    return f"{attribute} names the {kind} {name!r}. Known: {', '.join(valid_names) or 'none'}."
 
 
 def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
@@ -357,8 +357,8 @@ class ProtocolHandler(ABC):
     @property
     def stackelberg_sequence(self) -> tuple[tuple[str, ...], ...]:
         """Groups of agents, leaders first: the verifiers, then all others."""
-        others = tuple(name for name in self.agent_names if name not in self.verifier_names)
-        return (self.verifier_names, others) if others else (self.verifier_names,)
+        followers = tuple(name for name in self.agent_names if name not in self.verifier_names)
+        return (self.verifier_names, followers) if followers else (self.verifier_names,)
 
     def visible_channels(self, agent_name: str) -> list[int]:
         """Return the indices of the channels that an agent sees, in order."""
@@ -506,7 +506,9 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
     def __init__(self, hyper_params: HyperParameters, parameters: Any) -> None:
         super().__init__(hyper_params, parameters)
         self._verifier = self.agent_names.index(self.verifier_names[0])
-        rewards = [[self.reward(name, one) for name in self.agent_names] for one in RoundResult]
+        rewards = [
+            [self.reward(name, result) for name in self.agent_names] for result in RoundResult
+        ]
         _refuse(self, _faults_of_rewards(self, rewards))
         self._reward_XA = torch.tensor(rewards, dtype=torch.float32)
 

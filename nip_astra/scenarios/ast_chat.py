@@ -21,7 +21,7 @@ from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.base import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
-from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, num_probes_of
+from nip_astra.samplers.trees import MAX_PROBES, RewardParameters, TreeSampler, count_probes
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     TargetParameters,
@@ -124,7 +124,7 @@ class AstChatScenario(Scenario):
 
         @model_validator(mode="after")
         def _can_be_held(self) -> Self:
-            num_probes = num_probes_of(self.tree_width, self.tree_depth)
+            num_probes = count_probes(self.tree_width, self.tree_depth)
             if num_probes > MAX_PROBES:
                 raise ValueError(
                     f"tree_width={self.tree_width} and tree_depth={self.tree_depth} give more than "
@@ -229,18 +229,22 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
     values: dict[str, Any] = {}
     for layer in read_yaml_layers(path, source=SCENARIO_FILE):
         values |= layer.values
-    own = values.get(str(values.get("kind"))) or {}
-    target = own.get("target") or {}
-    named = (target.get("language_model") or target.get("chat_model") or {}).get("model")
+    file_values = values.get(str(values.get("kind"))) or {}
+    file_target = file_values.get("target") or {}
+    file_model = file_target.get("language_model") or file_target.get("chat_model") or {}
+    file_model_name = file_model.get("model")
     model = parameters.target.language_model or parameters.target.chat_model
-    used = getattr(model, "model", None)
-    if named is None or _is_same_model(str(named), str(used), scenario_dir):
+    model_name = getattr(model, "model", None)
+    if file_model_name is None or _is_same_model(
+        str(file_model_name), str(model_name), scenario_dir
+    ):
         return parameters
     planted, evaluation = parameters.planted_failures, parameters.evaluation
-    if [p.name for p in planted] == [p["name"] for p in own.get("planted_failures") or ()]:
+    file_failures = [failure["name"] for failure in file_values.get("planted_failures") or ()]
+    if [failure.name for failure in planted] == file_failures:
         planted = []
-    labelled = (own.get("evaluation") or {}).get("labelled_responses")
-    if evaluation.labelled_responses == labelled:
+    file_labels = (file_values.get("evaluation") or {}).get("labelled_responses")
+    if evaluation.labelled_responses == file_labels:
         evaluation = evaluation.model_copy(update={"labelled_responses": None})
     return parameters.model_copy(update={"planted_failures": planted, "evaluation": evaluation})
 
@@ -249,8 +253,11 @@ def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
     """Return whether two references denote one model; assumed for a reference with a `${...}`."""
     if first == second or "${" in first:
         return True
-    paths = [resolve_reference(reference, scenario_dir) for reference in (first, second)]
-    return len({path.resolve() if isinstance(path, Path) else path for path in paths}) == 1
+    sources = set()
+    for reference in (first, second):
+        source = resolve_reference(reference, scenario_dir)
+        sources.add(source.resolve() if isinstance(source, Path) else source)
+    return len(sources) == 1
 
 
 def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[Prompt]]:

@@ -53,9 +53,9 @@ class CodeValidationScenario(PureTextScenario):
     ) -> TextDatasets:
         path = (scenario_dir or Path()) / parameters.problems
         problems = [
-            one
-            for one in read_problems(path)
-            if not parameters.levels or one["level"] in parameters.levels
+            problem
+            for problem in read_problems(path)
+            if not parameters.levels or problem["level"] in parameters.levels
         ]
         num_test = max(round(parameters.test_share * len(problems)), 1)
         if len(problems) <= num_test:
@@ -87,11 +87,15 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             problem = json.loads(line)
-            kinds = {bool(one["is_correct"]) for one in problem["solutions"] if str(one["code"])}
+            verdicts = {
+                bool(solution["is_correct"])
+                for solution in problem["solutions"]
+                if str(solution["code"])
+            }
             types = {"name": str, "question": str, "level": int}
-            wrong = [key for key, kind in types.items() if not isinstance(problem[key], kind)]
-            if kinds != {True, False} or wrong:
-                raise DataError(f"{wrong or 'solutions'} is invalid")
+            invalid = [key for key, kind in types.items() if not isinstance(problem[key], kind)]
+            if verdicts != {True, False} or invalid:
+                raise DataError(f"{invalid or 'solutions'} is invalid")
         except (ValueError, KeyError, TypeError, DataError) as error:
             raise DataError(
                 f"line {number} of {path} is not a problem: {error!r}. Give a name, a level, a "
@@ -106,10 +110,11 @@ def _datapoints(problems: list[dict[str, Any]], num_wrong: int, seed: int) -> Ne
     rows = []
     for problem in problems:
         generator = random.Random(derive_seed(seed, "code_validation", problem["name"]))
-        right = [one for one in problem["solutions"] if one["is_correct"]]
-        wrong = [one for one in problem["solutions"] if not one["is_correct"]]
-        for one in generator.sample(wrong, min(num_wrong, len(wrong))):
-            rows += [(problem, generator.choice(right)), (problem, one)]
+        correct = [solution for solution in problem["solutions"] if solution["is_correct"]]
+        wrong = [solution for solution in problem["solutions"] if not solution["is_correct"]]
+        for wrong_solution in generator.sample(wrong, min(num_wrong, len(wrong))):
+            rows.append((problem, generator.choice(correct)))
+            rows.append((problem, wrong_solution))
     return NestedArrayDict(
         {
             "y": [int(solution["is_correct"]) for _, solution in rows],

@@ -113,8 +113,9 @@ class SummaryPolicyHead(AgentPolicyHead):
 
     def by_place(self, logits_BSF: Tensor) -> Tensor:
         """Reshape logits by symbol, with all message places last, to [B, V, P, S]."""
-        places = (self.shape.num_visible, self.shape.message_space.message_size)
-        return logits_BSF.transpose(1, 2).reshape(len(logits_BSF), *places, -1)
+        num_channels, message_size = self.shape.num_visible, self.shape.message_space.message_size
+        logits_BFS = logits_BSF.transpose(1, 2)
+        return logits_BFS.reshape(len(logits_BSF), num_channels, message_size, -1)
 
 
 class SummaryValueHead(AgentValueHead):

@@ -63,8 +63,9 @@ def _claims(words: tuple[str, ...], count: int, seed: int) -> NestedArrayDict:
     generator = random.Random(seed)
     secrets, claims, labels = [], [], []
     for number in range(count):
-        word, other = generator.sample(words, 2)
+        word, wrong_word = generator.sample(words, 2)
+        is_true = number % 2 == 1
         secrets.append(word)
-        labels.append(number % 2)
-        claims.append(word if number % 2 else other)
+        labels.append(int(is_true))
+        claims.append(word if is_true else wrong_word)
     return NestedArrayDict({"y": labels, "word": secrets, "claim": claims}, count)

@@ -97,15 +97,15 @@ class TensorDictScenario(Scenario):
             agents = values.get("agents") if isinstance(values, Mapping) else None
             if not isinstance(agents, Mapping):
                 return values
-            filled = {
-                name: explicit_values(own) if isinstance(own, RandomAgentParameters) else own
-                for name, own in agents.items()
-            }
+            filled = {}
+            for name, agent in agents.items():
+                is_random = isinstance(agent, RandomAgentParameters)
+                filled[name] = explicit_values(agent) if is_random else agent
             default = filled.get(DEFAULT_AGENT)
             if isinstance(default, Mapping):
                 filled = {
-                    name: _merged(default, own) if isinstance(own, Mapping) else own
-                    for name, own in filled.items()
+                    name: _merge(default, agent) if isinstance(agent, Mapping) else agent
+                    for name, agent in filled.items()
                 }
             return {**values, "agents": filled}
 
@@ -238,7 +238,7 @@ class TensorDictScenario(Scenario):
     ) -> dict[str, Agent]:
         """Build all agents of the protocol with the parts that the trainer needs."""
         agents = {}
-        for name, own in parameters_of_agents(parameters, protocol).items():
+        for name, agent_parameters in parameters_of_agents(parameters, protocol).items():
             shape = AgentShape(
                 name=name,
                 is_verifier=name not in protocol.prover_names,
@@ -252,7 +252,7 @@ class TensorDictScenario(Scenario):
             with torch.random.fork_rng():
                 torch.manual_seed(derive_seed(hyper_params.seed, "agent", name))
                 agents[name] = cls._build_agent(
-                    hyper_params, parameters, own, shape, datasets.train, trainer_type
+                    hyper_params, parameters, agent_parameters, shape, datasets.train, trainer_type
                 )
         return agents
 
@@ -269,20 +269,25 @@ class TensorDictScenario(Scenario):
         if agent.is_random:
             head = RandomPolicyHead(shape, cls.impossible_symbols)
             return Agent(shape.name, agent, shape, policy_head=head)
-        is_solo, has_central_critic = trainer_type == "solo_agent", trainer_type == CENTRAL_CRITIC
+        is_solo = trainer_type == "solo_agent"
+        has_central_critic = trainer_type == CENTRAL_CRITIC
         body = cls.build_body(parameters, agent, shape, dataset)
-        value_body = value_head = None
+        value_body: AgentBody | None = None
+        value_head: AgentValueHead | None = None
         if not is_solo:
-            seen = shape
+            critic_shape = shape
             if has_central_critic:
-                seen = replace(shape, visible_channels=tuple(range(shape.num_channels)))
+                # It sees every channel, and has a value for each label.
+                all_channels = tuple(range(shape.num_channels))
+                critic_shape = replace(shape, visible_channels=all_channels)
             value_body = body
             if not hyper_params.rl.use_shared_body:
-                value_body = cls.build_body(parameters, agent, seen, dataset)
-            build_value_head = partial(cls.build_value_head, parameters, agent, seen)
-            value_head = (
-                LabelledValueHead(build_value_head) if has_central_critic else build_value_head()
-            )
+                value_body = cls.build_body(parameters, agent, critic_shape, dataset)
+            build_value_head = partial(cls.build_value_head, parameters, agent, critic_shape)
+            if has_central_critic:
+                value_head = LabelledValueHead(build_value_head)
+            else:
+                value_head = build_value_head()
         needs_solo_head = is_solo or hyper_params.rl.pretrain_agents
         built = Agent(
             shape.name,
@@ -310,16 +315,16 @@ def _check_is_whole(kind: type[TensorDictScenario]) -> None:
         )
 
 
-def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `own` into `default`, group by group; a group of another `_type` replaces."""
+def _merge(default: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `values` into `default`, group by group; a group of another `_type` replaces."""
     merged = dict(default)
-    for name, value in own.items():
-        below = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            is_same_kind = value.get("_type", below.get("_type")) == below.get("_type")
-            merged[name] = _merged(below, value) if is_same_kind else value
-        else:
-            merged[name] = value
+    for name, value in values.items():
+        default_value = merged.get(name)
+        merged[name] = value
+        if isinstance(value, Mapping) and isinstance(default_value, Mapping):
+            default_type = default_value.get("_type")
+            if value.get("_type", default_type) == default_type:
+                merged[name] = _merge(default_value, value)
     return merged
 
 
@@ -375,26 +380,29 @@ def _check_parts(agent: Agent, frames: Observation) -> None:
         policy, space = _Part(agent, "policy head", agent.policy_head), agent.shape.message_space
         output = policy.run(agent.policy_head.logits, representation, frames)
         if not isinstance(output, PolicyOutput):
-            raise policy.error_of(_kind(output), "a PolicyOutput")
-        places, num_linear = [agent.shape.num_visible, space.message_size], space.num_linear_symbols
-        needed: dict[str, list[int] | None] = {
-            "message_logits_BVPS": [*places, space.num_symbols],
-            "linear_logits_BVPL": [*places, num_linear] if num_linear else None,
+            raise policy.shape_error(_kind(output), "a PolicyOutput")
+        # Visible channels and message positions, V and P.
+        message_shape = [agent.shape.num_visible, space.message_size]
+        num_linear = space.num_linear_symbols
+        expected_shapes: dict[str, list[int] | None] = {
+            "message_logits_BVPS": [*message_shape, space.num_symbols],
+            "linear_logits_BVPL": [*message_shape, num_linear] if num_linear else None,
         }
         if agent.shape.has_decision or output.decision_logits_B3 is not None:
-            needed["decision_logits_B3"] = [3]
-        for name, expected in needed.items():
+            expected_shapes["decision_logits_B3"] = [3]
+        for name, expected in expected_shapes.items():
             policy.check(getattr(output, name), expected, f"{name}: ")
         policy.run(agent.policy_head, representation, frames)
     if agent.solo_head is not None:
         solo = _Part(agent, "solo head", agent.solo_head)
         solo.check(solo.run(agent.solo_head, representation, frames), [2])
     if agent.value_head is not None:
-        seen = _read(agent, agent.value_body, frames)
-        whole = agent.value_head
-        head = whole.heads[0] if isinstance(whole, LabelledValueHead) else whole
-        value = _Part(agent, "value head", head)
-        value.check(value.run(head, seen, frames), [])
+        critic_representation = _read(agent, agent.value_body, frames)
+        head = agent.value_head
+        # Of a central critic the first label's head; its heads are alike.
+        checked_head = head.heads[0] if isinstance(head, LabelledValueHead) else head
+        value = _Part(agent, "value head", checked_head)
+        value.check(value.run(checked_head, critic_representation, frames), [])
 
 
 def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Representation:
@@ -403,11 +411,11 @@ def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Represen
     part = _Part(agent, "body", body)
     representation: Any = part.run(body, frames)
     if not isinstance(representation, Mapping):
-        raise part.error_of(_kind(representation), "a dictionary of tensors")
+        raise part.shape_error(_kind(representation), "a dictionary of tensors")
     for name, value in representation.items():
         if not isinstance(value, Tensor) or not value.ndim or len(value) != NUM_FRAMES:
             expected = f"numbers of shape [{NUM_FRAMES}, ...]"
-            raise part.error_of(f"{name}: {_kind(value)}", expected)
+            raise part.shape_error(f"{name}: {_kind(value)}", expected)
     return representation
 
 
@@ -426,11 +434,13 @@ class _Part(NamedTuple):
 
     def check(self, value: Any, expected: list[int] | None, name: str = "") -> None:
         """Check that a value has the expected shape (B omitted), or is None if that is expected."""
-        wanted = "None" if expected is None else f"numbers of shape {[NUM_FRAMES, *expected]}"
-        if _kind(value) != wanted:
-            raise self.error_of(name + _kind(value), wanted)
+        expected_kind = "None"
+        if expected is not None:
+            expected_kind = f"numbers of shape {[NUM_FRAMES, *expected]}"
+        if _kind(value) != expected_kind:
+            raise self.shape_error(name + _kind(value), expected_kind)
 
-    def error_of(self, actual: str, expected: str) -> AgentShapeError:
+    def shape_error(self, actual: str, expected: str) -> AgentShapeError:
         return self._error(f"returns {actual}, expected {expected}")
 
     def _error(self, fault: str) -> AgentShapeError:

@@ -38,7 +38,7 @@ from nip_astra.parameters.parameters_base import (
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_rollouts import active_turns
-from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title, row_of
+from nip_astra.scenario_base.text.game import DECISION_WORDS, channel_title, read_row
 from nip_astra.utils.nested_array_dict import (
     CompositeSpec,
     IntArraySpec,
@@ -177,7 +177,7 @@ def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
         lines_of_episode = _lines(rollouts, n, cast)
-        row = {} if columns is None else row_of(columns, n)
+        row = {} if columns is None else read_row(columns, n)
         values = {key: value for key, value in row.items() if key not in cast.hidden_columns}
         for a, agent in enumerate(names):
             seen = cast.seen_channels(agent)

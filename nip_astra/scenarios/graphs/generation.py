@@ -308,25 +308,25 @@ def switched(
     all_rows = np.flatnonzero(num_edges >= 2)
     for _ in range(num_tries if len(all_rows) else 0):
         draws = random.random((3, len(all_rows)))
-        one = (draws[0] * num_edges[all_rows]).astype(np.int64)
-        other = (draws[1] * num_edges[all_rows]).astype(np.int64)
+        # Two edges a-b and c-d of each graph become a-d and c-b.
+        first_edge = (draws[0] * num_edges[all_rows]).astype(np.int64)
+        second_edge = (draws[1] * num_edges[all_rows]).astype(np.int64)
         is_turned = draws[2] < 0.5
-        a, b = edges[all_rows, one].T
-        ends = edges[all_rows, other]
+        a, b = edges[all_rows, first_edge].T
+        ends = edges[all_rows, second_edge]
         c = np.where(is_turned, ends[:, 1], ends[:, 0])
         d = np.where(is_turned, ends[:, 0], ends[:, 1])
-        is_possible = (colours[all_rows, a] == colours[all_rows, c]) & (
-            colours[all_rows, b] == colours[all_rows, d]
-        )
-        is_possible &= (a != d) & (b != c)
-        is_possible &= ~graphs[all_rows, a, d] & ~graphs[all_rows, c, b]
-        chosen = np.flatnonzero(is_possible)
-        rows, a, b, c, d = (array[chosen] for array in (all_rows, a, b, c, d))
-        for start, end, value in ((a, b, False), (c, d, False), (a, d, True), (c, b, True)):
-            graphs[rows, start, end] = value
-            graphs[rows, end, start] = value
-        edges[rows, one[chosen]] = np.stack([a, d], axis=1)
-        edges[rows, other[chosen]] = np.stack([c, b], axis=1)
+        has_same_colours = colours[all_rows, a] == colours[all_rows, c]
+        has_same_colours &= colours[all_rows, b] == colours[all_rows, d]
+        has_loop = (a == d) | (b == c)
+        has_double_edge = graphs[all_rows, a, d] | graphs[all_rows, c, b]
+        switched_rows = np.flatnonzero(has_same_colours & ~has_loop & ~has_double_edge)
+        rows, a, b, c, d = (array[switched_rows] for array in (all_rows, a, b, c, d))
+        for start, end, is_edge in ((a, b, False), (c, d, False), (a, d, True), (c, b, True)):
+            graphs[rows, start, end] = is_edge
+            graphs[rows, end, start] = is_edge
+        edges[rows, first_edge[switched_rows]] = np.stack([a, d], axis=1)
+        edges[rows, second_edge[switched_rows]] = np.stack([c, b], axis=1)
     return graphs
 
 

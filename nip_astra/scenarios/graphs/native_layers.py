@@ -111,8 +111,8 @@ def _plain_gradients(
     with torch.enable_grad():
         # Views, so that an input from which another was computed gets only its own part.
         views = [tensor.view_as(tensor) for tensor in inputs]
-        found = formula(*views)
-        results = (found,) if isinstance(found, Tensor) else found
+        output = formula(*views)
+        results = (output,) if isinstance(output, Tensor) else output
         # Where some weights do not learn, one of several results may be a constant.
         pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
         derivatives = iter(
@@ -129,8 +129,8 @@ def _plain_gradients(
 
 
 class _Native(torch.autograd.Function):
-    """A formula in C: `NAME_forward(*sizes, *inputs, *kept, *results)` and
-    `NAME_backward(*sizes, *gradients, *inputs, *kept, *of_inputs)`, all contiguous.
+    """A formula in C: `NAME_forward(*sizes, *inputs, *intermediates, *results)` and
+    `NAME_backward(*sizes, *gradients, *inputs, *intermediates, *input_gradients)`, all contiguous.
 
     Second derivatives are those of the formula.
     """
@@ -138,7 +138,7 @@ class _Native(torch.autograd.Function):
     name: ClassVar[str]
     constants: ClassVar[tuple[int, ...]]
     """Inputs without derivatives."""
-    num_kept: ClassVar[int] = 0
+    num_intermediates: ClassVar[int] = 0
     """Number of tensors that `forward` keeps for `backward` besides the inputs."""
 
     @classmethod
@@ -167,8 +167,8 @@ class _Native(torch.autograd.Function):
         raise NotImplementedError
 
     @classmethod
-    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Allocate the `num_kept` kept tensors."""
+    def empty_intermediates(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Allocate the `num_intermediates` tensors."""
         return ()
 
     @classmethod
@@ -203,45 +203,53 @@ class _Native(torch.autograd.Function):
         """Return the results, with derivatives if gradients are enabled."""
         inputs = [tensor.contiguous() for tensor in inputs]
         if not torch.is_grad_enabled():
-            return cls.compute(inputs, cls.num_kept * [None])
+            return cls.compute(inputs, cls.num_intermediates * [None])
         results: tuple[Tensor, ...] = cls.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
         return results
 
     @classmethod
-    def compute(cls, inputs: Sequence[Tensor], kept: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return the results and write to the kept tensors that are not None."""
+    def compute(
+        cls, inputs: Sequence[Tensor], intermediates: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Return the results and write to the intermediates tensors that are not None."""
         results = cls.empty_results(inputs)
-        given = (*cls.sizes(inputs), *cls.grouped(inputs), *kept)
-        CODES[cls.name].call(f"{cls.name}_forward", *given, *results)
+        arguments = (*cls.sizes(inputs), *cls.grouped(inputs), *intermediates)
+        CODES[cls.name].call(f"{cls.name}_forward", *arguments, *results)
         return results
 
     @classmethod
     def forward(cls, ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        kept = cls.empty_kept(inputs)
-        results = cls.compute(inputs, kept)
-        ctx.save_for_backward(*inputs, *kept)
+        intermediates = cls.empty_intermediates(inputs)
+        results = cls.compute(inputs, intermediates)
+        ctx.save_for_backward(*inputs, *intermediates)
         return results
 
     @classmethod
     def backward(cls, ctx: Any, *gradients: Tensor) -> Gradients:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        inputs, kept = saved[: len(ctx.needs_input_grad)], saved[len(ctx.needs_input_grad) :]
+        num_inputs = len(ctx.needs_input_grad)
+        inputs, intermediates = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
         if torch.is_grad_enabled():
             return _plain_gradients(cls.formula, inputs, gradients)
-        of_inputs = [
+        input_gradients = [
             None if i in cls.constants else torch.empty_like(x) for i, x in enumerate(inputs)
         ]
-        written = [x for x in cls.grouped(of_inputs) if x is not None]
-        given = (*cls.sizes(inputs), *(x.contiguous() for x in gradients), *cls.grouped(inputs))
-        CODES[cls.name].call(f"{cls.name}_backward", *given, *kept, *written)
-        return tuple(of_inputs)
+        outputs = [gradient for gradient in cls.grouped(input_gradients) if gradient is not None]
+        contiguous_gradients = [gradient.contiguous() for gradient in gradients]
+        arguments = (
+            *cls.sizes(inputs),
+            *contiguous_gradients,
+            *cls.grouped(inputs),
+            *intermediates,
+        )
+        CODES[cls.name].call(f"{cls.name}_backward", *arguments, *outputs)
+        return tuple(input_gradients)
 
 
 class NativeNetwork(_Native):
     """`Network.apply` with layers of `gin_formula`, whose weights are the last inputs."""
 
     name = "network"
-    num_kept = 1
+    num_intermediates = 1
     constants = (0, 1, 2, 3)
 
     @classmethod
@@ -281,7 +289,7 @@ class NativeNetwork(_Native):
         )
 
     @classmethod
-    def empty_kept(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def empty_intermediates(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         num_layers, num_graphs, n, d, *_ = cls.sizes(inputs)
         return (inputs[0].new_empty(num_layers + 1, num_graphs * n, d),)
 

@@ -136,8 +136,9 @@ def read_published_pairs(path: Path | str) -> PublishedPairs:
 
 def padded_to(pairs: GraphPairs, n: int) -> GraphPairs:
     """Pad the pairs to n nodes."""
-    more = n - pairs.adjacency.shape[-1]
-    return pairs._replace(adjacency=np.pad(pairs.adjacency, ((0, 0), (0, 0), (0, more), (0, more))))
+    num_added = n - pairs.adjacency.shape[-1]
+    padding = ((0, 0), (0, 0), (0, num_added), (0, num_added))
+    return pairs._replace(adjacency=np.pad(pairs.adjacency, padding))
 
 
 def _read_tensors(path: Path | str) -> dict[str, Tensor]:

@@ -173,7 +173,9 @@ def split_by_class(
 
     def part(rows: list[int]) -> ImageSource:
         rows_N = torch.tensor(sorted(rows))
-        return ImageSource(source.classes_N[rows_N], lambda chosen: source.read(rows_N[chosen]))
+        return ImageSource(
+            source.classes_N[rows_N], lambda part_rows: source.read(rows_N[part_rows])
+        )
 
     return part(splits[0]), part(splits[1])
 
@@ -238,20 +240,20 @@ def _label_of_class(
     """
     if parameters.binarification_method == "random":
         return None
-    known = torch.unique(classes_N)
+    present_classes = torch.unique(classes_N)
     if parameters.binarification_method == "select_two":
         assert parameters.selected_classes is not None
-        missing = sorted(set(parameters.selected_classes) - set(known.tolist()))
+        missing = sorted(set(parameters.selected_classes) - set(present_classes.tolist()))
         if missing:
             raise DataError(
                 f"{parameters.name!r} has no class {missing[0]}. Set dataset.selected_classes to "
-                f"two of {', '.join(map(str, known.tolist()))}."
+                f"two of {', '.join(map(str, present_classes.tolist()))}."
             )
         groups = [torch.tensor([number]) for number in parameters.selected_classes]
     else:
         generator = derived_generator(parameters.binarification_seed, "classes")
-        shuffled = known[torch.randperm(len(known), generator=generator)]
-        groups = [shuffled[: len(known) // 2], shuffled[len(known) // 2 :]]
+        shuffled = present_classes[torch.randperm(len(present_classes), generator=generator)]
+        groups = [shuffled[: len(present_classes) // 2], shuffled[len(present_classes) // 2 :]]
 
     def label(classes: Tensor) -> Tensor:
         labels = torch.full_like(classes, -1)
@@ -282,12 +284,12 @@ def _rows_kept(
 
 def download_images(name: str, folder: Path | None) -> dict[str, int]:
     """Download a dataset to the library's cache, and to a folder if given; return split sizes."""
-    known = [key for key, described in HUB_DATASETS.items() if described.hub_id is not None]
-    if name not in known:
-        raise UnknownNameError("dataset", name, known, "digits and tiny need no download.")
-    datasets = _library(name)
+    downloadable = [key for key, dataset in HUB_DATASETS.items() if dataset.hub_id is not None]
+    if name not in downloadable:
+        raise UnknownNameError("dataset", name, downloadable, "digits and tiny need no download.")
+    library = _import_library(name)
     try:
-        loaded = _load(datasets, HUB_DATASETS[name], None)
+        loaded = _load(library, HUB_DATASETS[name], None)
         if folder is not None:
             loaded.save_to_disk(str(folder))
     except Exception as error:
@@ -301,8 +303,8 @@ def download_images(name: str, folder: Path | None) -> dict[str, int]:
 def _read_dataset(
     parameters: ImageDatasetParameters, scenario_dir: Path | None
 ) -> tuple[ImageSource, ImageSource]:
-    name, described = parameters.name, HUB_DATASETS[parameters.name]
-    datasets, path = _library(name), None
+    name, dataset = parameters.name, HUB_DATASETS[parameters.name]
+    library, path = _import_library(name), None
     if parameters.path is not None:
         path = Path(resolve_reference(parameters.path, scenario_dir)).expanduser()
         if not path.exists():
@@ -311,10 +313,10 @@ def _read_dataset(
                 "with images."
             )
     try:
-        loaded = _load(datasets, described, path)
+        loaded = _load(library, dataset, path)
     except Exception as error:
         raise DataError(
-            f"cannot read the images {name!r} from {path or described.hub_id}: {reason_of(error)}. "
+            f"cannot read the images {name!r} from {path or dataset.hub_id}: {reason_of(error)}. "
             "Give a Parquet file, a folder of Parquet files, of save_to_disk or of "
             "train/<class>/, or use a network that reaches the hub."
         ) from error
@@ -324,36 +326,37 @@ def _read_dataset(
             f"the images {name!r} have no split 'train', only "
             f"{', '.join(map(repr, splits)) or 'none'}. Name files or folders train and test."
         )
-    train = _source(splits["train"], described, name)
+    train = _read_source(splits["train"], dataset, name)
     if "test" not in splits:
         return split_by_class(train, parameters)
-    return train, _source(splits["test"], described, name)
+    return train, _read_source(splits["test"], dataset, name)
 
 
-def _library(name: str) -> Any:
-    what = f"the data of the images {name!r}, unlike 'digits' and 'tiny',"
-    return import_extra("datasets", what, "images")
+def _import_library(name: str) -> Any:
+    """Return the package `datasets`."""
+    feature = f"the data of the images {name!r}, unlike 'digits' and 'tiny',"
+    return import_extra("datasets", feature, "images")
 
 
-def _load(datasets: Any, described: HubDataset, path: Path | None) -> Any:
+def _load(library: Any, dataset: HubDataset, path: Path | None) -> Any:
     if path is None:
-        return datasets.load_dataset(described.hub_id, described.config)
+        return library.load_dataset(dataset.hub_id, dataset.config)
     if any((path / name).exists() for name in SAVED_FILES):
-        return datasets.load_from_disk(str(path))
+        return library.load_from_disk(str(path))
     if path.is_file():
-        return datasets.load_dataset("parquet", data_files=str(path))
-    return datasets.load_dataset(str(path))
+        return library.load_dataset("parquet", data_files=str(path))
+    return library.load_dataset(str(path))
 
 
-def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
-    for column in (described.image, described.label):
+def _read_source(split: Any, dataset: HubDataset, name: str) -> ImageSource:
+    for column in (dataset.image, dataset.label):
         if column not in split.column_names:
             raise DataError(
                 f"the images {name!r} have no column {column!r}, only "
                 f"{', '.join(map(repr, split.column_names))}. Rename the columns to "
-                f"{described.image!r} and {described.label!r}."
+                f"{dataset.image!r} and {dataset.label!r}."
             )
-    classes = split[described.label]
+    classes = split[dataset.label]
     wrong = [
         value
         for value in classes
@@ -361,12 +364,12 @@ def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
     ]
     if wrong:
         raise DataError(
-            f"classes in the column {described.label!r} of {name!r} must be integers from 0, got "
+            f"classes in the column {dataset.label!r} of {name!r} must be integers from 0, got "
             f"{wrong[0]!r}."
         )
 
     def read(rows_N: Tensor) -> Tensor:
-        pictures = split.select(rows_N.tolist())[described.image]
+        pictures = split.select(rows_N.tolist())[dataset.image]
         images = [_pixels(picture, name) for picture in pictures]
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:

@@ -68,26 +68,28 @@ def _image(datapoint: Mapping[str, Any], choices: Sequence[Choice]) -> DrawnImag
 
 
 def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choice]) -> None:
-    cell = drawn.width / columns, drawn.height / rows
+    cell_width, cell_height = drawn.width / columns, drawn.height / rows
     for line in range(1, columns):
-        drawn.lines.append((rounded(line * cell[0]), 0.0, rounded(line * cell[0]), drawn.height))
+        x = rounded(line * cell_width)
+        drawn.lines.append((x, 0.0, x, drawn.height))
     for line in range(1, rows):
-        drawn.lines.append((0.0, rounded(line * cell[1]), drawn.width, rounded(line * cell[1])))
-    taken: dict[int, int] = {}
+        y = rounded(line * cell_height)
+        drawn.lines.append((0.0, y, drawn.width, y))
+    num_frames: dict[int, int] = {}
     for choice in choices:
         if not 0 <= choice.place < rows * columns:
             continue
         row, column = divmod(choice.place, columns)
         # Frames of further agents are inside earlier ones.
-        inset = 2.0 + 5.0 * taken.get(choice.place, 0)
-        taken[choice.place] = taken.get(choice.place, 0) + 1
+        inset = 2.0 + 5.0 * num_frames.get(choice.place, 0)
+        num_frames[choice.place] = num_frames.get(choice.place, 0) + 1
         drawn.frames.append(
             Frame(
                 choice,
-                rounded(column * cell[0] + inset),
-                rounded(row * cell[1] + inset),
-                rounded(max(cell[0] - 2 * inset, 1.0)),
-                rounded(max(cell[1] - 2 * inset, 1.0)),
+                rounded(column * cell_width + inset),
+                rounded(row * cell_height + inset),
+                rounded(max(cell_width - 2 * inset, 1.0)),
+                rounded(max(cell_height - 2 * inset, 1.0)),
             )
         )
         drawn.summary += (

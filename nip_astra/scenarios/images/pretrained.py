@@ -91,8 +91,10 @@ def register_pretrained_model(
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
     """Return a dataset's key of a model's embeddings; equal parameters share it."""
-    described = {k: v for k, v in parameters.to_dict().items() if k != "cache_dir"}
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    values = parameters.to_dict()
+    # Where embeddings are cached does not change them.
+    values.pop("cache_dir", None)
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return f"embeddings_{parameters.type_name}_{digest[:12]}"
 
 
@@ -120,14 +122,16 @@ def embed_all(
         model = model_class(
             parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
         )
-        embeddings = {split: _embedded(model, one) for split, one in images.items()}
+        embeddings = {
+            split: _embed_checked(model, images_NKHW) for split, images_NKHW in images.items()
+        }
         if path is not None:
             keep_tensors(path, embeddings)
     return embeddings["train"], embeddings["test"]
 
 
 @torch.no_grad()
-def _embedded(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
+def _embed_checked(model: PretrainedModel, images_NKHW: Tensor) -> Tensor:
     result, count = model.embed(images_NKHW).float().contiguous(), len(images_NKHW)
     if result.ndim != 4 or len(result) != count or not bool(result.isfinite().all()):
         raise DataError(
@@ -176,9 +180,9 @@ class HuggingFaceImageModel(PretrainedModel):
             )
         self.name = str(source)
         self.model = _load(self.name)
-        described = self.model.config.to_dict()
-        self.num_channels = int(described.get("num_channels", 3))
-        self.mean_K11, self.std_K11 = _normalisation(self.name, described)
+        config = self.model.config.to_dict()
+        self.num_channels = int(config.get("num_channels", 3))
+        self.mean_K11, self.std_K11 = _normalisation(self.name, config)
 
     @classmethod
     def files(cls, parameters: Any, scenario_dir: Path | None) -> list[Path]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, ProtocolHandler
 from nip_astra.samplers.text_rollouts import AnswerJournal, active_turns, transcripts
-from nip_astra.scenario_base.text.game import TextEpisode, TextGame, row_of
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame, read_row
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.intervals import rate_estimate
@@ -115,7 +115,7 @@ def train_episodes(
         epoch, place = divmod(number, len(data))
         row = shuffled(len(data), seed, "train data", epoch)[place]
         episode_seed = derive_seed(seed, "train episode", number) % NUM_SEEDS
-        yield instance.game.start(row, row_of(data, row), episode_seed)
+        yield instance.game.start(row, read_row(data, row), episode_seed)
 
 
 def held_out_episodes(
@@ -126,7 +126,7 @@ def held_out_episodes(
     rows = range(len(data)) if count is None else shuffled(len(data), seed, "test data")[:count]
     for row in rows:
         episode_seed = derive_seed(seed, "test episode", row) % NUM_SEEDS
-        yield instance.game.start(row, row_of(data, row), episode_seed)
+        yield instance.game.start(row, read_row(data, row), episode_seed)
 
 
 @lru_cache(maxsize=8)
