@@ -32,7 +32,7 @@ from nip_astra.language_models.services.retrying import (
     ResponseCache,
     RetryingChatModel,
     UsageLog,
-    key_of,
+    cache_key,
     open_chat_model,
 )
 from nip_astra.rollouts.messages import ToolCall
@@ -246,14 +246,14 @@ def test_attempts_after_a_requested_pause_are_spread_as_before_it() -> None:
 def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     inner = model_of(repeat("x"))
-    model = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=3))
+    model = patient(inner, usage_log=UsageLog.open(path), budget=Budget(max_requests=3))
     with pytest.raises(BudgetExhaustedError) as caught:
         ask(model, *[saying(str(n)) for n in range(9)])
     assert len(inner.requests) == 3
     for fact in ("max_service_requests=3", "3 requests", "45 tokens", "nip-astra resume"):
         assert fact in str(caught.value)
     del model
-    more = patient(inner, usage_log=UsageLog.of(path), budget=Budget(max_requests=4))
+    more = patient(inner, usage_log=UsageLog.open(path), budget=Budget(max_requests=4))
     assert more.use.num_requests == 3
     ask(more, saying("a"))
     with pytest.raises(BudgetExhaustedError):
@@ -442,7 +442,7 @@ def test_stored_answers_of_other_versions_that_are_no_replies_are_requested_agai
     cache = ResponseCache(tmp_path / "answers.sqlite")
     model = patient(model_of(["a"]), cache=cache)
     request = saying("hi", max_tokens=4)
-    cache.put({key_of(model.model, request, 0): stored})
+    cache.put({cache_key(model.model, request, 0): stored})
     assert texts(ask(model, request)[0]) == ["a"]
 
 
