@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -358,6 +358,29 @@ def test_only_the_last_result_of_a_client_is_kept() -> None:
         operation = Operation(lambda: "weights", str(number))
         work.submit_ordered("model", number, operation).future.result()
     assert [work.find("model", number) is None for number in range(1, 4)] == [True, True, False]
+    work.close()
+
+
+def test_operations_of_one_group_run_together_and_others_apart() -> None:
+    work = WorkQueue(max_waiting=8)
+    batches: list[list[str]] = []
+    can_start = threading.Event()
+
+    def run_together(arguments: Sequence[str]) -> list[str]:
+        batches.append(list(arguments))
+        return list(arguments)
+
+    blocking = work.submit(Operation(can_start.wait))
+    operations = [
+        Operation(lambda: None, group=name[0], argument=name, run_together=run_together)
+        for name in ("a1", "b1", "a2")
+    ]
+    for operation in operations:
+        work.submit(operation)
+    can_start.set()
+    assert [operation.future.result() for operation in operations] == ["a1", "b1", "a2"]
+    assert blocking.future.result()
+    assert batches == [["a1", "a2"], ["b1"]]
     work.close()
 
 

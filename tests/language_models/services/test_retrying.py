@@ -19,6 +19,7 @@ from nip_astra.language_models.services.chat import (
     ChatModel,
     ChatOutcome,
     ChatRequest,
+    ChatUsage,
     FailureReason,
     FinishReason,
     LimitParameters,
@@ -444,6 +445,13 @@ def test_stored_answers_of_other_versions_that_are_no_replies_are_requested_agai
     request = saying("hi", max_tokens=4)
     cache.put({cache_key(model.model, request, 0): stored})
     assert texts(ask(model, request)[0]) == ["a"]
+
+
+def test_the_tokens_of_a_request_with_several_samples_are_stored_once(tmp_path: Path) -> None:
+    cache = ResponseCache(tmp_path / "answers.sqlite")
+    cache.put({"first": ChatAnswer("a"), "second": ChatAnswer("b")}, ChatUsage(7, 3))
+    assert cache.sum_usage(["first", "second"]) == (7, 3)
+    assert cache.sum_usage(["unknown"]) == (0, 0)
 
 
 def test_an_answer_without_a_word_is_not_stored(tmp_path: Path) -> None:
