@@ -44,7 +44,7 @@ from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.sharded import (
     DataParallelService,
     ShardedService,
-    learner_of,
+    find_learner,
 )
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.reductions import (
@@ -615,7 +615,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         if every:
             work = replace(work, divided_memory={"keys and values": every})
         if self.settings.sharding != "none":
-            learner = learner_of(self.policy)
+            learner = find_learner(self.policy)
             gathered = [] if learner is None else list(learner.module.parameters())
             work = work.with_sharded_weights(bytes_of(gathered))
         return estimate_run(
@@ -798,7 +798,7 @@ def distribute(
 
     `others` are models whose log-probabilities are compared with the policy's.
     """
-    learner = learner_of(policy)
+    learner = find_learner(policy)
     is_local = isinstance(service, LocalTrainingService)
     if settings.gradient_checkpointing:
         if not is_local or learner is None:
@@ -822,7 +822,7 @@ def distribute(
             "sharding=fsdp needs a policy of _type huggingface or vllm, not "
             f"{type(policy).__name__}. Set sharding to none, or another _type."
         )
-    for model in map(learner_of, (policy, *others)):
+    for model in map(find_learner, (policy, *others)):
         if model is not None:
             # Compared log-probabilities need the same forward pass as the sharded one.
             model.scores_by_module = True

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.adapters import LoraParameters
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.services.tinker_training import LORA_ALPHA
+from nip_astra.language_models.services.tinker_training import LORA_ALPHA, find_part
 from nip_astra.language_models.services.training import LocalTrainingService, build_adamw
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.serve.requests import bad_request
@@ -126,13 +126,8 @@ def find_lora(base: Base, shape: LoraShape) -> LoraParameters:
     for name, layer in base.module.named_modules():
         if not isinstance(layer, torch.nn.Linear):
             continue
-        if layer is head:
-            is_trained = shape.train_unembed
-        elif "attn" in name or "attention" in name:
-            is_trained = shape.train_attn
-        else:
-            is_trained = shape.train_mlp
-        if is_trained:
+        # `LoraShape` has a field for each part.
+        if getattr(shape, find_part(name, layer, head)):
             targets.append(name)
     if not targets:
         raise bad_request(
