@@ -30,6 +30,8 @@ ANALYSES = "analyses/*/*.json"
 """Answers of a judge about rollouts."""
 CONVERSATION, TASK, PROTOCOL = "conversation", "task", "interaction_proof"
 """Kinds of run, as `results.json` names them."""
+OWN_LOOP = "own_loop"
+"""Kind in the results of a trainer with a loop of its own; its figures have any names."""
 MAX_ROWS = 200_000
 """Maximum rows read from one file; a report shows a sample of far fewer."""
 REGRESSION = "message_regression"

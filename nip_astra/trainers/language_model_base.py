@@ -47,7 +47,6 @@ from nip_astra.language_models.services.sharded import (
     find_learner,
 )
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
-from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.reductions import (
     TOKEN_REDUCTIONS,
     LossOutput,
@@ -104,8 +103,6 @@ class LanguageModelState(RunState):
     iteration_metrics: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)
     iteration_seconds: dict[str, float] = field(default_factory=dict)
-    best_dev_value: float | None = None
-    num_evals_since_best: int = 0
 
     @property
     def update_count(self) -> int:
@@ -132,29 +129,6 @@ class LanguageModelState(RunState):
         self.num_optimizer_steps += 1
         for name, value in plain_numbers(metrics).items():
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
-
-    def count_evaluation(self, value: float) -> bool:
-        """Count a dev evaluation; return whether it is the best so far (NaN never is)."""
-        is_best = not math.isnan(value) and (
-            self.best_dev_value is None or value > self.best_dev_value
-        )
-        if is_best:
-            self.best_dev_value = value
-        self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
-        return is_best
-
-    def has_stopped_early(self, training: TrainingConfiguration) -> bool:
-        """Return whether the dev evaluations have not improved for too long."""
-        patience = training.early_stopping_patience
-        if patience is None or self.num_evals_since_best < patience:
-            return False
-        logger.info(
-            "stopped after iteration %d: no better dev/%s in %d evaluations",
-            self.iteration,
-            training.dev_metric,
-            self.num_evals_since_best,
-        )
-        return True
 
     def end(self) -> dict[str, float]:
         """Finish the iteration; return its metrics, with means over steps."""
