@@ -241,10 +241,10 @@ def _computes(device: str, text: str) -> tuple[Status, str]:
 
     try:
         ones = torch.ones(64, 64, device=device)
-        is_right = bool((ones @ ones == 64.0).all())
+        is_correct = bool((ones @ ones == 64.0).all())
     except RuntimeError as error:
         return Status.BROKEN, f"{text}; {reason_of(error)}"
-    return (Status.WORKS, text) if is_right else (Status.BROKEN, f"{text}; computes wrongly")
+    return (Status.WORKS, text) if is_correct else (Status.BROKEN, f"{text}; computes wrongly")
 
 
 def _scorers() -> Findings:

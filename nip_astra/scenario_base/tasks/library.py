@@ -273,8 +273,8 @@ class PigLatinEnvironment(Environment):
 
     def step(self, message: str) -> Reaction:
         words, right = message.split(), str(self.solution).split()
-        num_right = sum(a == b for a, b in zip(words, right, strict=False))
-        return Reaction(reward=num_right / len(right) if len(words) == len(right) else 0.0)
+        num_correct = sum(a == b for a, b in zip(words, right, strict=False))
+        return Reaction(reward=num_correct / len(right) if len(words) == len(right) else 0.0)
 
 
 def pig_latin(word: str) -> str:
