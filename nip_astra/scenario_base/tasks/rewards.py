@@ -51,7 +51,7 @@ def register_reward(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return REWARDS.register(name)
 
 
-def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
+def is_correct(completion: str, answer: str, *, contains: bool = False) -> bool:
     """Return whether a completion equals, or contains, an answer, up to whitespace."""
     text, expected = " ".join(completion.split()), " ".join(answer.split())
     return expected in text if contains else expected == text
@@ -79,7 +79,7 @@ def _compared(
     completions: Sequence[Any], answers: Sequence[Any], *, contains: bool
 ) -> list[float | None]:
     return [
-        None if answer is None else float(is_right(text_of(one), str(answer), contains=contains))
+        None if answer is None else float(is_correct(text_of(one), str(answer), contains=contains))
         for one, answer in zip(completions, answers, strict=True)
     ]
 

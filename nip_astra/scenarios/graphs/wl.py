@@ -126,7 +126,7 @@ def wl_accuracy(scores: Tensor, num_rounds: int) -> float:
     """Return the accuracy of a solver with `num_rounds` refinement rounds, from `wl_scores`, [N]
     long.
     """
-    is_right_N = (scores == ISOMORPHIC) | (
+    is_correct_N = (scores == ISOMORPHIC) | (
         (scores >= 1) & (scores <= min(num_rounds, MAX_WL_ROUNDS))
     )
-    return float(is_right_N.float().mean())
+    return float(is_correct_N.float().mean())
