@@ -155,7 +155,8 @@ class AstChatScenario(Scenario):
         @field_validator("planted_failures")
         @classmethod
         def _names_are_unique(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
-            duplicates = [name for name, n in Counter(p.name for p in planted).items() if n > 1]
+            counts = Counter(failure.name for failure in planted)
+            duplicates = [name for name, count in counts.items() if count > 1]
             if duplicates:
                 raise ValueError(f"has duplicate names {duplicates}; names must be unique")
             return planted
@@ -170,9 +171,9 @@ class AstChatScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ConversationInstance:
-        device, seed = resolve_device(settings.device), hyper_params.seed
+        device = resolve_device(settings.device)
         datasets = _read_datasets(parameters.prompts, scenario_dir)
-        with adapters_drawn_from(derive_seed(seed, "adapter")):
+        with adapters_drawn_from(derive_seed(hyper_params.seed, "adapter")):
             attacker_model = load_language_model(
                 parameters.attacker.language_model,
                 device=device,
@@ -180,6 +181,7 @@ class AstChatScenario(Scenario):
                 trainable=True,
             )
         attacker = build_agent("attacker", parameters.attacker, attacker_model)
+        # Both may share the attacker's weights, without its adapter.
         target = build_target(
             parameters.target, attacker_model, settings, scenario_dir=scenario_dir
         )
@@ -191,25 +193,29 @@ class AstChatScenario(Scenario):
         reward_terms = build_reward_terms(
             parameters.reward.terms, device=device, scenario_dir=scenario_dir
         )
-        scorers = [scorer, *(s for term in reward_terms.values() for s in term.scorers)]
+        scorers = [scorer]
+        for term in reward_terms.values():
+            scorers += term.scorers
         services = open_services(scorers, settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
         resume_usage(services)
+        sampler = TreeSampler(
+            attacker,
+            target,
+            reference,
+            scorer,
+            parameters.reward,
+            max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
+            num_parts=parameters.num_rollout_parts,
+        )
+        facts = without_other_target(parameters, scenario_dir)
         return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
             datasets=datasets,
-            sampler=TreeSampler(
-                attacker,
-                target,
-                reference,
-                scorer,
-                parameters.reward,
-                max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
-                num_parts=parameters.num_rollout_parts,
-            ),
-            planted_failures=without_other_target(parameters, scenario_dir).planted_failures,
+            sampler=sampler,
+            planted_failures=facts.planted_failures,
             scenario_dir=scenario_dir,
             services=services,
             reward_terms=reward_terms,
@@ -235,16 +241,18 @@ def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
     file_model_name = file_model.get("model")
     model = parameters.target.language_model or parameters.target.chat_model
     model_name = getattr(model, "model", None)
-    if file_model_name is None or _is_same_model(
-        str(file_model_name), str(model_name), scenario_dir
-    ):
+    if file_model_name is None:
         return parameters
-    planted, evaluation = parameters.planted_failures, parameters.evaluation
+    if _is_same_model(str(file_model_name), str(model_name), scenario_dir):
+        return parameters
+    planted = parameters.planted_failures
     file_failures = [failure["name"] for failure in file_values.get("planted_failures") or ()]
+    # Other ones were given with the other model.
     if [failure.name for failure in planted] == file_failures:
         planted = []
-    file_labels = (file_values.get("evaluation") or {}).get("labelled_responses")
-    if evaluation.labelled_responses == file_labels:
+    evaluation = parameters.evaluation
+    file_evaluation = file_values.get("evaluation") or {}
+    if evaluation.labelled_responses == file_evaluation.get("labelled_responses"):
         evaluation = evaluation.model_copy(update={"labelled_responses": None})
     return parameters.model_copy(update={"planted_failures": planted, "evaluation": evaluation})
 
@@ -267,6 +275,7 @@ def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict
     }
     for first, second in combinations(splits, 2):
         shared = set(splits[first]) & set(splits[second])
+        # Test figures would be those of prompts that the attacker was trained on.
         if shared:
             raise DataError(
                 f"the {first} and {second} prompts share {len(shared)}, for instance "

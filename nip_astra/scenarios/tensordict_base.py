@@ -103,10 +103,9 @@ class TensorDictScenario(Scenario):
                 filled[name] = explicit_values(agent) if is_random else agent
             default = filled.get(DEFAULT_AGENT)
             if isinstance(default, Mapping):
-                filled = {
-                    name: _merge(default, agent) if isinstance(agent, Mapping) else agent
-                    for name, agent in filled.items()
-                }
+                for name, agent in filled.items():
+                    if isinstance(agent, Mapping):
+                        filled[name] = _merge(default, agent)
             return {**values, "agents": filled}
 
     @classmethod
@@ -178,25 +177,26 @@ class TensorDictScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ProtocolInstance:
-        _check_is_whole(cls)
+        _check_is_complete(cls)
         device = resolve_device(settings.device)
         protocol = build_protocol_handler(hyper_params)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
         for split, dataset in zip(Datasets._fields, datasets, strict=True):
             _check_dataset(dataset, split)
         datasets = Datasets(datasets.train.to(device), datasets.test.to(device))
-        space = MessageSpace(
-            cls.num_symbols(parameters, datasets.train),
-            parameters.message_size,
-            parameters.d_linear_message_space if parameters.include_linear_message_space else 0,
-        )
+        num_linear_symbols = 0
+        if parameters.include_linear_message_space:
+            num_linear_symbols = parameters.d_linear_message_space
+        num_symbols = cls.num_symbols(parameters, datasets.train)
+        space = MessageSpace(num_symbols, parameters.message_size, num_linear_symbols)
         agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
         # A trainer changes the mode for training.
         combined = CombinedAgents(agents, protocol, space).to(device).eval()
-        steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
+        rl = hyper_params.rl
         num_environments = 1
+        # A solo agent plays no episodes.
         if trainer_type != "solo_agent":
-            rl = hyper_params.rl
+            steps = rl.steps_per_env_per_iteration or protocol.max_message_rounds
             num_environments = rl.rollouts_per_iteration or _num_environments(
                 rl.frames_per_batch, steps
             )
@@ -249,6 +249,8 @@ class TensorDictScenario(Scenario):
                 message_space=space,
                 d_representation=parameters.d_representation,
             )
+            # Each agent has a seed of its own, so that another agent's parameters do not change its
+            # initial weights.
             with torch.random.fork_rng():
                 torch.manual_seed(derive_seed(hyper_params.seed, "agent", name))
                 agents[name] = cls._build_agent(
@@ -288,16 +290,22 @@ class TensorDictScenario(Scenario):
                 value_head = LabelledValueHead(build_value_head)
             else:
                 value_head = build_value_head()
-        needs_solo_head = is_solo or hyper_params.rl.pretrain_agents
+        # In this order: each part draws its weights from the agent's generator.
+        policy_head: AgentPolicyHead | None = None
+        if not is_solo:
+            policy_head = cls.build_policy_head(parameters, agent, shape)
+        solo_head: SoloAgentHead | None = None
+        if is_solo or hyper_params.rl.pretrain_agents:
+            solo_head = cls.build_solo_head(parameters, agent, shape)
         built = Agent(
             shape.name,
             agent,
             shape,
             policy_body=body,
             value_body=value_body,
-            policy_head=None if is_solo else cls.build_policy_head(parameters, agent, shape),
+            policy_head=policy_head,
             value_head=value_head,
-            solo_head=cls.build_solo_head(parameters, agent, shape) if needs_solo_head else None,
+            solo_head=solo_head,
         )
         if agent.use_orthogonal_initialisation:
             initialise_orthogonally(built, agent.orthogonal_initialisation_gain)
@@ -306,12 +314,14 @@ class TensorDictScenario(Scenario):
         return built
 
 
-def _check_is_whole(kind: type[TensorDictScenario]) -> None:
+def _check_is_complete(scenario_class: type[TensorDictScenario]) -> None:
     """Raise for a class with missing hooks: it is never instantiated, so Python does not check."""
-    missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
+    missing = sorted(scenario_class.__abstractmethods__)
+    if not hasattr(scenario_class, "kind"):
+        missing.append("kind")
     if missing:
         raise ConfigurationError(
-            f"the scenario class {kind.__name__} lacks {', '.join(missing)}. Define them."
+            f"the scenario class {scenario_class.__name__} lacks {', '.join(missing)}. Define them."
         )
 
 
@@ -329,20 +339,23 @@ def _merge(default: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _num_environments(frames_per_batch: int, steps: int) -> int:
-    if frames_per_batch % steps:
+    num_environments = frames_per_batch // steps
+    if num_environments * steps != frames_per_batch:
+        valid_frames = max(num_environments, 1) * steps
         raise ConfigurationError(
             f"rl.frames_per_batch={frames_per_batch} is not a multiple of the {steps} rounds of an "
-            f"environment per iteration. Set it to {max(frames_per_batch // steps, 1) * steps}, or "
-            "set rl.steps_per_env_per_iteration."
+            f"environment per iteration. Set it to {valid_frames}, or set "
+            "rl.steps_per_env_per_iteration."
         )
-    return frames_per_batch // steps
+    return num_environments
 
 
 def _check_dataset(dataset: TensorDict, split: str) -> None:
     if len(dataset) == 0:
         raise DataError(f"the {split} dataset is empty. Give it at least one datapoint.")
     labels = dataset["y"]
-    if labels.shape != (len(dataset), 1) or not bool(((labels == 0) | (labels == 1)).all()):
+    is_label = (labels == 0) | (labels == 1)
+    if labels.shape != (len(dataset), 1) or not bool(is_label.all()):
         raise DataError(
             f"the labels `y` of the {split} dataset must be 0 or 1, of shape [{len(dataset)}, 1]; "
             f"got shape {list(labels.shape)}. Give two classes."
@@ -377,10 +390,11 @@ def check_agents(agents: Mapping[str, Agent], environment: ProtocolEnvironment) 
 def _check_parts(agent: Agent, frames: Observation) -> None:
     representation = _read(agent, agent.policy_body, frames)
     if agent.policy_head is not None:
-        policy, space = _Part(agent, "policy head", agent.policy_head), agent.shape.message_space
+        policy = _Part(agent, "policy head", agent.policy_head)
+        space = agent.shape.message_space
         output = policy.run(agent.policy_head.logits, representation, frames)
         if not isinstance(output, PolicyOutput):
-            raise policy.shape_error(_kind(output), "a PolicyOutput")
+            raise policy.shape_error(_describe(output), "a PolicyOutput")
         # Visible channels and message positions, V and P.
         message_shape = [agent.shape.num_visible, space.message_size]
         num_linear = space.num_linear_symbols
@@ -401,8 +415,9 @@ def _check_parts(agent: Agent, frames: Observation) -> None:
         head = agent.value_head
         # Of a central critic the first label's head; its heads are alike.
         checked_head = head.heads[0] if isinstance(head, LabelledValueHead) else head
-        value = _Part(agent, "value head", checked_head)
-        value.check(value.run(checked_head, critic_representation, frames), [])
+        value_part = _Part(agent, "value head", checked_head)
+        values = value_part.run(checked_head, critic_representation, frames)
+        value_part.check(values, [])
 
 
 def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Representation:
@@ -411,11 +426,12 @@ def _read(agent: Agent, body: AgentBody | None, frames: Observation) -> Represen
     part = _Part(agent, "body", body)
     representation: Any = part.run(body, frames)
     if not isinstance(representation, Mapping):
-        raise part.shape_error(_kind(representation), "a dictionary of tensors")
-    for name, value in representation.items():
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != NUM_FRAMES:
+        raise part.shape_error(_describe(representation), "a dictionary of tensors")
+    for name, tensor in representation.items():
+        has_rows = isinstance(tensor, Tensor) and tensor.ndim > 0
+        if not has_rows or len(tensor) != NUM_FRAMES:
             expected = f"numbers of shape [{NUM_FRAMES}, ...]"
-            raise part.shape_error(f"{name}: {_kind(value)}", expected)
+            raise part.shape_error(f"{name}: {_describe(tensor)}", expected)
     return representation
 
 
@@ -432,31 +448,34 @@ class _Part(NamedTuple):
         except Exception as error:
             raise self._error(f"fails: {type(error).__name__}: {error}") from error
 
-    def check(self, value: Any, expected: list[int] | None, name: str = "") -> None:
-        """Check that a value has the expected shape (B omitted), or is None if that is expected."""
-        expected_kind = "None"
+    def check(self, output: object, expected: list[int] | None, name: str = "") -> None:
+        """Check that an output has the expected shape (B omitted), or is None if expected."""
+        expected_description = "None"
         if expected is not None:
-            expected_kind = f"numbers of shape {[NUM_FRAMES, *expected]}"
-        if _kind(value) != expected_kind:
-            raise self.shape_error(name + _kind(value), expected_kind)
+            expected_description = f"numbers of shape {[NUM_FRAMES, *expected]}"
+        description = _describe(output)
+        if description != expected_description:
+            raise self.shape_error(f"{name}{description}", expected_description)
 
     def shape_error(self, actual: str, expected: str) -> AgentShapeError:
         return self._error(f"returns {actual}, expected {expected}")
 
     def _error(self, fault: str) -> AgentShapeError:
-        shape, space = self.agent.shape, self.agent.shape.message_space
+        shape = self.agent.shape
+        space = shape.message_space
+        module = type(self.module).__name__
+        decision = "a decision" if shape.has_decision else "no decision"
         return AgentShapeError(
-            f"the {self.kind} {type(self.module).__name__} of the agent {self.agent.name!r}, on "
-            f"{NUM_FRAMES} frames, {fault}. Give it the sizes of the agent's shape: num_visible "
-            f"{shape.num_visible}, message_size {space.message_size}, num_symbols "
-            f"{space.num_symbols}, num_linear_symbols {space.num_linear_symbols}, "
-            f"d_representation {shape.d_representation} and "
-            f"{'a' if shape.has_decision else 'no'} decision."
+            f"the {self.kind} {module} of the agent {self.agent.name!r}, on {NUM_FRAMES} frames, "
+            f"{fault}. Give it the sizes of the agent's shape: num_visible {shape.num_visible}, "
+            f"message_size {space.message_size}, num_symbols {space.num_symbols}, "
+            f"num_linear_symbols {space.num_linear_symbols}, d_representation "
+            f"{shape.d_representation} and {decision}."
         )
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        numbers = "numbers" if value.is_floating_point() else str(value.dtype)
-        return f"{numbers} of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+def _describe(output: object) -> str:
+    if isinstance(output, Tensor):
+        numbers = "numbers" if output.is_floating_point() else str(output.dtype)
+        return f"{numbers} of shape {list(output.shape)}"
+    return "None" if output is None else f"a {type(output).__name__}"

@@ -91,7 +91,8 @@ class NativeReading:
     """`tanh_reading` in C."""
 
     def __init__(self, pairs: Pairs, weights: LayerWeights) -> None:
-        self.pairs, self.weights = pairs, weights
+        self.pairs = pairs
+        self.weights = weights
 
     def graphs(self) -> Tensor:
         return NativeGraphTokens.run((*self.pairs, *self.weights))[0]
@@ -114,18 +115,22 @@ def _plain_gradients(
         output = formula(*views)
         results = (output,) if isinstance(output, Tensor) else output
         # Where some weights do not learn, one of several results may be a constant.
-        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad]
-        derivatives = iter(
-            torch.autograd.grad(
-                [result for result, _ in pairs],
-                [view for view in views if view.requires_grad],
-                [gradient for _, gradient in pairs],
-                create_graph=True,
-                # Weights of absent message places are in no result.
-                allow_unused=True,
-            )
+        learning_results = []
+        learning_gradients = []
+        for formula_result, gradient in zip(results, gradients, strict=True):
+            if formula_result.requires_grad:
+                learning_results.append(formula_result)
+                learning_gradients.append(gradient)
+        derivatives = torch.autograd.grad(
+            learning_results,
+            [view for view in views if view.requires_grad],
+            learning_gradients,
+            create_graph=True,
+            # Weights of absent message places are in no result.
+            allow_unused=True,
         )
-    return tuple(next(derivatives) if view.requires_grad else None for view in views)
+    remaining = iter(derivatives)
+    return tuple(next(remaining) if view.requires_grad else None for view in views)
 
 
 class _Native(torch.autograd.Function):
@@ -179,24 +184,26 @@ class _Native(torch.autograd.Function):
     @classmethod
     def takes(cls, inputs: Sequence[Tensor]) -> bool:
         """Return whether C computes this; otherwise torch does, or raises."""
-        are_small = all(
-            rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
-            for rows, columns in cls.widths(inputs)
-        )
+        for rows, columns in cls.widths(inputs):
+            # Larger matrices are multiplied faster by torch.
+            if rows * columns > MOST_WEIGHTS or rows % TILE != 0 or columns % TILE != 0:
+                return False
+        for number, tensor in enumerate(inputs):
+            dtype = torch.bool if number == IS_NODE else torch.float32
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                return False
+            if tensor.dtype != dtype:
+                return False
+        if any(inputs[number].requires_grad for number in cls.constants):
+            return False
+        # Broadcast shapes, for instance, are left to torch.
+        if [tuple(tensor.shape) for tensor in inputs] != list(cls.shapes(inputs)):
+            return False
+        # C counts a graph's nodes, so padding must be last.
         is_node_B2n = inputs[IS_NODE]
-        return (
-            are_small
-            and all(x.device.type == "cpu" and x.layout == torch.strided for x in inputs)
-            and all(
-                x.dtype == (torch.bool if i == IS_NODE else torch.float32)
-                for i, x in enumerate(inputs)
-            )
-            and not any(inputs[i].requires_grad for i in cls.constants)
-            and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
-            # C counts a graph's nodes, so padding must be last.
-            and not bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any())
-            and CODES[cls.name].library() is not None
-        )
+        if bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any()):
+            return False
+        return CODES[cls.name].library() is not None
 
     @classmethod
     def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -227,11 +234,14 @@ class _Native(torch.autograd.Function):
     @classmethod
     def backward(cls, ctx: Any, *gradients: Tensor) -> Gradients:  # type: ignore[override]
         num_inputs = len(ctx.needs_input_grad)
-        inputs, intermediates = ctx.saved_tensors[:num_inputs], ctx.saved_tensors[num_inputs:]
+        inputs = ctx.saved_tensors[:num_inputs]
+        intermediates = ctx.saved_tensors[num_inputs:]
+        # By `create_graph`: the derivatives must be differentiable.
         if torch.is_grad_enabled():
             return _plain_gradients(cls.formula, inputs, gradients)
         input_gradients = [
-            None if i in cls.constants else torch.empty_like(x) for i, x in enumerate(inputs)
+            None if number in cls.constants else torch.empty_like(tensor)
+            for number, tensor in enumerate(inputs)
         ]
         outputs = [gradient for gradient in cls.grouped(input_gradients) if gradient is not None]
         contiguous_gradients = [gradient.contiguous() for gradient in gradients]
@@ -327,10 +337,13 @@ class NativeGraphTokens(_Native):
     def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
         _, num_frames, n, d, heads, f = cls.sizes(inputs)
         of_head = inputs[-NUM_WEIGHTS].shape[1]
+        # In the order of `Pairs`, then of `LayerWeights`.
         tokens = [(num_frames, 2, d), (num_frames, 2 * n, d), (num_frames, 2, n)]
-        attention = [(heads, of_head, heads * of_head), (d,), *3 * [(d, d)], *3 * [(d,)]]
-        perceptron = [(f, d), (f,), (d, f), *3 * [(d,)]]
-        return [*tokens, *attention, *perceptron]
+        query = [(heads, of_head, heads * of_head), (d,)]
+        key_value_output = [(d, d), (d, d), (d, d), (d,)]
+        norm = [(d,), (d,)]
+        perceptron = [(f, d), (f,), (d, f), (d,)]
+        return [*tokens, *query, *key_value_output, *norm, *perceptron, *norm]
 
     @classmethod
     def empty_results(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
