@@ -175,9 +175,10 @@ def _show_run(finished: FinishedRun, position: str, *, as_json: bool) -> None:
 
 def _show(results: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None:
     from nip_astra.sweep.results import SUMMARY, TABLE
+    from nip_astra.tracking.figure_names import current_figure_name
     from nip_astra.tracking.run_directory import REPORT
 
-    names = list(metrics) or [results.headline()]
+    names = [current_figure_name(name) for name in metrics] or [results.headline()]
     for name in names:
         if name not in results.figure_names:
             raise UnknownNameError("figure", name, results.figure_names, "Give it by --metric.")

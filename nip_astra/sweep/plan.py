@@ -29,6 +29,7 @@ from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.files import flatten, parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     REPORT,
@@ -115,6 +116,11 @@ class SearchParameters(SubParameters):
     """Whether the figure is maximised or minimised."""
     seed: int = Field(default=0, le=MAX_WHOLE)
     """Root seed of the search; not the seed of the runs."""
+
+    @field_validator("objective")
+    @classmethod
+    def _has_current_name(cls, objective: str | None) -> str | None:
+        return None if objective is None else current_figure_name(objective)
 
 
 @dataclass(frozen=True)
@@ -499,7 +505,7 @@ class RequestedFigures:
     def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
         self._undeclared: dict[str, set[str]] = {}
         declared: dict[str, tuple[str, ...] | None] = {}
-        requested = dict.fromkeys(metrics)
+        requested = dict.fromkeys(map(current_figure_name, metrics))
         for arm in plan.first_arms:
             resolved = plan.resolve(arm)
             declared[arm.trainer] = resolved.trainer_class.declared_figures()

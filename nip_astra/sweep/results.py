@@ -41,6 +41,7 @@ from nip_astra.sweep.plan import (
     status_of,
 )
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import REPORT, RunDirectory, write_atomically
 from nip_astra.utils.formatting import (
     NOTHING,
@@ -243,6 +244,7 @@ class SweepResults:
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
         """Return a figure of an arm; None if no ended run has it."""
+        name = current_figure_name(name)
         seed_by_run = {arm.folder_in(self.directory, seed).name: seed for seed in self.plan.seeds}
         rows = self._rows_by_figure.get((name, when), ())
         row_by_seed = {
@@ -302,7 +304,8 @@ class SweepResults:
         names : Sequence[str]
             Figures; none for all.
         """
-        return [row for name in names or self.figure_names for row in self._summarize(name)]
+        figures = [current_figure_name(name) for name in names] or self.figure_names
+        return [row for name in figures for row in self._summarize(name)]
 
     def _summarize(self, name: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

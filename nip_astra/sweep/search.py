@@ -27,6 +27,7 @@ from nip_astra.sweep.plan import (
     SweepPlan,
     as_text,
 )
+from nip_astra.tracking.figure_names import current_figure_name
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.tracker import METRICS_FILE
 from nip_astra.utils.seeding import derive_seed
@@ -289,7 +290,7 @@ class StudyQueue(RunQueue):
         stored_identity = study.user_attrs.get("asked")
         if stored_identity is None:
             study.set_user_attr("asked", identity)
-        elif stored_identity != identity:
+        elif _with_current_objective(stored_identity) != identity:
             raise RunDirectoryError(
                 f"the study in {self.directory} is of another space, objective or direction. Give "
                 "another --sweep-dir; only --num-trials may change."
@@ -357,6 +358,12 @@ def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
         "overrides": plan.overrides,
         "parameters": plan.parameters,
     }
+
+
+def _with_current_objective(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the identity of a study, perhaps of an earlier version, with its current objective."""
+    objective = identity.get("objective")
+    return {**identity, "objective": objective and current_figure_name(objective)}
 
 
 def _suggest_name(trial: Trial, name: str, values: list[str]) -> str:

@@ -22,6 +22,7 @@ import yaml
 
 from nip_astra.errors import RunDirectoryError, nearest_names, reason_of
 from nip_astra.safe_text import SafeFormatter, escape_for_yaml, has_unsafe, to_json
+from nip_astra.tracking.figure_names import current_figure_name, with_nested_current_names
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 from nip_astra.trust import is_own, refuse_links_outside
 
@@ -253,8 +254,18 @@ class RunDirectory:
         return path
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON object; raise `RunDirectoryError` if it is missing or broken."""
-        return self._read(name, json.loads)
+        """Read a JSON object, with current names of figures.
+
+        Raises
+        ------
+        RunDirectoryError
+            When it is missing or broken.
+        """
+        content = self._read(name, json.loads)
+        return {
+            current_figure_name(key): with_nested_current_names(value)
+            for key, value in content.items()
+        }
 
     def read_yaml(self, name: str) -> dict[str, Any]:
         """Read a YAML mapping; raise `RunDirectoryError` if it is missing or broken."""

@@ -67,7 +67,7 @@ def server() -> Iterator[TrainingServer]:
 
 def plain_trainer(backend: str, url: str, *overrides: str, name: str = "remote_api_grpo") -> Any:
     """A trainer of all weights; the backend "local" needs no service."""
-    values = {"base_url": url, "model": "policy", "patience_seconds": 0.5}
+    values = {"base_url": url, "model": "policy", "retry_timeout_seconds": 0.5}
     given = {"backend": backend} | (values if backend != "local" else {})
     options = [f"{name}.train_service.{key}={value}" for key, value in given.items()]
     return task_trainer(name, *SHORT, *options, *overrides)
@@ -494,12 +494,16 @@ def test_the_command_serves_in_its_own_process() -> None:
             time.sleep(0.01)
 
 
-PATIENT = f"{SECTION}.patience_seconds=20"
+PATIENT = f"{SECTION}.retry_timeout_seconds=20"
 SETTINGS: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
 
 
 def run_of(protocol: TrainingProtocol, port: int, folder: Path) -> ResolvedExperiment:
-    service = {"base_url": f"http://127.0.0.1:{port}", "model": "policy", "patience_seconds": 1}
+    service = {
+        "base_url": f"http://127.0.0.1:{port}",
+        "model": "policy",
+        "retry_timeout_seconds": 1,
+    }
     service["backend"] = protocol
     overrides = [f"{SECTION}.{name}={value}" for name, value in service.items()]
     return short_experiment(

@@ -363,7 +363,7 @@ class TrainingConnection:
         self, method: str, path: str, key: str, content: Mapping[str, Any]
     ) -> httpx.Response:
         """Retry a request while the service does not answer or is full."""
-        deadline = time.monotonic() + self.options.patience_seconds
+        deadline = time.monotonic() + self.options.retry_timeout_seconds
         # The same key each time, by which the service recognises a repeated request.
         headers = {**content.get("headers", {}), KEY_HEADER: key}
         arguments = {**content, "headers": headers}
@@ -393,8 +393,8 @@ class TrainingConnection:
                     return response
                 raise ServiceUnreachableError(
                     f"the training service {self.base_url} does not answer: {problem} (tried for "
-                    f"{self.options.patience_seconds:.3g} s). Start it again, then continue with: "
-                    "nip-astra resume RUN."
+                    f"{self.options.retry_timeout_seconds:.3g} s). Start it again, then continue "
+                    "with: nip-astra resume RUN."
                 ) from fault
             with waiting_for(f"the training service {self.base_url}: {problem}", after=0.5):
                 await asyncio.sleep(pause)

@@ -90,7 +90,7 @@ class ServiceUse:
     ----------
     num_requests : int
         Attempts, including failed ones.
-    num_remembered : int
+    num_cached : int
         Samples from the cache.
     num_refusals : int
         Answers marked as refusals, or withheld for their content.
@@ -107,7 +107,7 @@ class ServiceUse:
     model: str
     num_requests: int = 0
     num_samples: int = 0
-    num_remembered: int = 0
+    num_cached: int = 0
     num_refusals: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     num_estimated: int = 0
@@ -273,7 +273,7 @@ class UsageLog:
         return ServiceUse(
             model,
             **dict(zip(_TOTALS, totals, strict=True)),
-            num_remembered=cached[0][0] if cached else 0,
+            num_cached=cached[0][0] if cached else 0,
             failures=dict(self._run(_FAILURES, label)),
             median_seconds=median,
             p95_seconds=p95,

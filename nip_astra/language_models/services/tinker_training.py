@@ -290,7 +290,7 @@ class TinkerTrainingService(TrainingService):
         """Return the result of a request, waiting while the service is alive."""
         while True:
             try:
-                return self._call(future.result, self.options.patience_seconds)
+                return self._call(future.result, self.options.retry_timeout_seconds)
             except ServiceUnreachableError as error:
                 # A service that answers but has no result yet is at work.
                 url = str(self._client.holder._base_url)
@@ -299,13 +299,13 @@ class TinkerTrainingService(TrainingService):
                     raise
 
     def _await_service(self) -> None:
-        """Wait at most `patience_seconds` for the service; the SDK would retry for minutes."""
+        """Wait at most `retry_timeout_seconds` for the service; the SDK would retry for minutes."""
         url = self.options.base_url or read_variable(ADDRESS_VARIABLE)
         if not url:
             # Tinker's own service.
             return
         check_address(url, "the training service")
-        deadline = time.monotonic() + self.options.patience_seconds
+        deadline = time.monotonic() + self.options.retry_timeout_seconds
         with waiting_for(f"the training service {url}, which does not answer"):
             while True:
                 fault = _check_health(url)
@@ -314,7 +314,7 @@ class TinkerTrainingService(TrainingService):
                 if time.monotonic() + SECONDS_BETWEEN_CHECKS > deadline:
                     raise ServiceUnreachableError(
                         f"the training service {url} does not answer: {fault} (tried for "
-                        f"{self.options.patience_seconds:.3g} s). Start it, or correct "
+                        f"{self.options.retry_timeout_seconds:.3g} s). Start it, or correct "
                         "train_service.base_url."
                     )
                 time.sleep(SECONDS_BETWEEN_CHECKS)

@@ -98,7 +98,9 @@ class TrainServiceParameters(SubParameters):
     """Name of the policy's model at the service; null for the path in the policy's parameters."""
     token_variable: Annotated[str | None, where_not("backend", "local")] = None
     """Environment variable with the service's token; null for none."""
-    patience_seconds: Annotated[float, where_not("backend", "local")] = Field(default=60.0, ge=0)
+    retry_timeout_seconds: Annotated[float, where_not("backend", "local")] = Field(
+        default=60.0, ge=0
+    )
     """Seconds for which requests are retried if a service does not answer or is full."""
     operation_timeout: Annotated[float, where_not("backend", "local", "tinker")] = Field(
         default=3600.0, gt=0

@@ -131,7 +131,7 @@ class Episode:
             return None
         return next(iter(self.rewards.values()), self.reward)
 
-    def is_right(self, success_reward: float | None) -> bool | None:
+    def is_correct(self, success_reward: float | None) -> bool | None:
         """Return whether the decisive reward is large enough; None if that cannot be known.
 
         Without a `success_reward` it is 1, the most that a reward then may be.

@@ -28,7 +28,7 @@ from nip_astra.scenario_base.tasks.base import (
 from nip_astra.scenario_base.tasks.rewards import (
     RewardParameters,
     WeightedRewards,
-    is_right,
+    is_correct,
 )
 from nip_astra.scorers.base import Scorer, ScorerParameters, build_scorer
 from nip_astra.utils.seeding import derived_generator
@@ -58,7 +58,7 @@ class RowEnvironment(Environment):
         if self.match is None or self.solution is None:
             return Reaction(reward=None)
         contains = self.match == "contains"
-        return Reaction(reward=float(is_right(message, self.solution, contains=contains)))
+        return Reaction(reward=float(is_correct(message, self.solution, contains=contains)))
 
 
 def opening_messages(prompt: Prompt) -> list[Turn]:

@@ -51,7 +51,7 @@ def register_reward(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return REWARDS.register(name)
 
 
-def is_right(completion: str, answer: str, *, contains: bool = False) -> bool:
+def is_correct(completion: str, answer: str, *, contains: bool = False) -> bool:
     """Return whether a completion equals, or contains, an answer, up to whitespace."""
     text, expected = " ".join(completion.split()), " ".join(answer.split())
     return expected in text if contains else expected == text
@@ -84,7 +84,7 @@ def _compare_answers(
             rewards.append(None)
         else:
             text = read_text(completion)
-            rewards.append(float(is_right(text, str(answer), contains=contains)))
+            rewards.append(float(is_correct(text, str(answer), contains=contains)))
     return rewards
 
 

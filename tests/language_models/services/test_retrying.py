@@ -329,7 +329,7 @@ def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path
         (outcome,) = ask(model, saying("hi"))
         assert (outcome.samples, outcome.is_cached) == ((expected,), is_cached)
     # An answer is paid for once.
-    assert (len(inner.requests), outcome.usage, model.use.num_remembered) == (2, (0, 0), 1)
+    assert (len(inner.requests), outcome.usage, model.use.num_cached) == (2, (0, 0), 1)
 
 
 @pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
