@@ -150,8 +150,8 @@ class PureTextScenario(Scenario):
             )
         game = cls.build_game(hyper_params, parameters, protocol, scenario_dir)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
-        for split, data in zip(TextDatasets._fields, datasets, strict=True):
-            _check_data(data, split)
+        for split, dataset in zip(TextDatasets._fields, datasets, strict=True):
+            _check_dataset(dataset, split)
         loop = BackgroundLoop()
         groups = {}
         for name, members in group_agents(list(agents.values())).items():
@@ -189,12 +189,14 @@ class PureTextScenario(Scenario):
         cast = cast_of(parameters, protocol)
         roles: dict[str, str] = {name: cast.role(name) for name in names}
         folder = (scenario_dir or Path()) / PROMPTS_DIR
+        prompts = load_prompts(folder, roles, str(hyper_params.interaction_protocol))
         agent_parameters = parameters_of_agents(parameters, protocol)
+        max_words = {name: agent_parameters[name].max_response_words for name in names}
         return TextGame(
             protocol,
-            load_prompts(folder, roles, str(hyper_params.interaction_protocol)),
+            prompts,
             human_names=cast.human_names,
-            max_words={name: agent_parameters[name].max_response_words for name in names},
+            max_words=max_words,
             has_random_stance=parameters.randomize_prover_stance,
             hidden_columns=cls.hidden_columns,
         )
@@ -209,16 +211,18 @@ def cast_of(
     return Cast(protocol, human_names, hidden_columns)
 
 
-def _check_data(data: NestedArrayDict, split: str) -> None:
+def _check_dataset(dataset: NestedArrayDict, split: str) -> None:
     """Raise for data without datapoints, or with labels other than 0 and 1."""
-    labels = data.get("y")
-    if labels is None or labels.shape != data.batch_size or len(data.batch_size) != 1:
+    labels = dataset.get("y")
+    is_row_per_label = labels is not None and labels.shape == dataset.batch_size
+    if not is_row_per_label or len(dataset.batch_size) != 1:
         raise DataError(
             f"the {split} data must be a NestedArrayDict of batch size [N] with labels y [N], got "
-            f"{data!r}."
+            f"{dataset!r}."
         )
-    if not len(data) or not set(labels.tolist()) <= {0, 1}:
+    distinct_labels = set(labels.tolist())
+    if len(dataset) == 0 or not distinct_labels <= {0, 1}:
         raise DataError(
-            f"the {split} data has {len(data)} datapoints with the labels "
-            f"{sorted(set(labels.tolist()))[:5]}. Give at least one, with labels 0 and 1."
+            f"the {split} data has {len(dataset)} datapoints with the labels "
+            f"{sorted(distinct_labels)[:5]}. Give at least one, with labels 0 and 1."
         )

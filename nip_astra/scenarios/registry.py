@@ -80,7 +80,8 @@ def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str
     UnknownNameError, ConfigurationError
         If the parameters name an unknown agent, or an agent has none.
     """
-    sections, names = parameters.agents, protocol.agent_names
+    sections = parameters.agents
+    names = protocol.agent_names
     for name in sorted(set(sections) - {*names, DEFAULT_AGENT}):
         advice = f"Parameters of all agents belong in agents.{DEFAULT_AGENT}."
         raise UnknownNameError("agent", name, names, advice)
@@ -88,9 +89,9 @@ def parameters_of_agents(parameters: Any, protocol: ProtocolHandler) -> dict[str
     agents = {name: sections.get(name, default) for name in names}
     for name, agent in agents.items():
         if agent is None:
+            present = ", ".join(sorted(sections)) or "none"
             raise ConfigurationError(
-                f"no parameters for the agent {name!r}, only for "
-                f"{', '.join(sorted(sections)) or 'none'}. Add agents.{name}, or "
+                f"no parameters for the agent {name!r}, only for {present}. Add agents.{name}, or "
                 f"agents.{DEFAULT_AGENT} for all agents."
             )
     return agents

@@ -52,9 +52,11 @@ class SecretWordScenario(PureTextScenario):
     def build_datasets(
         cls, parameters: Any, *, seed: int, scenario_dir: Path | None
     ) -> TextDatasets:
+        train_seed = derive_seed(seed, "secret_word", "train")
+        test_seed = derive_seed(seed, "secret_word", "test")
         return TextDatasets(
-            _claims(TRAIN_WORDS, parameters.num_train, derive_seed(seed, "secret_word", "train")),
-            _claims(TEST_WORDS, parameters.num_test, derive_seed(seed, "secret_word", "test")),
+            _claims(TRAIN_WORDS, parameters.num_train, train_seed),
+            _claims(TEST_WORDS, parameters.num_test, test_seed),
         )
 
 

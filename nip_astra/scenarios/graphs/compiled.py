@@ -131,6 +131,7 @@ def _compile_once(source: Path, folder: Path) -> tuple[Path, int]:
     headers = sorted(source.parent.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
+    # A library is reused only with the compiler, flags and processor that it was made for.
     traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
     key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]
     for path in folder.glob(f"{source.stem}-{key}-*.so"):
@@ -196,16 +197,18 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
 
 def _run(*command: str, scratch: Path | None = None) -> str:
     """Run a command and return its output; its temporary files go to `scratch`."""
-    return subprocess.run(
+    environment = None if scratch is None else os.environ | {"TMPDIR": str(scratch)}
+    completed = subprocess.run(
         command,
-        env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
+        env=environment,
         capture_output=True,
         text=True,
         # Messages may be in any encoding.
         errors="replace",
         check=True,
         timeout=_COMPILE_SECONDS,
-    ).stdout
+    )
+    return completed.stdout
 
 
 def _processor() -> str:
@@ -229,7 +232,7 @@ def _folder() -> Iterator[Path]:
         # RuntimeError: there is no home.
         logger.info("compiled code is not cached: %s", error)
         with tempfile.TemporaryDirectory() as scratch:
-            yield _of_this_user_alone(Path(scratch))
+            yield _check_private(Path(scratch))
     else:
         yield folder
 
@@ -240,21 +243,23 @@ def _cache_folder() -> Path:
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         # One by one: `mkdir` ignores the mode for parents.
         missing.mkdir(mode=0o700, exist_ok=True)
-    return _of_this_user_alone(folder)
+    return _check_private(folder)
 
 
-def _of_this_user_alone(folder: Path) -> Path:
-    """Resolve links in a folder, if nobody else can add or replace files in it or above it."""
+def _check_private(folder: Path) -> Path:
+    """Resolve links in a folder; raise if somebody else can add or replace files in or above it."""
     if not hasattr(os, "getuid"):
         raise PermissionError(f"the owner of {folder} is unknown on this system")
     resolved = folder.resolve(strict=True)
     user = os.getuid()
     for path in (resolved, *resolved.parents):
-        about = path.stat()
-        # In a sticky folder such as /tmp, only its owner can replace a file.
-        is_open = about.st_mode & _OTHERS_WRITE and (
-            path == resolved or not about.st_mode & stat.S_ISVTX
-        )
-        if is_open or about.st_uid not in ({user} if path == resolved else {user, 0}):
+        status = path.stat()
+        is_open = bool(status.st_mode & _OTHERS_WRITE)
+        owners = {user}
+        if path != resolved:
+            # In a sticky folder such as /tmp, only its owner can replace a file.
+            is_open = is_open and not status.st_mode & stat.S_ISVTX
+            owners = {user, 0}
+        if is_open or status.st_uid not in owners:
             raise PermissionError(f"others may write to {path}")
     return resolved

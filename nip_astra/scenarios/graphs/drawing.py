@@ -105,8 +105,11 @@ def _edges(value: Any, num_nodes: int) -> set[Edge]:
     for pair in items(value):
         ends = sorted({int(end) for end in map(number, items(pair)) if end is not None})
         # A loop has one end here, and a text none.
-        if len(ends) == len(items(pair)) == 2 and ends[0] >= 0 and ends[1] < num_nodes:
-            edges.add((ends[0], ends[1]))
+        if len(items(pair)) != 2 or len(ends) != 2:
+            continue
+        low, high = ends
+        if low >= 0 and high < num_nodes:
+            edges.add((low, high))
     return edges
 
 
@@ -149,11 +152,12 @@ def _layout(num_nodes: int, edges: tuple[Edge, ...]) -> tuple[list[tuple[float, 
     graph = nx.empty_graph(num_nodes)
     graph.add_edges_from(edges)
     distances = _distances(graph)
-    distances **= min(1.0, math.log(_SPAN) / math.log(max(distances.max(), 2.0)))
+    # The power at which the longest distance becomes `_SPAN`.
+    power = math.log(_SPAN) / math.log(max(distances.max(), 2.0))
+    distances **= min(1.0, power)
     distances_by_node = {node: dict(enumerate(row)) for node, row in enumerate(distances.tolist())}
-    positions = nx.kamada_kawai_layout(
-        graph, dist=distances_by_node, pos=_initial_positions(distances)
-    )
+    initial_positions = _initial_positions(distances)
+    positions = nx.kamada_kawai_layout(graph, dist=distances_by_node, pos=initial_positions)
     points = np.array([positions[node] for node in range(num_nodes)])
     return _fit_to_picture(_push_apart(points))
 
@@ -162,8 +166,12 @@ def _initial_positions(distances: Points) -> dict[int, Points]:
     """Compute initial positions by classical scaling, with equivalent nodes slightly apart."""
     num_nodes = len(distances)
     centring = np.eye(num_nodes) - 1.0 / num_nodes
-    values, vectors = np.linalg.eigh(-0.5 * centring @ distances**2 @ centring)
-    points = vectors[:, [-1, -2]] * np.sqrt(np.maximum(values[[-1, -2]], 0.0))
+    # The inner products of points with these distances, around their mean.
+    products = -0.5 * centring @ distances**2 @ centring
+    values, vectors = np.linalg.eigh(products)
+    # Eigenvalues are in ascending order. They are negative where the distances fit no plane.
+    scales = np.sqrt(np.maximum(values[[-1, -2]], 0.0))
+    points = vectors[:, [-1, -2]] * scales
     angles = 2.0 * math.pi * np.arange(num_nodes) / num_nodes
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     return dict(enumerate(points + 0.02 * circle))
@@ -188,7 +196,9 @@ def _push_apart(points: Points) -> Points:
         np.fill_diagonal(missing, 0.0)
         if not missing.any():
             break
-        points = points + 0.5 * (steps / gaps[..., None] * missing[..., None]).sum(axis=1)
+        # Each node of a pair moves half of the way.
+        pushes = steps / gaps[..., None] * missing[..., None]
+        points = points + 0.5 * pushes.sum(axis=1)
     return points
 
 
@@ -198,5 +208,7 @@ def _fit_to_picture(points: Points) -> tuple[list[tuple[float, float]], float]:
     room = np.array([WIDTH, HEIGHT]) - 2.0 * MARGIN
     scale = float((room / np.maximum(high - low, 1e-6)).min())
     height = rounded((high - low)[1] * scale + 2.0 * MARGIN)
-    centred = (points - (low + high) / 2) * scale + np.array([WIDTH, height]) / 2
+    middle = (low + high) / 2
+    picture_middle = np.array([WIDTH, height]) / 2
+    centred = (points - middle) * scale + picture_middle
     return [(rounded(x), rounded(y)) for x, y in centred.tolist()], height
