@@ -93,6 +93,23 @@ class StoredResponses:
     are_final: tuple[bool, ...] = ()
     reasonings: tuple[str | None, ...] = ()
 
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> StoredResponses:
+        """Return responses from the fields of a line of JSON."""
+        values = dict(fields)
+        # JSON has no tuples.
+        for name, field_value in fields.items():
+            if isinstance(field_value, list):
+                values[name] = tuple(field_value)
+        for name in ("texts", "failures"):
+            values[name] = tuple(map(valid_text, values[name]))
+        # Older lines have no reasoning.
+        values["reasonings"] = tuple(
+            None if reasoning is None else valid_text(reasoning)
+            for reasoning in values.get("reasonings", ())
+        )
+        return cls(**values)
+
 
 @dataclass
 class AnswerJournal:
@@ -159,28 +176,12 @@ class AnswerJournal:
             try:
                 fields = json.loads(line)
                 request_id = fields.pop("id")
-                yield request_id, _restore_responses(fields)
+                yield request_id, StoredResponses.from_plain(fields)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"line {number} of {path} is corrupt: {error!r}. Remove the line; its request "
                     "is repeated."
                 ) from error
-
-
-def _restore_responses(fields: dict[str, Any]) -> StoredResponses:
-    """Return responses from the fields of a line of a journal."""
-    # JSON has no tuples.
-    for name, field_value in fields.items():
-        if isinstance(field_value, list):
-            fields[name] = tuple(field_value)
-    for name in ("texts", "failures"):
-        fields[name] = tuple(map(valid_text, fields[name]))
-    # Older lines have none.
-    fields["reasonings"] = tuple(
-        None if reasoning is None else valid_text(reasoning)
-        for reasoning in fields.get("reasonings", ())
-    )
-    return StoredResponses(**fields)
 
 
 def _append(path: Path, line: bytes) -> None:
