@@ -132,10 +132,13 @@ class ForkedProcesses(Executor):
             if isinstance(model, TokenSampler):
                 model.open_session().close()
         runs = [call.run for call in calls]
-        shards = [runs[one.start : one.stop] for one in split_evenly(range(len(runs)), self.count)]
-        own, *others = call_at_once([partial(run_local, shard, agents) for shard in shards])
-        _add_counts(agents, others)
-        return [own, *others]
+        shards = []
+        for indices in split_evenly(range(len(runs)), self.count):
+            shards.append(partial(run_local, runs[indices.start : indices.stop], agents))
+        # The first shard is run here, where its work is counted already.
+        first_result, *forked_results = call_at_once(shards)
+        _add_counts(agents, forked_results)
+        return [first_result, *forked_results]
 
 
 class RayActors(Executor):
@@ -250,14 +253,14 @@ def run_requested(
 def _can_use_actors(agents: Agents) -> bool:
     if not are_actors_used():
         return False
-    others = [agent.role for agent in agents if not _can_be_copied(agent)]
-    if others:
-        _warn_of_idle_actors(", ".join(dict.fromkeys(others)))
-    return not others
+    roles = [agent.role for agent in agents if not _can_be_copied(agent)]
+    if roles:
+        _warn_about_idle_actors(", ".join(dict.fromkeys(roles)))
+    return not roles
 
 
 @cache
-def _warn_of_idle_actors(roles: str) -> None:
+def _warn_about_idle_actors(roles: str) -> None:
     logger.warning(
         "rollouts run in this process despite num_actors: the %s cannot be copied to another. "
         "Requests to a local chat model are still divided",
@@ -271,11 +274,14 @@ def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
 
 def _can_be_forked(agent: Speaker | TextAttacker) -> bool:
     # State of an agent of another class would be lost with the forked process.
+    if type(agent) is not ConversationAgent:
+        return False
     models = list(_models_of([agent]))
-    is_known = type(agent) is ConversationAgent and all(
-        getattr(model, "can_be_forked", False) for model in models
-    )
-    return is_known and max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
+    if not all(getattr(model, "can_be_forked", False) for model in models):
+        return False
+    # A large model uses all cores by itself.
+    num_parameters = max(model.num_parameters() for model in models)
+    return num_parameters < SMALL_MODEL_PARAMETERS
 
 
 def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
@@ -346,9 +352,11 @@ class AsyncRollouts(Generic[Rollout]):
         max_staleness: int,
         num_iterations: int,
     ) -> None:
-        self.max_staleness, self.num_iterations = max_staleness, num_iterations
+        self.max_staleness = max_staleness
+        self.num_iterations = num_iterations
         self._begin_with_current_weights = begin
-        self._to_plain, self._from_plain = to_plain, from_plain
+        self._to_plain = to_plain
+        self._from_plain = from_plain
         self._pending: dict[int, _PendingRollout[Rollout]] = {}
 
     def take(self, iteration: int) -> tuple[Rollout, int]:
@@ -371,22 +379,22 @@ class AsyncRollouts(Generic[Rollout]):
 
     def wait(self) -> None:
         """Wait for all rollouts in progress and raise their errors."""
-        for number, pending in self._pending.items():
-            self._keep(number, pending.version, pending.wait())
+        for iteration, pending in self._pending.items():
+            self._store(iteration, pending.version, pending.wait())
 
-    def _keep(self, iteration: int, version: int, rollout: Rollout) -> None:
+    def _store(self, iteration: int, version: int, rollout: Rollout) -> None:
         self._pending[iteration] = _PendingRollout(version, lambda: rollout)
 
     def state(self) -> dict[int, Any]:
         """Return the unused rollouts, after waiting for those in progress."""
         self.wait()
-        return {
-            number: self._to_plain(pending.wait()) | {"version": pending.version}
-            for number, pending in self._pending.items()
-        }
+        state = {}
+        for iteration, pending in self._pending.items():
+            state[iteration] = self._to_plain(pending.wait()) | {"version": pending.version}
+        return state
 
     def load_state(self, state: Mapping[int, Any]) -> None:
         """Restore `state`."""
         self._pending = {}
-        for number, plain in state.items():
-            self._keep(number, plain["version"], self._from_plain(number, plain))
+        for iteration, plain in state.items():
+            self._store(iteration, plain["version"], self._from_plain(iteration, plain))
