@@ -442,15 +442,11 @@ def accumulate(
     return dict(zip(sums, totals, strict=True))
 
 
-def _keep_whole(tensor: Tensor, weight: Tensor) -> Tensor:
-    return tensor
-
-
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     shards: Path,
-    distribute: Callable[[Tensor, Tensor], Tensor] = _keep_whole,
+    distribute: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Load an optimizer's state, saved with or without sharding.
 
@@ -460,8 +456,9 @@ def load_optimizer(
         That of `Optimizer.state_dict`, without the tensors in `shards`.
     shards : Path
         Folder with the sharded tensors; it need not exist.
-    distribute : Callable
+    distribute : Callable, optional
         `(tensor, weight) -> tensor`: takes this process's shard of a full tensor, as of the weight.
+        Without it, tensors stay whole.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     # torch keeps the state of a weight, such as Adam's moments, by the weight's number.
@@ -469,8 +466,9 @@ def load_optimizer(
     for number, saved_state in state["state"].items():
         weight_state = {}
         for name, saved in saved_state.items():
-            is_tensor = isinstance(saved, Tensor)
-            weight_state[name] = distribute(saved, weights[number]) if is_tensor else saved
+            if distribute is not None and isinstance(saved, Tensor):
+                saved = distribute(saved, weights[number])
+            weight_state[name] = saved
         weight_states[number] = weight_state
     if shards.is_dir():
         targets: dict[str, Tensor] = {}

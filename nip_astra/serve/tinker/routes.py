@@ -7,16 +7,24 @@ import threading
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.requests import ApiError, Limit, bad_request, parse_json, read_body
+from nip_astra.serve.requests import (
+    ApiError,
+    Limit,
+    bad_request,
+    make_refusal,
+    parse_json,
+    read_body,
+)
 from nip_astra.serve.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -100,10 +108,11 @@ def tinker_routes(host: TinkerHost) -> APIRouter:
         router.add_api_route(path, handler, methods=["POST"])
     all_methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path, reason in NOT_OFFERED.items():
-        router.add_api_route(path, _make_refusal(path, reason), methods=all_methods)
+        refusal = make_refusal(partial(_not_offered, path, reason))
+        router.add_api_route(path, refusal, methods=all_methods)
     for name, reason in NOT_OFFERED_OF_CHECKPOINTS.items():
-        path = f"{run}{checkpoint}/{name}"
-        router.add_api_route(path, _make_refusal(name, reason), methods=all_methods)
+        refusal = make_refusal(partial(_not_offered, name, reason))
+        router.add_api_route(f"{run}{checkpoint}/{name}", refusal, methods=all_methods)
     # After the refused ones, which have fixed names in place of {name}.
     reads: dict[str, Callable[..., Any]] = {
         "/healthz": rest.health,
@@ -416,14 +425,9 @@ def _digest(body: bytes) -> str:
 # ---- runs, checkpoints and sessions
 
 
-def _make_refusal(path: str, reason: str) -> Callable[[], Awaitable[Response]]:
-    async def refuse() -> Response:
-        raise bad_request(
-            f"this service does not offer {path}: {reason}. See the guide training-on-services.",
-            code="not_offered",
-        )
-
-    return refuse
+def _not_offered(path: str, reason: str) -> ApiError:
+    message = f"this service does not offer {path}: {reason}. See the guide training-on-services."
+    return bad_request(message, code="not_offered")
 
 
 class _RestRoutes:

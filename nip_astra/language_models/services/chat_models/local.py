@@ -283,20 +283,22 @@ class LocalChatModel(ChatModel):
 
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Pending]]:
         """Return all waiting requests of an event loop, in batches."""
-        taken: list[_Pending] = []
+        requests: list[_Pending] = []
         remaining: list[_Pending] = []
         with self._queue_lock:
             for pending in self._waiting:
-                is_of_loop = pending.answers.get_loop() is loop
-                (taken if is_of_loop else remaining).append(pending)
+                if pending.answers.get_loop() is loop:
+                    requests.append(pending)
+                else:
+                    remaining.append(pending)
             self._waiting = remaining
         size = self.max_batch_size
-        count = len(taken)
+        count = len(requests)
         if self.num_batches == 1 or count == 0:
-            return [taken[start : start + size] for start in range(0, count, size)]
+            return [requests[start : start + size] for start in range(0, count, size)]
         num_batches = max(ceil(count / size), min(self.num_batches, count))
         parts = split_evenly(range(count), num_batches)
-        return [taken[part.start : part.stop] for part in parts]
+        return [requests[part.start : part.stop] for part in parts]
 
     def _complete(self, batches: Sequence[Sequence[_Pending]]) -> list[list[Progress]]:
         """Return the answers of each request; actors, if there are any, share the batches."""
