@@ -153,7 +153,7 @@ class ProtocolEnvironment(EnvBase):
             num_symbols = space.num_linear_symbols
             frame["linear_message_history"] = torch.zeros(*shape_ERCP, num_symbols, device=device)
             frame["linear_message"] = torch.zeros(*shape_ECP, num_symbols, device=device)
-        return frame | self._turns(frame)
+        return frame | self.turn_masks(frame)
 
     def advance(self, frame: Mapping[str, Tensor], moves: JointMoves) -> Transition:
         """Apply the moves of a round."""
@@ -170,15 +170,15 @@ class ProtocolEnvironment(EnvBase):
             ),
         )
         next_frame = dict(frame)
-        next_frame |= self._record_messages("", frame, moves.message_BACP, active_EAC)
+        next_frame |= self.record_messages("", frame, moves.message_BACP, active_EAC)
         if moves.linear_BACP is not None:
-            next_frame |= self._record_messages("linear_", frame, moves.linear_BACP, active_EAC)
+            next_frame |= self.record_messages("linear_", frame, moves.linear_BACP, active_EAC)
         next_frame["round"] = frame["round"] + 1
         next_frame["has_decided"] = step.agent_decided_EA
         # The first decision counts.
         is_undecided_E = frame["decided"] == CONTINUE
         next_frame["decided"] = torch.where(is_undecided_E, step.decision_E, frame["decided"])
-        next_frame |= self._turns(next_frame)
+        next_frame |= self.turn_masks(next_frame)
         return Transition(next_frame, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
@@ -191,7 +191,7 @@ class ProtocolEnvironment(EnvBase):
             return new_frame
         return {name: column.index_copy(0, rows, new_frame[name]) for name, column in frame.items()}
 
-    def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def turn_masks(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return masks of sending and deciding, and the rounds of the messages to answer.
 
         All masks are False after the last round and after an agent's decision.
@@ -203,7 +203,7 @@ class ProtocolEnvironment(EnvBase):
             "question_round": self.protocol.question_round(round_E, seed_E),
         }
 
-    def _record_messages(
+    def record_messages(
         self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
     ) -> dict[str, Tensor]:
         """Return messages of the round, and the updated history."""
