@@ -40,7 +40,7 @@ from measuring import build_parser, interleaved, ratio, report_figures, seconds_
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
-from nip_astra.language_models.tree_engine.attention import blocks_of
+from nip_astra.language_models.tree_engine.attention import split_into_blocks
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.weights import has_onednn
 from nip_astra.resolving.resolution import resolve_experiment
@@ -48,7 +48,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import score_batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment
-from nip_astra.scenario_base.tasks.library import problem_of
+from nip_astra.scenario_base.tasks.library import draw_arithmetic_problem
 from nip_astra.utils.processor import keep_freed_memory
 from nip_astra.utils.seeding import derived_generator
 
@@ -111,7 +111,7 @@ def make_work(
         if prompt_tokens:
             prompts.append(rng.choices(vocabulary, k=prompt_tokens))
             continue
-        problem = problem_of(5, derived_generator(seed, "benchmark", number)).problem
+        problem = draw_arithmetic_problem(5, derived_generator(seed, "benchmark", number)).problem
         text = (
             "You solve problems with whole numbers. Think step by step, write every step on a line "
             "of its own, and end with the answer alone on the last line.\n"
@@ -319,7 +319,7 @@ class Floor:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         trie = build_trie(rows)
         # Smaller blocks compute fewer pairs of tokens that do not see each other.
-        self.blocks = blocks_of(trie, FLOOR_BLOCK)
+        self.blocks = split_into_blocks(trie, FLOOR_BLOCK)
         *self.layers, self.head = (
             m.weight.detach() for m in module.modules() if isinstance(m, torch.nn.Linear)
         )
@@ -365,7 +365,7 @@ class Floor:
             for block in self.blocks:
                 own = slice(block.queries.start * group, block.queries.stop * group)
                 queries = self.queries[:, own]
-                keys = torch.cat([self.keys[:, own] for own in block.keys], dim=1)
+                keys = torch.cat([self.keys[:, own] for own in block.key_ranges], dim=1)
                 for _ in range(2):
                     scores = torch.bmm(queries, keys.transpose(1, 2))
                     torch.bmm(scores, keys), torch.bmm(scores.transpose(1, 2), queries)

@@ -36,10 +36,10 @@ from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.resume_check import (
     RUN,
     SETTINGS,
-    fault_of,
+    find_fault,
     in_a_fork,
+    read_run_contents,
     resume_or_restart,
-    what_was_found,
 )
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
@@ -111,7 +111,7 @@ def measure_moments(trainer: str, num_kills: int, folder: Path) -> dict[str, Any
     resolved = short_experiment(trainer, folder / "scenario", num_iterations=4)
     settings = {**SETTINGS, "num_threads": 1}
     seconds = run_whole(resolved, folder / "whole", **SETTINGS)
-    expected = what_was_found(folder / "whole" / RUN)
+    expected = read_run_contents(folder / "whole" / RUN)
     draw = random.Random(f"kills of {trainer}")
     differences: list[str] = []
     num_resumed = 0
@@ -119,7 +119,7 @@ def measure_moments(trainer: str, num_kills: int, folder: Path) -> dict[str, Any
         place = folder / str(number)
         num_resumed += kill_run(resolved, place, seconds, draw, **SETTINGS)
         again = in_a_fork(partial(resume_or_restart, resolved, place, settings), place / "log.txt")
-        difference = fault_of(place, expected) or (f"exit code {again}" if again else "")
+        difference = find_fault(place, expected) or (f"exit code {again}" if again else "")
         if difference:
             differences.append(difference)
     return {
@@ -179,7 +179,7 @@ def measure_tracker(name: str, num_kills: int, folder: Path) -> dict[str, Any]:
     run_whole(resolved, folder / "whole", **settings)
     # The first run reads more files.
     seconds = run_whole(resolved, folder / "again", **settings)
-    expected = what_was_found(folder / "whole" / RUN)
+    expected = read_run_contents(folder / "whole" / RUN)
     draw = random.Random(f"kills with {name}")
     differences: list[str] = []
     num_resumed = 0
@@ -191,7 +191,7 @@ def measure_tracker(name: str, num_kills: int, folder: Path) -> dict[str, Any]:
         again = in_a_fork(partial(_resume_and_close, resolved, place, settings), place / "log.txt")
         checked = in_a_fork(partial(_write_fault, name, place), place / "check.txt")
         difference = f"exit code {again or checked}" if again or checked else ""
-        difference = difference or (place / "fault").read_text() or fault_of(place, expected)
+        difference = difference or (place / "fault").read_text() or find_fault(place, expected)
         if difference:
             differences.append(difference)
     return {
@@ -223,7 +223,7 @@ def measure_data(num_kills: int, folder: Path) -> dict[str, Any]:
     data = folder / "scenario" / "train.txt"
     before = data.read_text()
     seconds = run_whole(resolved, folder / "whole", **SETTINGS)
-    expected = what_was_found(folder / "whole" / RUN)
+    expected = read_run_contents(folder / "whole" / RUN)
     draw = random.Random("kills before changes")
     differences: list[str] = []
     num_refused = num_resumed = 0
@@ -244,7 +244,7 @@ def measure_data(num_kills: int, folder: Path) -> dict[str, Any]:
             partial(resume_or_restart, resolved, place, {**SETTINGS, "num_threads": 1}),
             place / "log.txt",
         )
-        difference = fault_of(place, expected) or (f"exit code {again}" if again else "")
+        difference = find_fault(place, expected) or (f"exit code {again}" if again else "")
         if difference:
             differences.append(difference)
     return {

@@ -9,7 +9,7 @@ import socket
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -35,9 +35,9 @@ from nip_astra.trust import read_variable
 if TYPE_CHECKING:
     import pandas as pd
 
-LITTLE_SPACE_GIB = 2.0
-"""Free space for runs below which there is a warning; below `FULL_GIB` it is an error."""
-FULL_GIB = 0.1
+WARNING_SPACE_GIB = 2.0
+"""Free space for runs below which there is a warning; below `MIN_SPACE_GIB` it is an error."""
+MIN_SPACE_GIB = 0.1
 HOSTS = (("Hugging Face hub", "huggingface.co"), ("Weights & Biases", "api.wandb.ai"))
 TIMEOUT_SECONDS = 3.0
 SERVICE_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
@@ -88,11 +88,12 @@ class Diagnosis(Printable):
     @property
     def is_sound(self) -> bool:
         """Whether all required parts work."""
-        return not any(one.status is Status.BROKEN for one in self.findings)
+        return not any(finding.status is Status.BROKEN for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"is_sound": self.is_sound, "findings": [asdict(one) for one in self.findings]}
+        findings = [asdict(finding) for finding in self.findings]
+        return {"is_sound": self.is_sound, "findings": findings}
 
     def to_frame(self) -> pd.DataFrame:
         """Return a row per finding."""
@@ -100,22 +101,26 @@ class Diagnosis(Printable):
 
     def tables(self) -> list[Any]:
         """Return a table per area and a summary, for a terminal."""
-        found: list[Any] = []
-        for area in dict.fromkeys(one.area for one in self.findings):
+        blocks: list[Any] = []
+        # In order of first occurrence.
+        areas = dict.fromkeys(finding.area for finding in self.findings)
+        for area in areas:
             table = plain_table(area, "", "", "")
             table.show_header = False
-            for one in self.findings:
-                if one.area == area:
-                    word = "" if one.status is Status.INFO else str(one.status)
-                    table.add_row(Text(one.name), Text(word, STYLES[one.status]), Text(one.text))
-            found += [table, ""]
+            for finding in self.findings:
+                if finding.area != area:
+                    continue
+                status = "" if finding.status is Status.INFO else str(finding.status)
+                style = STYLES[finding.status]
+                table.add_row(Text(finding.name), Text(status, style), Text(finding.text))
+            blocks += [table, ""]
         if not self.is_sound:
-            last = "A required part does not work; see the lines marked broken."
-        elif any(one.status is Status.WARNING for one in self.findings):
-            last = "All required parts work; see the lines marked warning."
+            summary = "A required part does not work; see the lines marked broken."
+        elif any(finding.status is Status.WARNING for finding in self.findings):
+            summary = "All required parts work; see the lines marked warning."
         else:
-            last = "All required parts work."
-        return [*found, last]
+            summary = "All required parts work."
+        return [*blocks, summary]
 
 
 def doctor(
@@ -166,36 +171,43 @@ def closed_network() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("the doctor opens no connection")
 
-    kept = socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo
-    changeable: Any = socket.socket
-    changeable.connect = changeable.connect_ex = socket.getaddrinfo = refuse
+    # mypy refuses assignments to methods of a class.
+    socket_class: Any = socket.socket
+    connect, connect_ex = socket_class.connect, socket_class.connect_ex
+    getaddrinfo = socket.getaddrinfo
+    socket_class.connect = socket_class.connect_ex = socket.getaddrinfo = refuse
     try:
         yield
     finally:
-        changeable.connect, changeable.connect_ex, socket.getaddrinfo = kept
+        socket_class.connect, socket_class.connect_ex = connect, connect_ex
+        socket.getaddrinfo = getaddrinfo
 
 
 def _system() -> Findings:
     yield Finding("system", "nip_astra", Status.INFO, nip_astra.__version__)
     yield Finding("system", "Python", Status.INFO, f"{platform.python_version()}, {sys.executable}")
     yield Finding("system", "platform", Status.INFO, platform.platform())
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count()
-    yield Finding("system", "processors", Status.INFO, f"{usable} of {os.cpu_count()} usable")
+    # macOS and Windows cannot restrict a process to some processors.
+    get_affinity = getattr(os, "sched_getaffinity", None)
+    num_usable = os.cpu_count() if get_affinity is None else len(get_affinity(0))
+    yield Finding("system", "processors", Status.INFO, f"{num_usable} of {os.cpu_count()} usable")
 
 
 def _packages() -> Findings:
     for requirement in _requirements():
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            version = version_of(requirement.name)
-            if version is None:
-                text = f"is needed: pip install {requirement.name}"
-                yield Finding("packages", requirement.name, Status.BROKEN, text)
-            elif not requirement.specifier.contains(version, prereleases=True):
-                text = f"{version}, but {requirement.specifier} was tested"
-                yield Finding("packages", requirement.name, Status.WARNING, text)
-            else:
-                yield Finding("packages", requirement.name, Status.WORKS, version)
+        name, marker = requirement.name, requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if not is_required:
+            continue
+        version = version_of(name)
+        if version is None:
+            text = f"is needed: pip install {name}"
+            yield Finding("packages", name, Status.BROKEN, text)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            text = f"{version}, but {requirement.specifier} was tested"
+            yield Finding("packages", name, Status.WARNING, text)
+        else:
+            yield Finding("packages", name, Status.WORKS, version)
 
 
 def _extras() -> Findings:
@@ -220,31 +232,36 @@ def _devices() -> Findings:
 
     from nip_astra.scenarios.graphs.native_layers import why_absent
 
-    number = torch.get_num_threads()
-    threads = f"{counted(number, 'thread')} unless a run is small or sets another number"
-    yield Finding("devices", "cpu", *_computes("cpu", threads))
+    threads = counted(torch.get_num_threads(), "thread")
+    yield _check_device("cpu", f"{threads} unless a run is small or sets another number")
     reason = why_absent()
-    text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
-    compiled = (Status.WORKS, "layers of graphs are compiled for this processor")
-    yield Finding("devices", "compiler", *((Status.ABSENT, text) if reason else compiled))
+    if reason:
+        text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
+        yield Finding("devices", "compiler", Status.ABSENT, text)
+    else:
+        text = "layers of graphs are compiled for this processor"
+        yield Finding("devices", "compiler", Status.WORKS, text)
     if not torch.cuda.is_available():
         yield Finding("devices", "cuda", Status.ABSENT, "torch finds no GPU")
     for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        text = f"{about.name}, {about.total_memory / _GIB:.0f} GiB"
-        yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
+        properties = torch.cuda.get_device_properties(index)
+        memory_gib = properties.total_memory / _GIB
+        yield _check_device(f"cuda:{index}", f"{properties.name}, {memory_gib:.0f} GiB")
 
 
-def _computes(device: str, text: str) -> tuple[Status, str]:
+def _check_device(device: str, description: str) -> Finding:
     """Multiply two small matrices on a device, and check the result."""
     import torch
 
     try:
         ones = torch.ones(64, 64, device=device)
-        is_right = bool((ones @ ones == 64.0).all())
+        is_correct = bool((ones @ ones == 64.0).all())
     except RuntimeError as error:
-        return Status.BROKEN, f"{text}; {reason_of(error)}"
-    return (Status.WORKS, text) if is_right else (Status.BROKEN, f"{text}; computes wrongly")
+        text = f"{description}; {reason_of(error)}"
+        return Finding("devices", device, Status.BROKEN, text)
+    if is_correct:
+        return Finding("devices", device, Status.WORKS, description)
+    return Finding("devices", device, Status.BROKEN, f"{description}; computes wrongly")
 
 
 def _scorers() -> Findings:
@@ -257,8 +274,8 @@ def _scorers() -> Findings:
             parameters = SCORERS.get(name).Parameters.from_dict({})
             build_scorer(parameters, device=torch.device("cpu"), scenario_dir=None)
         except ParameterError as error:
-            needed = ", ".join(fault.path for fault in error.faults)
-            yield Finding("scorers", name, Status.INFO, f"can be imported; needs {needed}")
+            paths = ", ".join(fault.path for fault in error.faults)
+            yield Finding("scorers", name, Status.INFO, f"can be imported; needs {paths}")
         except NipAstraError as error:
             yield Finding("scorers", name, Status.ABSENT, reason_of(error))
         except Exception as error:
@@ -273,10 +290,10 @@ def _models() -> Findings:
     for scenario in scenario_names():
         folder = find_scenario(scenario)
         values = yaml.safe_load((folder / "scenario.yaml").read_text(encoding="utf-8"))
-        references = sorted(set(_references(values)))
-        lost = [one for one in references if not _is_here(one, folder)]
-        if lost:
-            yield Finding("models", scenario, Status.ABSENT, f"not here: {', '.join(lost)}")
+        references = sorted(set(_find_models(values)))
+        missing = [reference for reference in references if not _is_local(reference, folder)]
+        if missing:
+            yield Finding("models", scenario, Status.ABSENT, f"not here: {', '.join(missing)}")
         elif references:
             yield Finding("models", scenario, Status.WORKS, ", ".join(references))
     from huggingface_hub import constants
@@ -287,35 +304,42 @@ def _models() -> Findings:
     yield Finding("models", "Hugging Face cache", Status.INFO, f"{cache}: {cached}")
 
 
-def _references(values: Any) -> Iterator[str]:
-    """Yield every model in a scenario's parameters."""
-    if isinstance(values, dict) and isinstance(values.get("model"), str):
-        yield values["model"]
-    if isinstance(values, dict | list):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _references(value)
+def _find_models(values: Any) -> Iterator[str]:
+    """Yield every model in a scenario's nested parameters."""
+    if isinstance(values, dict):
+        if isinstance(values.get("model"), str):
+            yield values["model"]
+        values = list(values.values())
+    if isinstance(values, list):
+        for nested in values:
+            yield from _find_models(nested)
 
 
-def _is_here(reference: str, folder: Path) -> bool:
+def _is_local(reference: str, folder: Path) -> bool:
+    """Return whether a model is in a folder of this machine or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = resolve_reference(reference, folder)
+        model = resolve_reference(reference, folder)
     except NipAstraError:
         return False
-    if isinstance(found, Path):
-        return found.exists()
-    with suppress(ValueError):
-        return isinstance(try_to_load_from_cache(found, "config.json"), str)
-    return False
+    if isinstance(model, Path):
+        return model.exists()
+    try:
+        config_path = try_to_load_from_cache(model, "config.json")
+    except ValueError:
+        # It cannot be the name of a repository.
+        return False
+    return isinstance(config_path, str)
 
 
 def _network(is_online: bool) -> Findings:
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
-    given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
-    is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
+    value_by_name = {name: read_variable(name) for name in names}
+    settings = [f"{name}={value}" for name, value in value_by_name.items() if value is not None]
+    is_offline = (value_by_name["HF_HUB_OFFLINE"] or "0").upper() in ("1", "ON", "YES", "TRUE")
     hub = "serves no models" if is_offline else "serves models that are not on this machine"
-    text = f"the hub {hub}; {', '.join(given) or 'no variable changes it'}"
+    text = f"the hub {hub}; {', '.join(settings) or 'no variable changes it'}"
     yield Finding("network", "offline", Status.INFO, text)
     if not is_online:
         text = "not checked without --online"
@@ -324,22 +348,24 @@ def _network(is_online: bool) -> Findings:
 
 def reach_hosts() -> list[Finding]:
     """Open and close a connection to each host that a run may use."""
-    found = []
+    findings = []
     for name, host in HOSTS:
         try:
             socket.create_connection((host, 443), timeout=TIMEOUT_SECONDS).close()
         except OSError as error:
             text = f"{host} cannot be reached: {reason_of(error)}"
-            found.append(Finding("network", name, Status.ABSENT, text))
+            findings.append(Finding("network", name, Status.ABSENT, text))
         else:
-            found.append(Finding("network", name, Status.WORKS, f"{host} can be reached"))
-    return found
+            findings.append(Finding("network", name, Status.WORKS, f"{host} can be reached"))
+    return findings
 
 
 def _tracking() -> Findings:
     default = ExperimentSettings.model_fields["wandb"].default
     mode = read_variable("WANDB_MODE")
-    text = f"{default} unless a run sets another" + (f"; WANDB_MODE={mode}" if mode else "")
+    text = f"{default} unless a run sets another"
+    if mode:
+        text += f"; WANDB_MODE={mode}"
     yield Finding("tracking", "W&B mode", Status.INFO, text)
     key = "has a key" if has_credentials() else "has no key: wandb login, or set WANDB_API_KEY"
     yield Finding("tracking", "W&B key", Status.INFO, f"this machine {key}")
@@ -347,20 +373,26 @@ def _tracking() -> Findings:
 
 def _runs(runs_dir: Path) -> Findings:
     path = runs_dir.absolute()
-    nearest = next(one for one in (path, *path.parents) if one.exists())
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    exists = nearest == path
     try:
         with TemporaryDirectory(dir=nearest):
             pass
     except OSError as error:
-        what = f"{path} cannot be {'written to' if nearest == path else 'made'}"
-        text = f"{what}: {error.strerror or error}; give another folder as --runs-dir"
+        action = "written to" if exists else "made"
+        reason = error.strerror or error
+        text = f"{path} cannot be {action}: {reason}; give another folder as --runs-dir"
         yield Finding("runs", str(runs_dir), Status.BROKEN, text)
         return
-    free = shutil.disk_usage(nearest).free / _GIB
-    status = Status.WORKS if free >= LITTLE_SPACE_GIB else Status.WARNING
-    status = status if free >= FULL_GIB else Status.BROKEN
-    where = "" if nearest == path else ", will be made"
-    yield Finding("runs", str(runs_dir), status, f"{free:.1f} GiB free{where}")
+    free_gib = shutil.disk_usage(nearest).free / _GIB
+    if free_gib < MIN_SPACE_GIB:
+        status = Status.BROKEN
+    elif free_gib < WARNING_SPACE_GIB:
+        status = Status.WARNING
+    else:
+        status = Status.WORKS
+    note = "" if exists else ", will be made"
+    yield Finding("runs", str(runs_dir), status, f"{free_gib:.1f} GiB free{note}")
 
 
 def _service() -> Findings:
@@ -387,14 +419,14 @@ def _requirements() -> list[Any]:
     from packaging.requirements import Requirement
 
     try:
-        return [Requirement(one) for one in metadata.requires("nip_astra") or ()]
+        lines = metadata.requires("nip_astra") or []
     except metadata.PackageNotFoundError:
         file = Path(nip_astra.__file__).parents[1] / "pyproject.toml"
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-    found = [Requirement(one) for one in project["dependencies"]]
-    for extra, wanted in project["optional-dependencies"].items():
-        found += [Requirement(f"{one}; extra == '{extra}'") for one in wanted]
-    return found
+        lines = list(project["dependencies"])
+        for extra, packages in project["optional-dependencies"].items():
+            lines += [f"{package}; extra == '{extra}'" for package in packages]
+    return [Requirement(line) for line in lines]
 
 
 def _sandbox() -> Findings:
@@ -406,25 +438,28 @@ def _sandbox() -> Findings:
         why_no_memory_group,
     )
 
-    absent, missing = why_no_bubblewrap(), why_no_interpreter()
-    if absent:
-        text = f"{absent}; whole programs that models wrote are not run"
+    no_bubblewrap, no_interpreter = why_no_bubblewrap(), why_no_interpreter()
+    if no_bubblewrap:
+        text = f"{no_bubblewrap}; whole programs that models wrote are not run"
         yield Finding("sandbox", "bubblewrap", Status.ABSENT, text)
     else:
         text = "runs programs that models wrote, without a network, files or other processes"
         yield Finding("sandbox", "bubblewrap", Status.WORKS, text)
-        status, text = Status.WORKS, "filtered: no keyrings, shared memory, io_uring, bpf or other "
-        text += "kinds of sockets"
-        if unfiltered := why_no_filter():
-            status, text = Status.WARNING, f"not filtered ({unfiltered}): {OPEN_CALLS}"
-        yield Finding("sandbox", "system calls", status, text)
-        status, text = Status.WORKS, "bounded for all processes of a program together"
-        if ungrouped := why_no_memory_group():
-            status, text = Status.INFO, f"bounded for each process alone: {ungrouped}"
-        yield Finding("sandbox", "memory", status, text)
-    if missing:
-        text = f"{missing}: pip install 'nip_astra[sandbox]'"
+        if no_filter := why_no_filter():
+            text = f"not filtered ({no_filter}): {OPEN_CALLS}"
+            yield Finding("sandbox", "system calls", Status.WARNING, text)
+        else:
+            text = "filtered: no keyrings, shared memory, io_uring, bpf or other kinds of sockets"
+            yield Finding("sandbox", "system calls", Status.WORKS, text)
+        if no_memory_group := why_no_memory_group():
+            text = f"bounded for each process alone: {no_memory_group}"
+            yield Finding("sandbox", "memory", Status.INFO, text)
+        else:
+            text = "bounded for all processes of a program together"
+            yield Finding("sandbox", "memory", Status.WORKS, text)
+    if no_interpreter:
+        text = f"{no_interpreter}: pip install 'nip_astra[sandbox]'"
         yield Finding("sandbox", "interpreter", Status.ABSENT, text)
     else:
-        use = "is not needed" if not absent else "calls functions that models wrote instead"
+        use = "calls functions that models wrote instead" if no_bubblewrap else "is not needed"
         yield Finding("sandbox", "interpreter", Status.WORKS, f"pydantic-monty {use}")

@@ -52,12 +52,12 @@ _WATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "truncate"
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _END_OF_CHECKPOINT = re.compile(r"replace .*checkpoints/latest'")
 """The operation after which a run is resumed from a new checkpoint."""
-_OWN_NAMES = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
+_GENERATED_NAME = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
 """Names that services give to jobs and models."""
-_OWN_KEYS = ("services", "run_key", "timings.jsonl")
+_PROCESS_KEYS = ("services", "run_key", "timings.jsonl")
 """Entries that depend on time or process."""
 
-Places = Callable[[Sequence[str]], Iterable[int]]
+KillPlan = Callable[[Sequence[str]], Iterable[int]]
 """Chooses the numbers of operations, counted from 1, before which runs are killed."""
 
 
@@ -90,6 +90,8 @@ class ResumeCheck(NamedTuple):
         File operations of the uninterrupted run.
     unlike : str
         The first difference of two uninterrupted runs; then nothing is killed.
+    kills : list of KilledRun
+        The killed runs, by the number of the operation.
     """
 
     num_operations: int
@@ -107,27 +109,28 @@ class ResumeCheck(NamedTuple):
         return sum(kill.num_resumed_iterations > 0 for kill in self.kills)
 
 
-def spread_places(num_kills: int, seed: int) -> Places:
-    """Return a function that samples distinct operations, equally many between any two checkpoints.
+def spread_kills(num_kills: int, seed: int) -> KillPlan:
+    """Return a plan that samples distinct operations, equally many between any two checkpoints.
 
     Most operations of a run are those of its beginning and its end, after which nothing is resumed.
     """
 
-    def places(operations: Sequence[str]) -> list[int]:
-        draw = random.Random(derive_seed(seed, "kills"))
+    def choose_numbers(operations: Sequence[str]) -> list[int]:
+        generator = random.Random(derive_seed(seed, "kills"))
         intervals: list[list[int]] = [[]]
         for number, operation in enumerate(operations, start=1):
             intervals[-1].append(number)
             if _END_OF_CHECKPOINT.match(operation):
                 intervals.append([])
         for interval in intervals:
-            draw.shuffle(interval)
-        # The first of each interval, then the second of each, and so on.
-        rounds = zip_longest(*intervals)
-        numbers = [number for of_round in rounds for number in of_round if number is not None]
+            generator.shuffle(interval)
+        # The first of each interval, then the second of each, and so on; short ones give None.
+        numbers: list[int] = []
+        for round_numbers in zip_longest(*intervals):
+            numbers += [number for number in round_numbers if number is not None]
         return sorted(numbers[:num_kills])
 
-    return places
+    return choose_numbers
 
 
 def check_resume(
@@ -135,7 +138,7 @@ def check_resume(
     folder: str | Path,
     *,
     num_kills: int = 10,
-    places: Places | None = None,
+    plan: KillPlan | None = None,
     max_iterations: int | None = MAX_ITERATIONS,
     on_kill: Callable[[KilledRun], object] = lambda _: None,
     **settings_fields: Any,
@@ -150,7 +153,7 @@ def check_resume(
     folder : str or Path
         Gets one folder per run (`whole` for the uninterrupted one, else the kill's number)
         and the output of each process as `<number>.txt`.
-    places : Callable, optional
+    plan : Callable, optional
         From the operations of a run to those to kill at; random ones, spread over the intervals
         between checkpoints, by default.
     max_iterations : int or None
@@ -167,9 +170,10 @@ def check_resume(
     WorkerProcessError
         When an uninterrupted run fails in a process of its own, or makes no progress.
     """
-    taken = sorted(settings_fields.keys() & {*SETTINGS, "run_id", "runs_dir", "test_run"})
-    if taken:
-        raise ConfigurationError(f"check-resume sets {', '.join(taken)} itself. Leave it out.")
+    fixed_settings = {*SETTINGS, "run_id", "runs_dir", "test_run"}
+    rejected = sorted(settings_fields.keys() & fixed_settings)
+    if rejected:
+        raise ConfigurationError(f"check-resume sets {', '.join(rejected)} itself. Leave it out.")
     if not hasattr(os, "fork"):
         raise ConfigurationError(
             f"check-resume forks processes, which {sys.platform} cannot. Run it on Linux."
@@ -189,18 +193,21 @@ def check_resume(
     with loops_cut_to(max_iterations), _one_thread():
         in_process = _can_be_forked(resolved, settings)
         for name in ("first", "whole"):
-            _uninterrupted(partial(run, name), folder / f"{name}.txt", in_process=in_process)
+            _run_uninterrupted(partial(run, name), folder / f"{name}.txt", in_process=in_process)
         operations: list[str] = json.loads((folder / "whole.json").read_text())
-        expected = what_was_found(folder / "whole" / RUN)
-        unlike = difference_of(what_was_found(folder / "first" / RUN), expected)
+        expected = read_run_contents(folder / "whole" / RUN)
+        unlike = find_difference(read_run_contents(folder / "first" / RUN), expected)
+        if unlike:
+            return ResumeCheck(len(operations), unlike, [])
         kills: list[KilledRun] = []
-        places = places or spread_places(num_kills, resolved.hyper_params.seed)
-        for number in () if unlike else places(operations):
-            killed = partial(run, str(number), number)
+        choose_numbers = plan or spread_kills(num_kills, resolved.hyper_params.seed)
+        for number in choose_numbers(operations):
+            run_to_kill = partial(run, str(number), number)
             resume = partial(resume_or_restart, resolved, folder / str(number), settings)
             operation = operations[number - 1]
-            kills.append(_kill(killed, resume, folder, number, operation, expected))
-            on_kill(kills[-1])
+            kill = _kill_and_compare(run_to_kill, resume, folder, number, operation, expected)
+            kills.append(kill)
+            on_kill(kill)
     return ResumeCheck(len(operations), unlike, kills)
 
 
@@ -217,8 +224,8 @@ def _one_thread() -> Iterator[None]:
 
 def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
     """Return whether this process can fork after a run, which devices and Ray prevent."""
-    used = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
-    return resolve_device(used.device).type == "cpu" and not used.num_actors
+    run_settings = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
+    return resolve_device(run_settings.device).type == "cpu" and not run_settings.num_actors
 
 
 def _run(
@@ -234,7 +241,7 @@ def _run(
     (folder / f"{name}.json").write_text(json.dumps(operations))
 
 
-def _uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> None:
+def _run_uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> None:
     if in_process:
         _seed_generators()
         # Later processes inherit its imports.
@@ -246,7 +253,7 @@ def _uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> N
         )
 
 
-def _kill(
+def _kill_and_compare(
     run: Callable[[], None],
     resume: Callable[[], None],
     folder: Path,
@@ -260,14 +267,14 @@ def _kill(
     try:
         status = in_a_fork(run, log, name=f"the run to be killed at operation {number}")
         num_before = _trained_iterations(folder / str(number) / RUN)
-        again = in_a_fork(resume, log, name=f"the run resumed after operation {number}")
+        resumed_status = in_a_fork(resume, log, name=f"the run resumed after operation {number}")
     except WorkerProcessError as error:
         return KilledRun(number, operation, str(error), num_resumed)
     if num_before is not None:
         num_resumed = (_trained_iterations(folder / "whole" / RUN) or 0) - num_before
-    difference = fault_of(folder / str(number), expected)
-    if again:
-        difference = f"the resumed run ended with {again}: {_last_line(log)}"
+    difference = find_fault(folder / str(number), expected)
+    if resumed_status:
+        difference = f"the resumed run ended with {resumed_status}: {_last_line(log)}"
     elif status != -signal.SIGKILL:
         difference = f"the run ended with {status} and was not killed. {difference}"
     return KilledRun(number, operation, difference, num_resumed)
@@ -286,20 +293,20 @@ def _trained_iterations(run: Path) -> int | None:
 def killed_at(number: int) -> Iterator[list[str]]:
     """Record this process's file operations, and kill it before operation `number` (0: never)."""
     process = os.getpid()
-    done: list[str] = []
-    before: list[tuple[Any, str, Any]] = []
+    operations: list[str] = []
+    originals: list[tuple[Any, str, Any]] = []
 
-    def watch(module: Any, name: str, counts: Callable[..., bool]) -> None:
-        call = getattr(module, name)
-        before.append((module, name, call))
+    def watch(module: Any, name: str, is_write: Callable[..., bool]) -> None:
+        original = getattr(module, name)
+        originals.append((module, name, original))
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             # Processes that were forked from this one inherit the watch.
-            if os.getpid() == process and counts(*args, **kwargs):
-                done.append(f"{name} {args[:2]}")
-                if len(done) == number:
+            if os.getpid() == process and is_write(*args, **kwargs):
+                operations.append(f"{name} {args[:2]}")
+                if len(operations) == number:
                     os.kill(process, signal.SIGKILL)
-            return call(*args, **kwargs)
+            return original(*args, **kwargs)
 
         setattr(module, name, watched)
 
@@ -309,10 +316,10 @@ def killed_at(number: int) -> Iterator[list[str]]:
     for module in (io, builtins):
         watch(module, "open", _writes)
     try:
-        yield done
+        yield operations
     finally:
-        for module, name, call in before:
-            setattr(module, name, call)
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
@@ -388,121 +395,150 @@ def resume_or_restart(
             raise
 
 
-def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
+def find_fault(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
     """Return the first difference to an uninterrupted run; empty if there is none."""
     path = runs_dir / RUN
     if not (path / REPORT).exists():
         return f"{REPORT} is missing"
-    if difference := difference_of(what_was_found(path), expected):
+    if difference := find_difference(read_run_contents(path), expected):
         return difference
+    # Temporary files have names with a leading dot, as have two files that a run keeps.
     hidden = {file.relative_to(runs_dir).as_posix() for file in runs_dir.rglob(".*")}
-    left = sorted(hidden - {f"{RUN}/{LOCK}", f"{RUN}/{HAS_CHECKPOINTS}"})
-    return f"left over: {', '.join(left)}" if left else ""
+    leftovers = sorted(hidden - {f"{RUN}/{LOCK}", f"{RUN}/{HAS_CHECKPOINTS}"})
+    return f"left over: {', '.join(leftovers)}" if leftovers else ""
 
 
-def what_was_found(run: Path) -> dict[str, bytes]:
+def read_run_contents(run: Path) -> dict[str, bytes]:
     """Return the contents that must not depend on kills, by file.
 
     Names given by processes and services are replaced by numbers in order of occurrence.
     """
-    texts = _Texts(run)
+    texts = _RunTexts(run)
     latest = run / "checkpoints" / "latest"
     checkpoint = run / "checkpoints" / (latest.read_text().strip() if latest.is_file() else "none")
     # Without the revision of a step that was saved again, as after a kill before `latest` named it.
     step = checkpoint.name.partition("_r")[0]
-    found = {
-        RESULTS: texts.plain_json(run / RESULTS),
-        f"{step}/state.json": texts.plain_json(checkpoint / "state.json"),
+    contents = {
+        RESULTS: texts.read_json(run / RESULTS),
+        f"{step}/state.json": texts.read_json(checkpoint / "state.json"),
     }
-    files = [run / "metrics.jsonl", *run.glob("model/**/*.safetensors")]
-    files += [file for end in ("jsonl", "json") for file in run.glob(f"rollouts/**/*.{end}")]
-    files += [file for file in checkpoint.rglob("*") if file.name not in _OF_A_CHECKPOINT]
-    files += [file for one in texts.jobs for file in run.glob(f"jobs/{one}/model/*.safetensors")]
-    for file in sorted(one for one in files if one.is_file()):
+    paths = [run / "metrics.jsonl", *run.glob("model/**/*.safetensors")]
+    paths += [*run.glob("rollouts/**/*.jsonl"), *run.glob("rollouts/**/*.json")]
+    paths += [path for path in checkpoint.rglob("*") if path.name not in _COMPARED_SEPARATELY]
+    for job in texts.numbered_names:
+        paths += run.glob(f"jobs/{job}/model/*.safetensors")
+    for file in sorted(path for path in paths if path.is_file()):
         content = file.read_bytes()
         if file.name == "answers.jsonl":
             # The order of answers is random.
             content = b"".join(sorted(content.splitlines(keepends=True)))
         if file.suffix in (".json", ".jsonl"):
-            content = texts.neutral(content.decode(errors="replace")).encode()
+            content = texts.neutralize(content.decode(errors="replace")).encode()
         name = str(file.relative_to(run)).replace(checkpoint.name, step)
-        found[texts.neutral(name)] = content
-    return {name: content for name, content in found.items() if content}
+        contents[texts.neutralize(name)] = content
+    return {name: content for name, content in contents.items() if content}
 
 
-_OF_A_CHECKPOINT = ("state.json", "manifest.json")
-"""Files compared separately; the manifest has digests of all others."""
+_COMPARED_SEPARATELY = ("state.json", "manifest.json")
+"""Files of a checkpoint; the manifest has the digests of all others."""
 
 
-class _Texts:
-    """Removes path, key and `jobs` (replacements by name) from a run's texts."""
+class _RunTexts:
+    """Replaces what depends on the process in a run's texts: its path, its key, generated names.
+
+    Attributes
+    ----------
+    numbered_names : dict
+        A number in order of occurrence for each generated name.
+    """
 
     def __init__(self, run: Path) -> None:
-        self.places = sorted({str(run), str(run.absolute()), str(run.resolve())}, key=len)[::-1]
-        self.jobs: dict[str, str] = {}
-        self.key = ""
+        spellings = {str(run), str(run.absolute()), str(run.resolve())}
+        # The longest first: one may be part of another.
+        self._run_paths = sorted(spellings, key=len, reverse=True)
+        self.numbered_names: dict[str, str] = {}
+        self._run_key = ""
 
-    def plain_json(self, path: Path) -> bytes:
+    def read_json(self, path: Path) -> bytes:
         """Return the content of a JSON file without times and costs of services."""
         if not path.is_file():
             return b""
         content = json.loads(path.read_text())
-        key = content.get("run", {}).get("run_key") if isinstance(content, dict) else None
-        self.key = key or self.key
-        return self.neutral(json.dumps(_without_own(content), indent=1)).encode()
+        if isinstance(content, dict):
+            self._run_key = content.get("run", {}).get("run_key") or self._run_key
+        return self.neutralize(json.dumps(_drop_process_keys(content), indent=1)).encode()
 
-    def neutral(self, text: str) -> str:
+    def neutralize(self, text: str) -> str:
         """Return a text without the run's path and the names of its jobs."""
-        for place in self.places:
-            text = text.replace(place, "RUN")
-        text = text.replace(self.key, "KEY") if self.key else text
-        return _OWN_NAMES.sub(
-            lambda found: self.jobs.setdefault(found[0], f"NAME-{len(self.jobs)}"), text
-        )
+        for run_path in self._run_paths:
+            text = text.replace(run_path, "RUN")
+        if self._run_key:
+            text = text.replace(self._run_key, "KEY")
+        return _GENERATED_NAME.sub(self._number_name, text)
+
+    def _number_name(self, match: re.Match[str]) -> str:
+        return self.numbered_names.setdefault(match[0], f"NAME-{len(self.numbered_names)}")
 
 
-def _without_own(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if k not in _OWN_KEYS and "seconds" not in k}
-        return {name: _without_own(one) for name, one in kept.items()}
-    return [_without_own(one) for one in value] if isinstance(value, list) else value
+def _drop_process_keys(content: Any) -> Any:
+    """Return nested JSON values without entries that depend on time or process."""
+    if isinstance(content, list):
+        return [_drop_process_keys(member) for member in content]
+    if not isinstance(content, dict):
+        return content
+    return {
+        name: _drop_process_keys(member)
+        for name, member in content.items()
+        if name not in _PROCESS_KEYS and "seconds" not in name
+    }
 
 
-def difference_of(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
+def find_difference(contents: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
     """Return the first file that differs, and the first name in it; empty if all are equal."""
-    for file in sorted(found.keys() | expected.keys()):
-        one, other = found.get(file), expected.get(file)
-        if one == other:
+    for file in sorted(contents.keys() | expected.keys()):
+        content, expected_content = contents.get(file), expected.get(file)
+        if content == expected_content:
             continue
-        if one is None or other is None:
-            return f"{file} is {'missing' if one is None else 'only in this run'}"
-        mine, theirs = _named(file, one), _named(file, other)
-        names = sorted(mine.keys() | theirs.keys())
-        name = next((name for name in names if mine.get(name) != theirs.get(name)), "")
-        return f"{file}: {name}" if name else file
+        if content is None:
+            return f"{file} is missing"
+        if expected_content is None:
+            return f"{file} is only in this run"
+        values = _read_values(file, content)
+        expected_values = _read_values(file, expected_content)
+        for name in sorted(values.keys() | expected_values.keys()):
+            if values.get(name) != expected_values.get(name):
+                return f"{file}: {name}" if name else file
+        return file
     return ""
 
 
-def _named(file: str, content: bytes) -> dict[str, Any]:
+def _read_values(file: str, content: bytes) -> dict[str, Any]:
     """Return the values of a file by name; of JSON lines, by line and name."""
     if file.endswith(".safetensors"):
-        return _tensors(content)
-    text, has_lines = content.decode(errors="replace"), file.endswith(".jsonl")
+        return _read_tensors(content)
+    text = content.decode(errors="replace")
+    if not file.endswith(".jsonl"):
+        return _read_json_values(text)
     values: dict[str, Any] = {}
-    for number, line in enumerate(text.splitlines() if has_lines else [text], start=1):
-        try:
-            read = json.loads(line)
-        except ValueError:
-            read = line
-        head = f"line {number}, " if has_lines else ""
-        of_line = dict(flatten(read)) if isinstance(read, dict) else {"": read}
-        values |= {f"{head}{name}": json.dumps(value) for name, value in of_line.items()}
+    for number, line in enumerate(text.splitlines(), start=1):
+        for name, value in _read_json_values(line).items():
+            values[f"line {number}, {name}"] = value
     return values
 
 
-def _tensors(content: bytes) -> dict[str, Any]:
+def _read_json_values(text: str) -> dict[str, Any]:
+    """Return the values of a JSON object by dotted name; those of any other text without a name."""
     try:
-        found = deserialize(content)  # type: ignore[no-untyped-call]  # of safetensors
-        return {name: (one["shape"], bytes(one["data"])) for name, one in found}
+        content = json.loads(text)
+    except ValueError:
+        content = text
+    values = dict(flatten(content)) if isinstance(content, dict) else {"": content}
+    return {name: json.dumps(value) for name, value in values.items()}
+
+
+def _read_tensors(content: bytes) -> dict[str, Any]:
+    try:
+        tensors = deserialize(content)  # type: ignore[no-untyped-call]  # of safetensors
     except SafetensorError:
         return {}
+    return {name: (tensor["shape"], bytes(tensor["data"])) for name, tensor in tensors}

@@ -28,7 +28,7 @@ from nip_astra.deadlines import (
     within_deadline,
 )
 from nip_astra.errors import CallDeadlineError
-from nip_astra.resume_check import what_was_found
+from nip_astra.resume_check import read_run_contents
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.tasks.base import Reaction
 from nip_astra.scenario_base.tasks.library import ArithmeticEnvironment
@@ -185,7 +185,7 @@ def test_a_run_saves_at_a_deadline_and_goes_on_as_if_uninterrupted(
     assert 0 < load_state(checkpoint / "state")["run"]["iteration"] < 4
     monkeypatch.setattr(ArithmeticEnvironment, "step", step)
     resume_experiment(slow, progress=False, call_deadline=HOUR)
-    assert what_was_found(slow) == what_was_found(whole)
+    assert read_run_contents(slow) == read_run_contents(whole)
 
 
 STUCK = """

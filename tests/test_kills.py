@@ -21,11 +21,11 @@ from nip_astra.resume_check import (
     RUN,
     ResumeCheck,
     check_resume,
-    difference_of,
-    fault_of,
+    find_difference,
+    find_fault,
     in_a_fork,
     killed_at,
-    what_was_found,
+    read_run_contents,
 )
 from tests.kit.command_line import CommandLine, CommandResult, plugins_forgotten_after, refused
 from tests.kit.resuming import SHORT_TRAINERS, short_experiment
@@ -45,7 +45,7 @@ def check_kills(trainer: str, folder: Path, every: int) -> ResumeCheck:
         check = check_resume(
             resolved,
             folder,
-            places=lambda operations: range(1, len(operations) + 1, every),
+            plan=lambda operations: range(1, len(operations) + 1, every),
             max_iterations=None,
         )
     assert check.is_equal, check
@@ -121,7 +121,7 @@ def test_files_of_a_run_are_compared_by_file_and_name(
     changed: str, difference: str, tmp_path: Path
 ) -> None:
     first, second = a_run(tmp_path / "a"), a_run(tmp_path / "b", changed)
-    text = difference_of(what_was_found(first), what_was_found(second))
+    text = find_difference(read_run_contents(first), read_run_contents(second))
     assert text.endswith(difference)
     assert bool(text) == bool(difference)
 
@@ -130,16 +130,16 @@ def test_a_revision_of_a_step_saved_again_is_no_difference_and_leftovers_are_nam
     tmp_path: Path,
 ) -> None:
     first, second = a_run(tmp_path / "a"), a_run(tmp_path / RUN)
-    expected = what_was_found(first)
+    expected = read_run_contents(first)
     checkpoints = second / "checkpoints"
     (checkpoints / "step_00000002").rename(checkpoints / "step_00000002_r2")
     (checkpoints / "latest").write_text("step_00000002_r2\n")
     (second / "report.html").touch()
-    assert fault_of(tmp_path, expected) == ""
+    assert find_fault(tmp_path, expected) == ""
     (second / ".unfinished").touch()
-    assert ".unfinished" in fault_of(tmp_path, expected)
+    assert ".unfinished" in find_fault(tmp_path, expected)
     (second / "results.json").unlink()
-    assert "results.json" in fault_of(tmp_path, expected)
+    assert "results.json" in find_fault(tmp_path, expected)
 
 
 def test_every_operation_that_changes_files_is_a_kill_point(tmp_path: Path) -> None:

@@ -359,8 +359,8 @@ class _TurnsInOrder(GenerationSession):
             session.close()
 
 
-def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
-    return _TurnsInOrder([model.open_session() for model in voices], turns)
+def _open_session(models: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
+    return _TurnsInOrder([model.open_session() for model in models], turns)
 
 
 def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | None:
@@ -410,11 +410,11 @@ def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSa
     reference = sampler.reference
     # An attacker without known probabilities is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else reference
-    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
+    models = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
     # All but the sessions is the reference's, which differs from the attacker in weights alone.
     model: Any = copy.copy(reference.language_model)
-    model.voices = voices
-    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
+    model.submodels = models
+    model.open_session = partial(_open_session, models, attacker_turns(proposal, num_turns))
     mixed = sampler.with_attacker(replace(reference, language_model=model))
     mixed.max_cache_bytes = None
     return mixed

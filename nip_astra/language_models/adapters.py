@@ -55,7 +55,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         If the model has no such layer, or peft cannot adapt one of them.
     """
     peft = import_extra("peft", "a LoRA adapter (lora)", "lora")
-    _check_targets(module, parameters.target_modules)
+    _require_targets(module, parameters.target_modules)
     config = peft.LoraConfig(
         r=parameters.rank,
         lora_alpha=parameters.alpha,
@@ -64,7 +64,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    # A failing peft leaves layers of its own in the module.
+    # Listed before the call: a failing peft leaves layers of its own in the module.
     layers = _layer_names(module)
     try:
         return peft.get_peft_model(module, config)
@@ -76,11 +76,11 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         ) from error
 
 
-def with_adapter(module: Any, folder: Path) -> Any:
-    """Wrap the model with an adapter that peft wrote, which learns."""
+def load_adapter(module: Any, folder: Path) -> Any:
+    """Wrap the model with an adapter that peft wrote; the adapter is trainable."""
     peft = import_extra("peft", f"the adapter in {folder}", "lora")
     config = peft.PeftConfig.from_pretrained(str(folder))
-    # Or peft warns that another base is given.
+    # Otherwise peft warns that the adapter was made for another base.
     config.base_model_name_or_path = module.name_or_path
     config.inference_mode = False
     adapted = peft.get_peft_model(module, config)
@@ -88,36 +88,44 @@ def with_adapter(module: Any, folder: Path) -> Any:
     return adapted
 
 
-def _check_targets(module: Any, targets: str | list[str]) -> None:
+def _require_targets(module: Any, targets: str | list[str]) -> None:
     """Raise for layers that the model lacks; peft ignores them if it finds another one."""
     if targets == "all-linear":
         return
     layers = _linear_layers(module)
+    unknown: list[str] = []
     if isinstance(targets, str):
-        unknown = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
+        if not any(re.fullmatch(targets, layer) for layer in layers):
+            unknown.append(targets)
     else:
-        unknown = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in layers)]
+        for target in targets:
+            # A target names a layer by the end of its path, as in peft.
+            if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+                unknown.append(target)
     if unknown:
-        known = _layer_names(module)
-        near = nearest_names(unknown[0], known, 1)
+        valid_names = _layer_names(module)
+        near = nearest_names(unknown[0], valid_names, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigurationError(
             f"lora.target_modules: the model has no linear layer {unknown[0]!r}.{hint} Its layers: "
-            f"{', '.join(known)}. Give a list of them, a regular expression of whole names, or "
-            "all-linear."
+            f"{', '.join(valid_names)}. Give a list of them, a regular expression of whole names, "
+            "or all-linear."
         )
 
 
 def _linear_layers(module: Any) -> list[str]:
+    """Return the paths of the layers that LoRA can adapt."""
     from transformers.pytorch_utils import Conv1D
 
+    # GPT-2 and its relatives have Conv1D, a linear layer with a transposed matrix.
     linear = torch.nn.Linear, Conv1D
-    return [name for name, layer in module.named_modules() if isinstance(layer, linear)]
+    return [path for path, layer in module.named_modules() if isinstance(layer, linear)]
 
 
 def _layer_names(module: Any) -> list[str]:
-    """Return the distinct last parts of the names of linear layers."""
-    return sorted({name.rpartition(".")[2] for name in _linear_layers(module)})
+    """Return the distinct names of linear layers: the last part of their paths."""
+    names = {path.rpartition(".")[2] for path in _linear_layers(module)}
+    return sorted(names)
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
@@ -128,10 +136,11 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
     return state
 
 
-def merged(module: Any) -> Any:
+def merge_adapter(module: Any) -> Any:
     """Return the plain model with the adapter merged into its weights."""
     base = module.get_base_model()
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    embedding = base.get_input_embeddings()
     if hasattr(head, "lora_A") and head.weight is embedding.weight:
         # Tied weights: the update of the head would change the embeddings too.
         head.base_layer.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -141,23 +150,26 @@ def merged(module: Any) -> Any:
 
 def save_weights(module: Any, directory: Path) -> None:
     """Write a module's weights, or only its adapter's, in Hugging Face layout."""
-    # peft would otherwise look for the base model's config to see whether embeddings changed, and
-    # transformers would rename and split weights (of GPT-NeoX, of experts) as in older versions.
-    option = "save_embedding_layers" if has_adapter(module) else "save_original_format"
-    module.save_pretrained(directory, **{option: False})
+    if has_adapter(module):
+        # peft would look for the base model's config, to see whether embeddings changed.
+        module.save_pretrained(directory, save_embedding_layers=False)
+    else:
+        # transformers would rename and split weights (of GPT-NeoX, of experts) as in older
+        # versions.
+        module.save_pretrained(directory, save_original_format=False)
 
 
 def learned_weights(module: Any) -> dict[str, Tensor]:
     """Return the trained weights by their names in a file; this process's shards if sharded."""
-    named = {name: weight.detach() for name, weight in module.named_parameters()}
+    named_weights = {path: weight.detach() for path, weight in module.named_parameters()}
     if not has_adapter(module):
-        return named
+        return named_weights
     from peft import get_peft_model_state_dict
 
-    found: dict[str, Tensor] = get_peft_model_state_dict(
-        module, state_dict=named, save_embedding_layers=False
+    adapter_weights: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=named_weights, save_embedding_layers=False
     )
-    return found
+    return adapter_weights
 
 
 def save_adapter_config(module: Any, directory: Path) -> None:
@@ -169,24 +181,26 @@ def save_adapter_config(module: Any, directory: Path) -> None:
 
 def restore_weights(module: Any, directory: Path) -> None:
     """Restore the weights written by `save_weights`."""
+    is_adapter = has_adapter(module)
     try:
-        state = saved_weights(directory, is_adapter=has_adapter(module))
-        if has_adapter(module):
+        state = saved_weights(directory, is_adapter=is_adapter)
+        if is_adapter:
             from peft import set_peft_model_state_dict
 
             problems = set_peft_model_state_dict(module, state)
-            faults = list(problems.unexpected_keys)
-            faults += [key for key in problems.missing_keys if "lora_" in key]
+            # The base's weights are missing in every adapter's file.
+            missing = [key for key in problems.missing_keys if "lora_" in key]
         else:
             problems = module.load_state_dict(state, strict=False)
-            tied = set(getattr(module, "all_tied_weights_keys", {}) or {})
-            faults = list(problems.unexpected_keys)
-            faults += [key for key in problems.missing_keys if key not in tied]
+            # A file has tied weights once, under one of their names.
+            tied_keys = set(getattr(module, "all_tied_weights_keys", {}) or {})
+            missing = [key for key in problems.missing_keys if key not in tied_keys]
     except RuntimeError as error:
         raise CheckpointError(f"the weights in {directory} do not fit: {error}") from error
-    if faults:
+    mismatched = [*problems.unexpected_keys, *missing]
+    if mismatched:
         raise CheckpointError(
-            f"the weights in {directory} are of another model: {', '.join(faults[:3])}. "
+            f"the weights in {directory} are of another model: {', '.join(mismatched[:3])}. "
             "Resume with the parameters that wrote them."
         )
 
@@ -195,14 +209,15 @@ def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Ten
     """Read all weights of a folder by name, sharded or not."""
     if (directory / SHARDS).is_dir():
         return load_whole(directory / SHARDS)
-    path = directory / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
+    file_name = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    path = directory / file_name
     try:
-        found: dict[str, Tensor] = load_file(path)
+        weights: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the weights in {path} cannot be read: {error}. Resume from another checkpoint."
         ) from error
-    return found
+    return weights
 
 
 def has_adapter(module: Any) -> bool:
@@ -213,10 +228,12 @@ def has_adapter(module: Any) -> bool:
 
 def write_joined(folder: Path, output: Path) -> None:
     """Copy a checkpoint's model folder, with its shards joined."""
+    # Read before anything is written, so that a broken checkpoint leaves no folder.
     weights = load_whole(folder / SHARDS) if (folder / SHARDS).is_dir() else None
     output.mkdir(parents=True, exist_ok=True)
-    for file in (path for path in folder.iterdir() if path.is_file()):
-        shutil.copy2(file, output / file.name)
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copy2(path, output / path.name)
     if weights is not None:
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         pattern = "adapter_model{suffix}.safetensors" if is_adapter else None

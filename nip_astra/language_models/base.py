@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
@@ -87,10 +87,11 @@ class TokenCount:
     rescored: int = 0
     """Positions forwarded only to score sampled tokens again; not part of the other counts."""
 
-    def add(self, other: TokenCount) -> None:
+    def add(self, other_count: TokenCount) -> None:
         """Add another count."""
-        added = vars(other)
-        vars(self).update({name: count + added[name] for name, count in vars(self).items()})
+        for counter in fields(self):
+            total = getattr(self, counter.name) + getattr(other_count, counter.name)
+            setattr(self, counter.name, total)
 
 
 class Counted:
@@ -101,12 +102,14 @@ class Counted:
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
         """Yield the work done within the block, filled in when it ends."""
-        before, spent = vars(replace(self.token_count)), TokenCount()
+        before = replace(self.token_count)
+        spent = TokenCount()
         try:
             yield spent
         finally:
-            after = vars(self.token_count)
-            vars(spent).update({name: count - before[name] for name, count in after.items()})
+            for counter in fields(spent):
+                increase = getattr(self.token_count, counter.name) - getattr(before, counter.name)
+                setattr(spent, counter.name, increase)
 
     @contextmanager
     def rescoring(self) -> Iterator[None]:
@@ -115,9 +118,11 @@ class Counted:
         try:
             yield
         finally:
-            rescored = before.rescored + self.token_count.forwarded - before.forwarded
+            num_forwarded = self.token_count.forwarded - before.forwarded
             # In place: a model and its scorer share one count.
-            vars(self.token_count).update({**vars(before), "rescored": rescored})
+            for counter in fields(before):
+                setattr(self.token_count, counter.name, getattr(before, counter.name))
+            self.token_count.rescored += num_forwarded
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -152,12 +157,12 @@ def require_finite(
     is_nan_BT = logprobs_BT.isnan() & mask_BT.to(logprobs_BT.device)
     if not bool(is_nan_BT.any()):
         return
-    row, position = is_nan_BT.nonzero()[0].tolist()
+    first_row, first_position = is_nan_BT.nonzero()[0].tolist()
     num_rows = int(is_nan_BT.any(dim=1).sum())
     name = getattr(model, "source", None) or type(model).__name__
     raise NonFiniteOutputError(
-        f"the {role}'s model {name} returned NaN logits in {during}: token {position + 1} of row "
-        f"{row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
+        f"the {role}'s model {name} returned NaN logits in {during}: token {first_position + 1} of "
+        f"row {first_row + 1} ({num_rows} of {len(logprobs_BT)} rows). Compute in float32 "
         "(language_model.dtype), or resume from an earlier checkpoint with a lower learning rate."
     )
 
@@ -230,7 +235,7 @@ class TokenModel(Counted, ABC):
     """Whether this process holds the weights; if so, each process of a run has a copy."""
     can_score_contexts: bool = True
     """Whether sessions return log-probabilities of spans of contexts."""
-    voices: Sequence[TokenModel] = ()
+    submodels: Sequence[TokenModel] = ()
     """Models that generate in its place, each some of the turns."""
 
     @classmethod
@@ -292,25 +297,31 @@ class TokenSampler(TokenModel):
         has a grammar and the model has no `grammars`.
         """
         if any(request.grammar is not None for request in requests):
+            # Raises before anything is generated.
             _ = self.grammars
-        cpu, end_ids = torch.device("cpu"), frozenset(self.end_ids)
-        sequences = [
-            [
+        cpu = torch.device("cpu")
+        end_ids = frozenset(self.end_ids)
+        sequences_by_request: list[list[RunningSequence]] = []
+        for request in requests:
+            sequences = [
                 RunningSequence(request, index, self.tokenizer, end_ids, device=cpu)
                 for index in range(request.num_samples)
             ]
-            for request in requests
-        ]
-        alike: dict[SamplingOptions, list[RunningSequence]] = {}
-        for sequence in chain.from_iterable(sequences):
-            alike.setdefault(sequence.request.options, []).append(sequence)
-        for options, rows in alike.items():
+            sequences_by_request.append(sequences)
+        # One call of `generate` has one set of options.
+        rows_by_options: dict[SamplingOptions, list[RunningSequence]] = {}
+        for sequence in chain.from_iterable(sequences_by_request):
+            rows_by_options.setdefault(sequence.request.options, []).append(sequence)
+        for options, rows in rows_by_options.items():
             # Neighbours with a common prefix share its cache.
             rows.sort(key=lambda row: row.request.prompt)
             for start in range(0, len(rows), max_rows):
                 self._complete_rows(rows[start : start + max_rows], options)
-        progress = [[row.take_progress() for row in rows] for rows in sequences]
-        return [[one for one in rows if one is not None] for rows in progress]
+        results = []
+        for sequences in sequences_by_request:
+            progress = [sequence.take_progress() for sequence in sequences]
+            results.append([item for item in progress if item is not None])
+        return results
 
     @property
     def grammars(self) -> Grammars:
@@ -324,15 +335,19 @@ class TokenSampler(TokenModel):
         )
 
     def _complete_rows(self, rows: Sequence[RunningSequence], options: SamplingOptions) -> None:
+        # A row's uniform numbers follow from its own key, so answers do not depend on the batch.
         keys = [row.request.seed_key(row.index) for row in rows]
         uniforms_BT = uniform_rows(keys, options.max_new_tokens)
-        drawn = self.generate([row.request.prompt for row in rows], 1, uniforms_BT, options)
-        require_finite(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=self, during="a batch")
-        ids, logprobs = drawn.ids_BT.tolist(), drawn.logprobs_BT.tolist()
+        prompts = [row.request.prompt for row in rows]
+        turns = self.generate(prompts, 1, uniforms_BT, options)
+        require_finite(turns.logprobs_BT, turns.mask_BT, role="chat", model=self, during="a batch")
+        ids = turns.ids_BT.tolist()
+        logprobs = turns.logprobs_BT.tolist()
         for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
-            for record in map(TokenRecord, row_ids, row_logprobs):
+            for token_id, logprob in zip(row_ids, row_logprobs, strict=True):
+                # A stop text may end an answer before the turn ends.
                 if row.finish_reason is None:
-                    row.append(record)
+                    row.append(TokenRecord(token_id, logprob))
 
     def open_session(self) -> GenerationSession:
         """Start a rollout."""
@@ -367,12 +382,17 @@ class _UncachedSession(GenerationSession):
         if spans is None:
             return Turns(generation, None)
         cpu = torch.device("cpu")
-        before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
-        tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]
+        tokens_before: list[Sequence[int]] = []
+        tokens_of_span: list[Sequence[int]] = []
+        for context, (start, stop) in zip(contexts, spans, strict=True):
+            tokens_before.append(context[:start])
+            tokens_of_span.append(context[start:stop])
+        context_BC, context_mask_BC = pad_left(tokens_before, cpu)
+        ids_BT, mask_BT = pad_right(tokens_of_span, cpu)
         with torch.no_grad():
             scorer = as_scorer(self.model, role="model", to="score its contexts")
-            logprobs = scorer.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
-        return Turns(generation, logprobs.cpu())
+            logprobs_BT = scorer.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+        return Turns(generation, logprobs_BT.cpu())
 
 
 class TokenScorer(TokenModel):
@@ -522,21 +542,21 @@ class LanguageModel(TokenSampler, TokenScorer, Learner):
 def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
     """Return the model as a `TokenSampler`. Raises `ModelAbilityError` if it cannot sample."""
     if not isinstance(model, TokenSampler):
-        raise _lacks(model, "TokenSampler", role, "sample")
+        raise _ability_error(model, "TokenSampler", role=role, purpose="sample")
     return model
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
     """Return the model as a `TokenScorer`. Raises `ModelAbilityError` if it cannot score."""
     if not isinstance(model, TokenScorer):
-        raise _lacks(model, "TokenScorer", role, to)
+        raise _ability_error(model, "TokenScorer", role=role, purpose=to)
     return model
 
 
 def as_learner(model: TokenModel, *, role: str, to: str) -> Learner:
     """Return the model as a `Learner`. Raises `ModelAbilityError` if it cannot learn."""
     if not isinstance(model, Learner):
-        raise _lacks(model, "Learner", role, to)
+        raise _ability_error(model, "Learner", role=role, purpose=to)
     return model
 
 
@@ -548,13 +568,15 @@ def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
     return cast("LanguageModel", model)
 
 
-def _lacks(model: TokenModel, ability: str, role: str, to: str) -> ModelAbilityError:
+def _ability_error(
+    model: TokenModel, ability: str, *, role: str, purpose: str
+) -> ModelAbilityError:
     abilities: tuple[type[TokenModel], ...] = (TokenSampler, TokenScorer, Learner)
-    present = [one.__name__ for one in abilities if isinstance(model, one)]
+    present = [cls.__name__ for cls in abilities if isinstance(model, cls)]
     parameters = getattr(type(model), "Parameters", None)
     name = getattr(parameters, "type_name", "") or type(model).__name__
     return ModelAbilityError(
-        f"the {role} needs a {ability} to {to}, but the backend {name!r} is "
+        f"the {role} needs a {ability} to {purpose}, but the backend {name!r} is "
         f"{' and '.join(present) or 'no such ability'} only. Use huggingface."
     )
 

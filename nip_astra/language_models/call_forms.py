@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from nip_astra.language_models.text_cursor import (
     SPACE,
@@ -28,6 +28,8 @@ from nip_astra.language_models.text_cursor import (
 )
 from nip_astra.registry import Registry
 from nip_astra.safe_text import valid_text
+
+Item = TypeVar("Item")
 
 
 class ReadCall(NamedTuple):
@@ -89,8 +91,13 @@ def register_call_form(name: str) -> Callable[[CallForm], CallForm]:
 
 def read_json(text: str) -> Any:
     """Return a value in JSON; raise `MalformedTextError` if it is not valid."""
+
+    def refuse_constant(constant: str) -> None:
+        # Python's reader would accept NaN and Infinity.
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        value = json.loads(text, strict=False, parse_constant=_refuse_constant)
+        value = json.loads(text, strict=False, parse_constant=refuse_constant)
         if "\\u" in text:
             # Halves of surrogate pairs cannot be encoded.
             value = json.loads(valid_text(json.dumps(value, ensure_ascii=False)))
@@ -99,27 +106,26 @@ def read_json(text: str) -> Any:
     return value
 
 
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def read_json_calls(text: str) -> list[ReadCall]:
     """Return the calls of a text that is one call in JSON, or a list of them.
 
     Raises `MalformedTextError` if one of them is no call.
     """
-    value = read_json(text)
-    return [_as_call(item) for item in (value if isinstance(value, list) else [value])]
+    content = read_json(text)
+    calls = content if isinstance(content, list) else [content]
+    return [_read_json_call(call) for call in calls]
 
 
-def _as_call(value: Any) -> ReadCall:
-    if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
-    if not isinstance(value, dict):
+def _read_json_call(call: Any) -> ReadCall:
+    """Return the call that a value in JSON is, under the keys of OpenAI, Cohere or Llama."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]
+    if not isinstance(call, dict):
         raise MalformedTextError("a call is not an object")
-    name = value.get("name", value.get("tool_name"))
-    arguments = value.get("arguments", value.get("parameters"))
+    name = call.get("name", call.get("tool_name"))
+    arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
+        # OpenAI writes arguments as a text in JSON.
         arguments = read_json(arguments)
     if not (isinstance(name, str) and name and isinstance(arguments, dict)):
         raise MalformedTextError("a call needs a name, and arguments that are an object")
@@ -179,20 +185,25 @@ class MarkedCalls(CallForm):
         text = yield from cursor.take_rest()
         decoder = json.JSONDecoder(strict=False)
         calls: list[ReadCall] = []
-        begin = 0
+        position = 0
         while True:
-            match = _NAMED_CALL.match(text, begin)
+            match = _NAMED_CALL.match(text, position)
             assert match is not None
-            if match.end() == len(text):
+            value_start = match.end()
+            if value_start == len(text):
                 break
             try:
-                _, end = decoder.raw_decode(text, match.end())
+                # Finds the end of the value, since another call may follow.
+                _, value_end = decoder.raw_decode(text, value_start)
             except (ValueError, RecursionError) as error:
                 raise MalformedTextError(str(error)) from error
-            value = text[match.end() : end]
+            content = text[value_start:value_end]
             name = match["name"]
-            calls += read_json_calls(value) if name is None else [_named_call(name, value)]
-            begin = end
+            if name is None:
+                calls += read_json_calls(content)
+            else:
+                calls.append(_read_named_call(name, content))
+            position = value_end
         if not calls:
             raise MalformedTextError("no call follows")
         return calls
@@ -204,7 +215,7 @@ _NAMED_CALL = re.compile(
 )
 
 
-def _named_call(name: str, text: str) -> ReadCall:
+def _read_named_call(name: str, text: str) -> ReadCall:
     arguments = read_json(text)
     if not isinstance(arguments, dict):
         raise MalformedTextError("the arguments are not an object")
@@ -234,7 +245,7 @@ class NamedJsonCalls(CallForm):
             # Version 3 writes the kind of the tool before, and the arguments as code.
             match = _CODE_CALL.fullmatch(after)
             name, text = (before, after) if match is None else (match[1], match[2])
-            calls.append(_named_call(name.strip(), text))
+            calls.append(_read_named_call(name.strip(), text))
         if not calls:
             raise MalformedTextError(f"{_CALL_BEGIN} is missing")
         yield from cursor.accept(_CALLS_END)
@@ -290,7 +301,8 @@ class TaggedCalls(CallForm):
 
     def _read_call(self, cursor: TextCursor) -> Reader[ReadCall]:
         yield from cursor.expect(self.name_open)
-        name = yield from self._read_name(cursor)
+        name = yield from cursor.take_word()
+        yield from cursor.expect(self.name_close)
         arguments: dict[str, Any] = {}
         while True:
             yield from cursor.skip_space()
@@ -305,11 +317,6 @@ class TaggedCalls(CallForm):
         yield from cursor.expect(self.call_close)
         return ReadCall(name, arguments, has_types=False)
 
-    def _read_name(self, cursor: TextCursor) -> Reader[str]:
-        name = yield from cursor.take_word()
-        yield from cursor.expect(self.name_close)
-        return name
-
     def _read_value(self, cursor: TextCursor) -> Reader[str]:
         """Read a value, which may have its closing tag in it: then no argument or end follows."""
         parts: list[str] = []
@@ -318,15 +325,14 @@ class TaggedCalls(CallForm):
             parts.append(part)
             space = yield from cursor.skip_space()
             for follower in (self.key_open, self.call_close):
-                following = yield from cursor.peek(len(follower))
-                if following == follower:
-                    return self._without_value_lines("".join(parts))
+                next_characters = yield from cursor.peek(len(follower))
+                if next_characters == follower:
+                    content = "".join(parts)
+                    if self.has_value_lines:
+                        content = content.removeprefix("\n").removesuffix("\n")
+                    return content
+            # The tag was part of the value.
             parts += [self.value_close, space]
-
-    def _without_value_lines(self, value: str) -> str:
-        if not self.has_value_lines:
-            return value
-        return value.removeprefix("\n").removesuffix("\n")
 
 
 register_call_form("function_tags")(
@@ -374,11 +380,12 @@ def typed_arguments(
     arguments: Mapping[str, str], schema: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return arguments that were written as texts, with the types of a tool's schema."""
-    properties = (schema or {}).get("properties", {})
-    return {
-        key: typed_argument(text, properties.get(key, {}), schema or {})
-        for key, text in arguments.items()
-    }
+    schema = schema or {}
+    properties = schema.get("properties", {})
+    typed: dict[str, Any] = {}
+    for name, text in arguments.items():
+        typed[name] = typed_argument(text, properties.get(name, {}), schema)
+    return typed
 
 
 def typed_argument(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
@@ -387,16 +394,18 @@ def typed_argument(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]
     It stays a text if the schema allows a text and the text is none of the other types; without a
     type in the schema, it is the value in JSON if it is one. References are relative to `root`.
     """
-    types = set(_types_in(schema, root))
+    types = set(_find_types(schema, root))
     if types == {"string"}:
         return text
     stripped = text.strip()
     try:
-        value = read_json(_PYTHON_CONSTANTS.get(stripped, stripped))
+        parsed = read_json(_PYTHON_CONSTANTS.get(stripped, stripped))
     except MalformedTextError:
         return text
-    is_allowed = not types or any(_has_type(value, name) for name in types)
-    return text if not is_allowed and "string" in types else value
+    is_allowed = not types or any(_is_of_type(parsed, name) for name in types)
+    if "string" in types and not is_allowed:
+        return text
+    return parsed
 
 
 _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -404,8 +413,9 @@ _PYTHON_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFERENCES = 16
 
 
-def _types_in(schema: Any, root: Mapping[str, Any], num_followed: int = 0) -> Iterator[str]:
+def _find_types(schema: Any, root: Mapping[str, Any], num_followed: int = 0) -> Iterator[str]:
     """Yield the types that a schema allows."""
+    # A reference may lead back to itself.
     if not isinstance(schema, Mapping) or num_followed > _MAX_REFERENCES:
         return
     reference = schema.get("$ref")
@@ -413,19 +423,22 @@ def _types_in(schema: Any, root: Mapping[str, Any], num_followed: int = 0) -> It
         target: Any = root
         for step in reference[2:].split("/"):
             target = target.get(step) if isinstance(target, Mapping) else None
-        yield from _types_in(target, root, num_followed + 1)
-    kind = schema.get("type")
-    yield from [kind] if isinstance(kind, str) else (kind or ())
+        yield from _find_types(target, root, num_followed + 1)
+    types = schema.get("type") or ()
+    yield from [types] if isinstance(types, str) else types
     if schema.get("nullable") is True:
         yield "null"
-    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]:
-        yield from ["string"] if isinstance(value, str) else []
-    for word in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(word) or ():
-            yield from _types_in(choice, root, num_followed + 1)
+    constants = list(schema.get("enum", ()))
+    if "const" in schema:
+        constants.append(schema["const"])
+    if any(isinstance(constant, str) for constant in constants):
+        yield "string"
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for subschema in schema.get(keyword) or ():
+            yield from _find_types(subschema, root, num_followed + 1)
 
 
-_KINDS: dict[str, type] = {
+_PYTHON_TYPES: dict[str, type] = {
     "boolean": bool,
     "null": type(None),
     "array": list,
@@ -434,12 +447,14 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _has_type(value: Any, name: str) -> bool:
-    if name in ("integer", "number"):
+def _is_of_type(value: Any, type_name: str) -> bool:
+    """Return whether a value is of a type of JSON schema."""
+    if type_name in ("integer", "number"):
+        # In Python a bool is an int.
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and (name == "number" or value == int(value))
-    kind = _KINDS.get(name)
-    return kind is not None and isinstance(value, kind)
+        return is_number and (type_name == "number" or value == int(value))
+    python_type = _PYTHON_TYPES.get(type_name)
+    return python_type is not None and isinstance(value, python_type)
 
 
 # ---- notations like JSON
@@ -513,59 +528,66 @@ class LiteralReader:
 
     def read_calls(self) -> list[ReadCall]:
         """Return a list of calls: `[name(key=value), ...]`."""
-        return self._items("[", "]", self._call)
+        return self._read_items("[", "]", self._read_call)
 
     def read_mapping(self, depth: int = 0) -> dict[str, Any]:
         """Return a mapping: `{key: value}`."""
-        return _unique(self._items("{", "}", lambda: self._pair(":", depth)))
+        pairs = self._read_items("{", "}", lambda: self._read_pair(":", depth))
+        return _require_unique_keys(pairs)
 
-    def _call(self) -> ReadCall:
-        name = self._word()
-        return ReadCall(name, _unique(self._items("(", ")", lambda: self._pair("=", 0))))
+    def _read_call(self) -> ReadCall:
+        name = self._read_word()
+        pairs = self._read_items("(", ")", lambda: self._read_pair("=", 0))
+        return ReadCall(name, _require_unique_keys(pairs))
 
-    def _pair(self, separator: str, depth: int) -> tuple[str, Any]:
-        quote = self._quote()
-        key = self._string(quote) if quote else self._word()
+    def _read_pair(self, separator: str, depth: int) -> tuple[str, Any]:
+        quote = self._accept_quote()
+        key = self._read_string(quote) if quote else self._read_word()
         self._expect(separator)
-        return key, self._value(depth)
+        return key, self._read_value(depth)
 
-    def _value(self, depth: int) -> Any:
+    def _read_value(self, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise MalformedTextError("it is too deep")
-        quote = self._quote()
+        quote = self._accept_quote()
         if quote:
-            return self._string(quote)
-        start = self._text[self._position : self._position + 1]
-        if start == "{":
+            return self._read_string(quote)
+        first_character = self._text[self._position : self._position + 1]
+        if first_character == "{":
             return self.read_mapping(depth + 1)
-        if start == "[":
-            return self._items("[", "]", lambda: self._value(depth + 1))
-        word = self._word()
+        if first_character == "[":
+            return self._read_items("[", "]", lambda: self._read_value(depth + 1))
+        word = self._read_word()
         return read_json(_PYTHON_CONSTANTS.get(word, word))
 
-    def _items(self, opening: str, closing: str, read_item: Callable[[], Any]) -> list[Any]:
+    def _read_items(self, opening: str, closing: str, read_item: Callable[[], Item]) -> list[Item]:
         self._expect(opening)
-        items: list[Any] = []
+        items: list[Item] = []
         while not self._accept(closing):
             if items:
                 self._expect(",")
             items.append(read_item())
         return items
 
-    def _quote(self) -> str:
-        return next((quote for quote in self._notation.quotes if self._accept(quote)), "")
+    def _accept_quote(self) -> str:
+        """Read the mark that begins a string, if it comes next; return it or the empty text."""
+        for quote in self._notation.quotes:
+            if self._accept(quote):
+                return quote
+        return ""
 
-    def _string(self, quote: str) -> str:
+    def _read_string(self, quote: str) -> str:
         pattern = end_of_string(quote, self._notation)
         start = self._position
         while (match := pattern.search(self._text, self._position)) is not None:
             self._position = match.end()
-            if not match[0].startswith("\\"):
+            is_escape = match[0].startswith("\\")
+            if not is_escape:
                 text = self._text[start : match.start()]
                 return _ESCAPE.sub(_unescape, text) if self._notation.has_escapes else text
         raise MalformedTextError("a string does not end")
 
-    def _word(self) -> str:
+    def _read_word(self) -> str:
         self._skip_space()
         match = _WORD.match(self._text, self._position)
         if match is None:
@@ -580,7 +602,8 @@ class LiteralReader:
     def _accept(self, mark: str) -> bool:
         self._skip_space()
         is_next = self._text.startswith(mark, self._position)
-        self._position += len(mark) if is_next else 0
+        if is_next:
+            self._position += len(mark)
         return is_next
 
     def _skip_space(self) -> None:
@@ -601,8 +624,8 @@ def _unescape(match: re.Match[str]) -> str:
     return _ESCAPES.get(match[2], match[2])
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
+def _require_unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    arguments = dict(pairs)
+    if len(arguments) < len(pairs):
         raise MalformedTextError("an argument comes twice")
-    return values
+    return arguments

@@ -28,7 +28,7 @@ from nip_astra.language_models.adapters import (
     adapter_state,
     add_adapter,
     has_adapter,
-    merged,
+    merge_adapter,
     restore_weights,
     save_adapter_config,
     save_weights,
@@ -49,9 +49,9 @@ from nip_astra.language_models.message_format import detect_format
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
+    compute_logits,
+    find_layers,
     generate_turns,
-    layers_of,
-    logits_of,
     score_rows,
 )
 from nip_astra.language_models.sampling import (
@@ -155,6 +155,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
+            # An adapter's module belongs to the model that trains it.
             self.module.requires_grad_(False)
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
@@ -166,7 +167,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
         self._snapshot = self._new_snapshot()
-        self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
+        self._reload: Callable[[], HuggingFaceLanguageModel] | None = None
         self.scores_by_module = self._decoder is None
         """Whether the module's own forward pass scores tokens."""
         self.recomputes_layers = False
@@ -178,7 +179,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
         load = partial(
-            cls._load_whole,
+            cls._load_with_module,
             parameters,
             device=device,
             scenario_dir=scenario_dir,
@@ -187,28 +188,30 @@ class HuggingFaceLanguageModel(LanguageModel):
         model = load()
         is_large = model._num_parameters >= SMALLEST_RELEASED
         if not trainable and model._decoder is not None and is_large:
+            # Module and snapshot together would take twice the memory.
             model._snapshot.release()
-            model._load_again = load
+            model._reload = load
         return model
 
     @classmethod
-    def _load_whole(
+    def _load_with_module(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
         """Load the model with its module, whose matrices may be freed afterwards."""
-        source = parameters.model, parameters.base_model, scenario_dir
-        module = load_model(*source).to(device)
+        module = load_model(parameters.model, parameters.base_model, scenario_dir).to(device)
         # Before rounding, so that its exactness can be checked.
         decoder = build_decoder(module)
-        is_full = trainable and parameters.lora is None
         dtype = computing_dtype(module, parameters.dtype, device, trainable=trainable)
-        if not is_full:
+        is_trained_in_full = trainable and parameters.lora is None
+        if not is_trained_in_full:
+            # Weights under an optimizer stay in float32: its updates are smaller than the
+            # distance of two bfloat16 numbers.
             round_weights(module, dtype)
         if trainable and parameters.lora is not None:
             module = add_adapter(module, parameters.lora)
         model = cls(
             module,
-            find_tokenizer(*source),
+            find_tokenizer(parameters.model, parameters.base_model, scenario_dir),
             device=device,
             trainable=trainable,
             max_batch_tokens=parameters.max_batch_tokens,
@@ -236,24 +239,29 @@ class HuggingFaceLanguageModel(LanguageModel):
     def without_adapter(self) -> HuggingFaceLanguageModel:
         """Return the base model under the adapter, on the same weights."""
         twin = copy.copy(self)
-        twin.use_adapter, twin.trainable, twin.token_count = False, False, TokenCount()
-        twin._steps = self._steps.anew() if self._steps is not None else None
+        twin.use_adapter = False
+        twin.trainable = False
+        twin.token_count = TokenCount()
+        # Captured steps and snapshots are of one set of weights.
+        twin._steps = self._steps.copy_uncaptured() if self._steps is not None else None
         twin._snapshot = twin._new_snapshot()
         return twin
 
     def base_for(self, parameters: Any) -> LanguageModel | None:
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
-        is_same = self.has_adapter and parameters.model == self.source
+        # Only under an adapter do the base's weights stay as they are.
+        if not self.has_adapter or parameters.model != self.source:
+            return None
         dtype = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
-        if is_same and self.dtype == dtype:
-            twin = self.without_adapter()
-            twin.max_batch_tokens = parameters.max_batch_tokens
-            twin._decode_graphs = parameters.decode_graphs
-            twin._steps = build_fixed_steps(twin._decoder, twin.device, twin._decode_graphs)
-            twin._snapshot = twin._new_snapshot()
-            return twin
-        return None
+        if self.dtype != dtype:
+            return None
+        twin = self.without_adapter()
+        twin.max_batch_tokens = parameters.max_batch_tokens
+        twin._decode_graphs = parameters.decode_graphs
+        twin._steps = build_fixed_steps(twin._decoder, twin.device, twin._decode_graphs)
+        twin._snapshot = twin._new_snapshot()
+        return twin
 
     def frozen_reference(self) -> HuggingFaceLanguageModel:
         if self.has_adapter:
@@ -284,8 +292,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.module.load_state_dict(weights)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        if self.trainable:
-            yield from (p for p in self.module.parameters() if p.requires_grad)
+        if not self.trainable:
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                yield parameter
 
     def num_parameters(self) -> int:
         return self._num_parameters
@@ -293,8 +304,8 @@ class HuggingFaceLanguageModel(LanguageModel):
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]  # depends on the released parts
         # Matrices in one processor's layout cannot be moved.
-        is_whole = not self._snapshot.is_released or self._load_again is not None
-        return type(self) is HuggingFaceLanguageModel and is_whole
+        is_loadable = not self._snapshot.is_released or self._reload is not None
+        return type(self) is HuggingFaceLanguageModel and is_loadable
 
     def shared_parts(self) -> list[object]:
         shared = super().shared_parts()
@@ -303,8 +314,8 @@ class HuggingFaceLanguageModel(LanguageModel):
     def to_send(self) -> HuggingFaceLanguageModel:
         if not self._snapshot.is_released:
             return self
-        assert self._load_again is not None
-        return self._load_again()
+        assert self._reload is not None
+        return self._reload()
 
     # ---- sampling
 
@@ -313,7 +324,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return super().open_session()
         return CachedSession(
             self._decoder,
-            self._snapshot.of(self.parameters()),
+            self._snapshot.update(self.parameters()),
             self.token_sampler.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
@@ -334,19 +345,20 @@ class HuggingFaceLanguageModel(LanguageModel):
             return super().complete(requests, max_rows=max_rows)
         engine = BatchEngine(
             self._decoder,
-            self._snapshot.of(self.parameters()),
+            self._snapshot.update(self.parameters()),
             self.tokenizer,
             end_ids=self.end_ids,
             banned_ids=self.token_sampler.banned_ids.tolist(),
             limits=EngineLimits(max_rows=max_rows),
         )
         if any(request.grammar is not None for request in requests):
+            # Compiled once for the model, not once for each engine.
             engine.grammars = self.grammars
         results = engine.run(requests)
         self.token_count.add(engine.token_count)
-        for one in chain.from_iterable(results):
-            if one.finish_reason == "error" and not one.is_request_fault:
-                raise NonFiniteOutputError(f"the model {self.source}: {one.error}")
+        for progress in chain.from_iterable(results):
+            if progress.finish_reason == "error" and not progress.is_request_fault:
+                raise NonFiniteOutputError(f"the model {self.source}: {progress.error}")
         return results
 
     def _new_snapshot(self) -> WeightSnapshot:
@@ -369,8 +381,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             session = self.open_session()
             return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
-        autocast = autocast_to(self.module, self.dtype)
-        with adapter_state(self.module, is_on=self.use_adapter), autocast():
+        with self._module_context():
             generation, spent = generate_turns(
                 self.module,
                 rows,
@@ -382,6 +393,13 @@ class HuggingFaceLanguageModel(LanguageModel):
             )
         self.token_count.add(spent)
         return generation
+
+    @contextmanager
+    def _module_context(self) -> Iterator[None]:
+        """Let the module compute as this model does: with or without adapter, in its precision."""
+        autocast = autocast_to(self._causal_lm, self.dtype)
+        with adapter_state(self.module, is_on=self.use_adapter), autocast():
+            yield
 
     # ---- scoring
 
@@ -407,9 +425,12 @@ class HuggingFaceLanguageModel(LanguageModel):
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
         if not mask_BT.any() and self._reader is None:
+            # Nothing is forwarded.
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
-            hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
-            return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
+            hidden_BTX = None
+            if needs_hidden:
+                hidden_BTX = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size)
+            return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden_BTX)
         transform = None
         if distribution is not None:
             transform = self.token_sampler.transform(distribution, mask_BT)
@@ -420,6 +441,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             self.token_count.add(spent)
             return scores
         limits = row_limits(self._decoder, self.device, self.dtype)
+        # Also without a decoder: its unique tokens are counted as the minimum of work.
         trie = build_trie(sequences_to_read(rows), **limits)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
@@ -433,18 +455,21 @@ class HuggingFaceLanguageModel(LanguageModel):
                     max_batch_tokens=self.max_batch_tokens,
                 )
             else:
+                reader = RowReader(
+                    self._causal_lm, self.dtype, recomputes_layers=self.recomputes_layers
+                )
                 with adapter_state(self.module, is_on=self.use_adapter):
-                    recomputes = self.recomputes_layers
-                    reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
-                    limit = self.max_batch_tokens
-                    scores, spent = score_rows(reader, rows, needs, max_batch_tokens=limit)
+                    scores, spent = score_rows(
+                        reader, rows, needs, max_batch_tokens=self.max_batch_tokens
+                    )
         self.token_count.add(spent)
         return scores
 
     def recompute_layers(self) -> None:
         """Recompute activations of layers in the backward pass, to save memory."""
         if self._decoder is None:
-            layers_of(self._causal_lm)
+            # Raises now, rather than in the first step, if the layers are unknown.
+            find_layers(self._causal_lm)
         else:
             self._decoder.recomputes_layers = True
         self.recomputes_layers = True
@@ -458,23 +483,30 @@ class HuggingFaceLanguageModel(LanguageModel):
         finally:
             self._reader = None
 
-    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+    def compute_logits(self, hidden_NX: Tensor) -> Tensor:
         """Return logits `[N, V]`, float32, of hidden states from `token_scores`; gradients flow."""
-        return self._head()(hidden_NX.to(self.dtype)).float()
+        head = self._select_head()
+        return head(hidden_NX.to(self.dtype)).float()
 
-    def _head(self) -> Callable[[Tensor], Tensor]:
-        return self._module_head if self._decoder is None else self._weights_for_scoring().head
+    def _select_head(self) -> Callable[[Tensor], Tensor]:
+        """Return the function from hidden states to logits."""
+        if self._decoder is not None:
+            return self._weights_for_scoring().head
 
-    def _module_head(self, hidden_NX: Tensor) -> Tensor:
-        autocast = autocast_to(self._causal_lm, self.dtype)
-        with adapter_state(self.module, is_on=self.use_adapter), autocast():
+        def apply_module_head(hidden_NX: Tensor) -> Tensor:
+            # A pass of one token, before whose head the hidden states are put in place of its own:
+            # the module may scale or cap logits after the head.
             some_token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            return logits_of(self._causal_lm, hidden_NX.to, input_ids=some_token)[1]
+            with self._module_context():
+                _, logits_NV = compute_logits(self._causal_lm, hidden_NX.to, input_ids=some_token)
+            return logits_NV
+
+        return apply_module_head
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference by the same path, or they would differ by rounding.
         if self._snapshot.is_released:
-            return self._snapshot.of(())
+            return self._snapshot.update(())
         if self.trainable and torch.is_grad_enabled():
             # The step that follows makes the snapshot obsolete; free its memory now.
             self._snapshot.make_room()
@@ -489,9 +521,14 @@ class HuggingFaceLanguageModel(LanguageModel):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> Tensor | None:
-        options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
-        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        scores = self.token_scores(*rows, distribution=SamplingDistribution(options))
+        untruncated = replace(options, temperature=1.0, top_k=None, top_p=1.0)
+        scores = self.token_scores(
+            context_BC,
+            context_mask_BC,
+            ids_BT,
+            mask_BT,
+            distribution=SamplingDistribution(untruncated),
+        )
         return scores.logprobs_BT.cpu()
 
     @torch.no_grad()
@@ -506,14 +543,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
-        return find_support(
-            self._head(),
-            scores.hidden_BTX[mask_BT].to(self.dtype),
-            ids_BT.to(self.device)[mask_BT],
-            self.token_sampler.transform(SamplingDistribution(options), mask_BT),
-            options,
-            int(self.config.vocab_size),
-        )
+        hidden_SX = scores.hidden_BTX[mask_BT].to(self.dtype)
+        ids_S = ids_BT.to(self.device)[mask_BT]
+        transform = self.token_sampler.transform(SamplingDistribution(options), mask_BT)
+        vocab_size = int(self.config.vocab_size)
+        return find_support(self._select_head(), hidden_SX, ids_S, transform, options, vocab_size)
 
     # ---- saving
 
@@ -539,6 +573,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                 "cannot write a frozen model that is kept in the processor's layout only. Copy the "
                 "files that it was loaded from."
             )
-        module = merged(copy.deepcopy(self.module)) if self.has_adapter else self.module
+        # Merging changes a module, so a copy is merged.
+        module = merge_adapter(copy.deepcopy(self.module)) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)

@@ -127,8 +127,13 @@ class Channels:
     read_call: Callable[[str, str], list[ReadCall]]
     """From the name in the header and the content, the calls of a part."""
 
+    def are_in(self, template: str) -> bool:
+        """Return whether a chat template has these channels."""
+        return all(mark in template for mark in self.marks)
+
 
 def _read_harmony_header(header: str) -> Header:
+    # A call may be made in any channel, also in the one of the reasoning.
     recipient = re.search(r"to=(?:functions\.)?([\w./-]+)", header)
     if recipient is not None:
         return Header(called=recipient[1])
@@ -144,8 +149,12 @@ def _read_harmony_call(name: str, content: str) -> list[ReadCall]:
 
 def _read_recipient_header(header: str) -> Header:
     recipient = re.search(r"to=([\w./-]+)", header)
-    name = "user" if recipient is None else recipient[1]
-    return Header(name == "self", "" if name in ("self", "user") else name)
+    if recipient is None or recipient[1] == "user":
+        return Header()
+    if recipient[1] == "self":
+        # What the model sends to itself is its reasoning.
+        return Header(is_reasoning=True)
+    return Header(called=recipient[1])
 
 
 def _read_invoke_call(_: str, content: str) -> list[ReadCall]:
@@ -157,22 +166,22 @@ def _read_invoke_call(_: str, content: str) -> list[ReadCall]:
 
 CHANNELS = (
     Channels(
-        ("<|start|>", "<|channel|>analysis", "<|message|>"),
-        "<|start|>",
-        "<|message|>",
-        ("<|end|>", "<|return|>", "<|call|>"),
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>",
-        _read_harmony_header,
-        _read_harmony_call,
+        marks=("<|start|>", "<|channel|>analysis", "<|message|>"),
+        start="<|start|>",
+        header_end="<|message|>",
+        ends=("<|end|>", "<|return|>", "<|call|>"),
+        example="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>",
+        read_header=_read_harmony_header,
+        read_call=_read_harmony_call,
     ),
     Channels(
-        ("<|start|>", "to=self", "<|message|>", "<|eom|>"),
-        "<|start|>",
-        "<|message|>",
-        ("<|eom|>", "<|eot|>"),
-        INVOKE_TAGS.example,
-        _read_recipient_header,
-        _read_invoke_call,
+        marks=("<|start|>", "to=self", "<|message|>", "<|eom|>"),
+        start="<|start|>",
+        header_end="<|message|>",
+        ends=("<|eom|>", "<|eot|>"),
+        example=INVOKE_TAGS.example,
+        read_header=_read_recipient_header,
+        read_call=_read_invoke_call,
     ),
 )
 """Families of channels: gpt-oss and Muse."""
@@ -254,10 +263,11 @@ class MessageFormat:
 
     def shown_ids(self, *, with_calls: bool = True) -> tuple[int, ...]:
         """Return special tokens that are marks: an answer may have them, and `parse` needs them."""
+        if with_calls or self.channels is not None:
+            # The marks of channels are around text, too.
+            return tuple(self.special_ids.values())
         return tuple(
-            number
-            for mark, number in self.special_ids.items()
-            if with_calls or self.channels is not None or not self._is_call_mark(mark)
+            token_id for mark, token_id in self.special_ids.items() if not self._is_call_mark(mark)
         )
 
     def _is_call_mark(self, mark: str) -> bool:
@@ -265,18 +275,18 @@ class MessageFormat:
 
     def _with_special_ids(self, special: Mapping[str, int]) -> MessageFormat:
         """Return the format with the ids of its marks among special tokens."""
-        form = self.form
-        marks = {*form.marks, form.opening}
-        if self.form_name == _TAGGED:
-            marks.update(MISTRAL.marks)
         if self.channels is not None:
             channels = self.channels
             marks = {channels.start, channels.header_end, *channels.ends, *_CONTROL_MARKS}
-        ids = {
-            mark: number
-            for mark, number in special.items()
-            if mark in marks or not self._is_call_mark(mark)
-        }
+        else:
+            marks = {*self.form.marks, self.form.opening}
+            if self.form_name == _TAGGED:
+                # As in `MessageParser`, which reads Mistral's marks beside these.
+                marks.update(MISTRAL.marks)
+        ids = {}
+        for mark, token_id in special.items():
+            if mark in marks or not self._is_call_mark(mark):
+                ids[mark] = token_id
         return replace(self, special_ids=ids)
 
     def has_call_mark(self, text: str) -> bool:
@@ -303,12 +313,14 @@ class MessageFormat:
         They are the reasoning before it, with its markers or headers; 0 without any.
         """
         if self.channels is not None:
+            # The last part's header ends where its text begins.
             header_end = self.channels.header_end
             position = text.rfind(header_end)
             return position + len(header_end) if position >= 0 else 0
         if self.thought is None:
             return 0
-        if not self.opens_thought and not text.lstrip().startswith(self.thought.opening):
+        has_opened = self.opens_thought or text.lstrip().startswith(self.thought.opening)
+        if not has_opened:
             return 0
         position = text.find(self.thought.closing)
         return len(text) if position < 0 else position + len(self.thought.closing)
@@ -339,14 +351,26 @@ class MessageFormat:
             texts their types. Without tools, calls are text.
         """
         parser = self.parser(begins_in_thought=begins_in_thought, tools=tools)
-        parts = [*parser.push(text), *parser.finish()]
-        reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
+        reasoning: list[str] = []
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        malformed: list[MalformedCall] = []
+        for part in (*parser.push(text), *parser.finish()):
+            match part:
+                case ReasoningPart():
+                    reasoning.append(part.text)
+                case ToolCall():
+                    calls.append(part)
+                case MalformedCall():
+                    malformed.append(part)
+                case str():
+                    texts.append(part)
         return ParsedMessage(
-            reasoning or None,
-            "".join(part for part in parts if isinstance(part, str)),
-            tuple(part for part in parts if isinstance(part, ToolCall)),
-            tuple(part for part in parts if isinstance(part, MalformedCall)),
-            parser.is_unfinished,
+            reasoning="".join(reasoning) or None,
+            text="".join(texts),
+            calls=tuple(calls),
+            malformed=tuple(malformed),
+            is_unfinished=parser.is_unfinished,
         )
 
     def decode(self, tokenizer: Any, ids: Sequence[int]) -> str:
@@ -367,29 +391,37 @@ class MessageFormat:
                 'constrained to calls. Use tool_choice "auto" without a response_format.'
             )
         before, middle, after, between = self.writing
-        further = ""
+        several_calls = "call"
         if allows_several and between is not None:
-            further = f" ({self._symbols(between)} call)*"
-        calls = [self._symbols(before), f"call{further}", self._symbols(after)]
-        rules = [f"calls: {' '.join(part for part in calls if part)}"]
-        rules.append(f"call: {' | '.join(f'call_{place}' for place in range(len(tools)))}")
-        for place, tool in enumerate(tools):
+            several_calls = f"call ({self._write_symbols(between)} call)*"
+        symbols = [self._write_symbols(before), several_calls, self._write_symbols(after)]
+        alternatives = [f"call_{index}" for index in range(len(tools))]
+        rules = [
+            f"calls: {' '.join(symbol for symbol in symbols if symbol)}",
+            f"call: {' | '.join(alternatives)}",
+        ]
+        for alternative, tool in zip(alternatives, tools, strict=True):
             schema = {"type": "object", **tool.get("parameters", {})}
             name = json.dumps(tool["name"])
-            rules.append(f"call_{place}: {name} {self._symbols(middle)} {json_rule(schema)}")
+            rules.append(f"{alternative}: {name} {self._write_symbols(middle)} {json_rule(schema)}")
         return rules
 
-    def _symbols(self, text: str) -> str:
+    def _write_symbols(self, text: str) -> str:
         """Return a text in a grammar, in which marks that are special tokens are tokens."""
         if not text:
             return ""
-        marks = sorted(self.special_ids, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        symbols = [
-            f"<[{self.special_ids[part]}]>" if part in self.special_ids else json.dumps(part)
-            for part in parts
-            if part
-        ]
+        parts = [text]
+        if self.special_ids:
+            # The longest first, since a mark may begin with another.
+            marks = sorted(self.special_ids, key=len, reverse=True)
+            pattern = "|".join(map(re.escape, marks))
+            parts = re.split(f"({pattern})", text)
+        symbols = []
+        for part in parts:
+            if part in self.special_ids:
+                symbols.append(f"<[{self.special_ids[part]}]>")
+            elif part:
+                symbols.append(json.dumps(part))
         return " ".join(symbols)
 
     def thought_rule(self) -> str:
@@ -446,9 +478,11 @@ class MessageParser:
         if self._tools is None or self._format.channels is not None:
             return {}
         form = self._format.form
-        # A model whose calls are JSON may also mark them as others do.
-        forms = (form, MISTRAL) if self._format.form_name == _TAGGED else (form,)
-        return {one.opening: one for one in forms}
+        forms_by_opening = {form.opening: form}
+        if self._format.form_name == _TAGGED:
+            # A model whose calls are JSON may also mark them as others do.
+            forms_by_opening[MISTRAL.opening] = MISTRAL
+        return forms_by_opening
 
     def push(self, piece: str) -> list[MessagePart]:
         """Return the parts that a piece completes."""
@@ -472,7 +506,9 @@ class MessageParser:
 
     def _read_marked(self, *, begins_in_thought: bool) -> Reader[str]:
         thought = self._format.thought
-        marks = (*self._openings, *([thought.opening] if thought else []))
+        marks = tuple(self._openings)
+        if thought is not None:
+            marks += (thought.opening,)
         if thought is not None and begins_in_thought:
             yield from self._cursor.skip_space()
             # Some models open it once more.
@@ -518,11 +554,13 @@ class MessageParser:
         if self._tools is None or self._format.form_name != _TAGGED:
             return
         space = yield from self._cursor.skip_space()
-        start = yield from self._cursor.peek(1)
-        is_json = start in ("{", "[")
-        for mark in marks if is_json else ():
-            following = yield from self._cursor.peek(len(mark))
-            is_json = is_json and following != mark
+        first_character = yield from self._cursor.peek(1)
+        is_json = first_character in ("{", "[")
+        if is_json:
+            # Mistral's mark begins with a bracket, too.
+            for mark in marks:
+                next_characters = yield from self._cursor.peek(len(mark))
+                is_json = is_json and next_characters != mark
         if not is_json:
             self._cursor.put_back(space)
             return
@@ -537,31 +575,33 @@ class MessageParser:
     def _read_channels(self, channels: Channels) -> Reader[str]:
         cursor = self._cursor
         while not cursor.is_at_end:
+            # Recorded, since a part that cannot be read is text.
             cursor.start_record()
             try:
-                header = yield from cursor.take_until(
+                header_text = yield from cursor.take_until(
                     channels.header_end, max_length=_MAX_HEADER_LENGTH
                 )
             except MalformedTextError:
                 text = cursor.stop_record()
-                is_header = any(mark in text for mark in (channels.start, *_CONTROL_MARKS))
-                if is_header and cursor.is_at_end:
+                has_header_mark = any(mark in text for mark in (channels.start, *_CONTROL_MARKS))
+                if has_header_mark and cursor.is_at_end:
                     self.is_unfinished = True
                     return ""
                 self._parts.add_text(text)
                 yield from self._read_text(channels.ends)
                 continue
-            kind = channels.read_header(header)
-            if kind.is_reasoning:
+            header = channels.read_header(header_text)
+            if header.is_reasoning:
                 cursor.stop_record()
                 yield from self._read_thought(*channels.ends)
-            elif not kind.called:
+            elif not header.called:
                 cursor.stop_record()
                 self.is_unfinished = False
                 yield from self._read_text(channels.ends)
             else:
                 self.is_unfinished = False
-                yield from self._read_channel_call(channels, kind.called)
+                yield from self._read_channel_call(channels, header.called)
+            # Wait for more, so that the end of the text is noticed.
             yield from cursor.peek(1)
         return ""
 
@@ -608,8 +648,8 @@ class _Parts:
         if self._drops_space:
             text = text.lstrip()
             self._drops_space = not text
-        kept = text.rstrip()
-        return kept, text[len(kept) :]
+        stripped = text.rstrip()
+        return stripped, text[len(stripped) :]
 
     def begin_reasoning(self) -> None:
         self._end_text()
@@ -671,29 +711,31 @@ def detect_format(tokenizer: Any, *, thought: ThoughtMarkers | None = None) -> M
     thought : ThoughtMarkers, optional
         Markers to use instead of those of the template or tokenizer.
     """
-    template = _template_text(tokenizer)
-    is_special = {
-        token.content: number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
-    channels = next((one for one in CHANNELS if all(m in template for m in one.marks)), None)
-    if thought is not None:
-        channels = None
-    elif channels is None:
-        thought = _find_thought(template, tokenizer)
-    found = MessageFormat(
-        thought, channels=channels, name=getattr(tokenizer, "name_or_path", "") or "the model"
-    )
-    found = found._with_special_ids(is_special)
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        # Several templates by name, such as one for tools.
+        template = "\n".join(template.values())
+    special_ids = {}
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special_ids[token.content] = token_id
+    channels = None
+    if thought is None:
+        channels = next((family for family in CHANNELS if family.are_in(template)), None)
+        if channels is None:
+            thought = _find_thought(template, tokenizer)
+    name = getattr(tokenizer, "name_or_path", "") or "the model"
+    message_format = MessageFormat(thought, channels=channels, name=name)
+    message_format = message_format._with_special_ids(special_ids)
     if not template:
-        return found
+        return message_format
     try:
         prompt = render_chat(tokenizer, [_QUESTION], opens_answer=True)
     except ModelLoadError:
-        return found
-    found = replace(found, opens_thought=found.begins_in_thought(prompt))
-    return _with_calls(found, tokenizer, is_special)
+        return message_format
+    opens_thought = message_format.begins_in_thought(prompt)
+    message_format = replace(message_format, opens_thought=opens_thought)
+    return _detect_calls(message_format, tokenizer, special_ids)
 
 
 def format_with_markers(tokenizer: Any, markers: Sequence[str] | None) -> MessageFormat:
@@ -707,11 +749,6 @@ def format_with_markers(tokenizer: Any, markers: Sequence[str] | None) -> Messag
 def thought_between(markers: Sequence[str] | None) -> ThoughtMarkers | None:
     """Return the markers of a parameter; None if it has no two texts."""
     return ThoughtMarkers(*markers) if markers else None
-
-
-def _template_text(tokenizer: Any) -> str:
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
 
 
 def _find_thought(template: str, tokenizer: Any) -> ThoughtMarkers | None:
@@ -758,8 +795,8 @@ _PROBES: tuple[dict[str, Any], ...] = (
 """Arguments of calls that must come back."""
 
 
-def _with_calls(
-    message_format: MessageFormat, tokenizer: Any, special: Mapping[str, int]
+def _detect_calls(
+    message_format: MessageFormat, tokenizer: Any, special_ids: Mapping[str, int]
 ) -> MessageFormat:
     """Return a format with the form of its template's calls, or why there is none."""
     try:
@@ -776,14 +813,19 @@ def _with_calls(
         return replace(message_format, fault=f"its chat template refuses calls ({error})")
     if _NAME not in answers[0].text:
         return replace(message_format, fault="its chat template does not write calls")
-    for name in [_TAGGED] if message_format.channels else CALL_FORMS.names():
-        candidate = replace(message_format, form_name=name)._with_special_ids(special)
-        pairs = zip(answers, _PROBES, strict=True)
-        if all(_comes_back(candidate, answer, [arguments]) for answer, arguments in pairs):
+    form_names = [_TAGGED] if message_format.channels else CALL_FORMS.names()
+    for form_name in form_names:
+        candidate = replace(message_format, form_name=form_name)._with_special_ids(special_ids)
+        can_read_all = all(
+            _comes_back(candidate, answer, [arguments])
+            for answer, arguments in zip(answers, _PROBES, strict=True)
+        )
+        if can_read_all:
             return replace(candidate, writing=_find_writing(candidate, probes, answers[0]))
-    first = answers[0].text.strip()[:120]
+    written = answers[0].text.strip()[:120]
     return replace(
-        message_format, fault=f"calls that its chat template writes have no known form ({first!r})"
+        message_format,
+        fault=f"calls that its chat template writes have no known form ({written!r})",
     )
 
 
@@ -811,28 +853,35 @@ class _Probes:
         """Return the answer that calls the tool with each of some arguments."""
         parts = [
             # Mistral's templates need an identity of nine letters and digits.
-            ToolCall(_NAME, dict(arguments)).as_message_part(f"probecal{place}")
-            for place, arguments in enumerate(calls)
+            ToolCall(_NAME, dict(arguments)).as_message_part(f"probecal{index}")
+            for index, arguments in enumerate(calls)
         ]
         answer = {"role": "assistant", "content": "", "tool_calls": parts}
         text = render_chat(self._tokenizer, [_QUESTION, answer], opens_answer=False, tools=_TOOLS)
-        num_shared = _length_of_shared_start(self._offer, text)
-        if num_shared < len(self._offer):
+        prompt_length = _count_shared_characters(self._offer, text)
+        if prompt_length < len(self._offer):
             # The history of a template may open a thought in another way than its prompt; marks
             # stay whole.
-            num_shared = max(text.rfind(end, 0, num_shared) for end in (">", "]", "\n")) + 1
-        begins_in_thought = self._format.begins_in_thought(text[:num_shared])
-        return _Answer(text[num_shared:].removesuffix(self.end), begins_in_thought)
+            mark_ends = [text.rfind(end, 0, prompt_length) for end in (">", "]", "\n")]
+            prompt_length = max(mark_ends) + 1
+        begins_in_thought = self._format.begins_in_thought(text[:prompt_length])
+        return _Answer(text[prompt_length:].removesuffix(self.end), begins_in_thought)
 
 
-def _length_of_shared_start(first: str, second: str) -> int:
-    length = min(len(first), len(second))
-    return next((i for i in range(length) if first[i] != second[i]), length)
+def _count_shared_characters(first: str, second: str) -> int:
+    """Return the length of the common beginning."""
+    num_shared = 0
+    for left, right in zip(first, second, strict=False):
+        if left != right:
+            break
+        num_shared += 1
+    return num_shared
 
 
 def _comes_back(
     message_format: MessageFormat, answer: _Answer, calls: Sequence[Mapping[str, Any]]
 ) -> bool:
+    """Return whether a format reads exactly these calls of the tool from an answer."""
     parsed = message_format.parse(
         answer.text, begins_in_thought=answer.begins_in_thought, tools={_NAME: _SCHEMA}
     )
@@ -841,51 +890,63 @@ def _comes_back(
 
 
 _IDENTITY = re.compile(r',\s*"id":\s*"probecal\d"|\[CALL_ID\]probecal\d')
+"""The identity of a call, which a model need not write."""
 
 
 def _find_writing(
     message_format: MessageFormat, probes: _Probes, answer: _Answer
 ) -> CallWriting | None:
     """Return how the template writes calls, if their arguments are JSON."""
-    text = _without_thought(message_format, answer)
-    before, middle, after = _around_arguments(text) or ("", "", "")
-    if not middle:
+    surroundings = _split_around_arguments(_strip_thought(message_format, answer))
+    if surroundings is None or not surroundings.middle:
         return None
+    before, middle, after = surroundings
     between = None
     try:
-        two = probes.render([_SIMPLE, _SIMPLE])
+        answer_with_two = probes.render([_SIMPLE, _SIMPLE])
     except ModelLoadError:
         # The template has one call per message.
         pass
     else:
-        if _comes_back(message_format, two, [_SIMPLE, _SIMPLE]):
-            rest = _around_arguments(_without_thought(message_format, two))
-            between = None if rest is None else rest[2].partition(_NAME)[0]
-    channels = message_format.channels
-    for end in channels.ends if channels else ():
-        # The model's own end of a part.
-        after = after.partition(end)[0]
-        between = between if between is None or end not in between else None
+        if _comes_back(message_format, answer_with_two, [_SIMPLE, _SIMPLE]):
+            first_call = _split_around_arguments(_strip_thought(message_format, answer_with_two))
+            if first_call is not None:
+                # What follows the first call, up to the name of the second.
+                between = first_call.after.partition(_NAME)[0]
+    if message_format.channels is not None:
+        for end in message_format.channels.ends:
+            # The model's own end of a part.
+            after = after.partition(end)[0]
+            if between is not None and end in between:
+                between = None
     return CallWriting(before, middle, after.rstrip(), between)
 
 
-def _without_thought(message_format: MessageFormat, answer: _Answer) -> str:
+def _strip_thought(message_format: MessageFormat, answer: _Answer) -> str:
+    """Return an answer without its reasoning and without the identities of calls."""
     text = _IDENTITY.sub("", answer.text)
-    thought = message_format.thought
-    if thought is not None:
-        text = text.rpartition(thought.closing)[2]
+    if message_format.thought is not None:
+        text = text.rpartition(message_format.thought.closing)[2]
     return text if message_format.channels else text.strip()
 
 
-def _around_arguments(text: str) -> tuple[str, str, str] | None:
+class _Surroundings(NamedTuple):
+    """The text around the name and the arguments of a call."""
+
+    before: str
+    middle: str
+    after: str
+
+
+def _split_around_arguments(text: str) -> _Surroundings | None:
     """Return the text before the first name, after it, and after its arguments in JSON."""
     before, _, rest = text.partition(_NAME)
     decoder = json.JSONDecoder()
     for match in re.finditer("{", rest):
         try:
-            value, end = decoder.raw_decode(rest, match.start())
+            arguments, end = decoder.raw_decode(rest, match.start())
         except ValueError:
             continue
-        if value == _SIMPLE:
-            return before, rest[: match.start()], rest[end:]
+        if arguments == _SIMPLE:
+            return _Surroundings(before, rest[: match.start()], rest[end:])
     return None

@@ -72,31 +72,38 @@ def token_logprobs_and_entropy(
 
     Gradients flow through both. The entropy is None unless requested.
     """
-    vocab_size = len(weights.embedding_VX)
-    has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
 
-    def function(
+    def score(
         hidden: Tensor, ids: Tensor, transform: LogitsTransform | None
     ) -> tuple[Tensor, Tensor | None]:
-        return chosen_logprobs(weights.head(hidden), ids, transform, needs_entropy=needs_entropy)
+        logits = weights.head(hidden)
+        return chosen_logprobs(logits, ids, transform, needs_entropy=needs_entropy)
 
+    vocab_size = len(weights.embedding_VX)
     num_logits = len(ids_S) * vocab_size
+    has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
     if has_gradient and num_logits <= MAX_JOINT_LOGITS:
-        results = [function(hidden_SX, ids_S, transform)]
-    else:
-        size = max(1, MAX_LOGITS // vocab_size)
-        parts = torch.split(torch.arange(len(ids_S)), size)
-        transforms = [None if transform is None else transform.at(part.tolist()) for part in parts]
-        chunks = zip(
-            torch.split(hidden_SX, size), torch.split(ids_S, size), transforms, strict=True
-        )
-        if has_gradient and num_logits > MAX_KEPT_LOGITS:
-            results = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
+        return score(hidden_SX, ids_S, transform)
+    # Logits are by far the largest tensor: without gradients a chunk's are freed before the next
+    # ones, with gradients they are recomputed in the backward pass if they would not all fit.
+    is_recomputed = has_gradient and num_logits > MAX_KEPT_LOGITS
+    chunk_size = max(1, MAX_LOGITS // vocab_size)
+    chunks = zip(torch.split(hidden_SX, chunk_size), torch.split(ids_S, chunk_size), strict=True)
+    start = 0
+    logprobs, entropies = [], []
+    for hidden, ids in chunks:
+        stop = start + len(ids)
+        chunk_transform = None if transform is None else transform.at(range(start, stop))
+        if is_recomputed:
+            chunk_logprobs, chunk_entropy = checkpoint(
+                score, hidden, ids, chunk_transform, use_reentrant=False
+            )
         else:
-            results = [function(*chunk) for chunk in chunks]
-    logprobs_S = torch.cat([logprobs for logprobs, _ in results])
-    entropies = [entropy for _, entropy in results if entropy is not None]
-    return logprobs_S, torch.cat(entropies) if needs_entropy else None
+            chunk_logprobs, chunk_entropy = score(hidden, ids, chunk_transform)
+        logprobs.append(chunk_logprobs)
+        entropies.append(chunk_entropy)
+        start = stop
+    return torch.cat(logprobs), torch.cat(entropies) if needs_entropy else None
 
 
 def chosen_logprobs(
@@ -110,13 +117,14 @@ def chosen_logprobs(
     logits_SV = logits_SV.float()
     if transform is not None:
         logits_SV = transform.apply(logits_SV)
+    # torch leaves `apply` without types.
     if needs_entropy:
-        result: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
-        return result
+        logprobs_S, entropy_S = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
+        return logprobs_S, entropy_S
     return _ChosenLogprobs.apply(logits_SV, ids_S), None  # type: ignore[no-untyped-call]
 
 
-def _rows_at_once(logits_SV: Tensor) -> int:
+def _num_cached_rows(logits_SV: Tensor) -> int:
     """Return the number of rows that stay in a processor's cache."""
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.device.type != "cpu":
@@ -132,20 +140,29 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_SV: Tensor, ids_S: Tensor) -> Tensor:
-        parts = torch.split(logits_SV, _rows_at_once(logits_SV))
-        mass_S1 = torch.cat([part.logsumexp(dim=1, keepdim=True) for part in parts])
-        ctx.save_for_backward(logits_SV, ids_S, mass_S1)
-        return (logits_SV.gather(1, ids_S.unsqueeze(1)) - mass_S1).squeeze(1)
+        chunks = torch.split(logits_SV, _num_cached_rows(logits_SV))
+        normalizer_S1 = torch.cat([chunk.logsumexp(dim=1, keepdim=True) for chunk in chunks])
+        # Not the log-probabilities of all tokens: the backward pass makes them from these.
+        ctx.save_for_backward(logits_SV, ids_S, normalizer_S1)
+        chosen_S1 = logits_SV.gather(1, ids_S.unsqueeze(1))
+        return (chosen_S1 - normalizer_S1).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        logits_SV, ids_S, mass_S1 = ctx.saved_tensors
+        logits_SV, ids_S, normalizer_S1 = ctx.saved_tensors
         grad_S1 = gradients[0].unsqueeze(1)
         grad_SV = torch.empty_like(logits_SV)
-        size = _rows_at_once(logits_SV)
-        parts = (torch.split(x, size) for x in (logits_SV, mass_S1, grad_S1, grad_SV))
-        for logits, mass, grad, out in zip(*parts, strict=True):
-            torch.sub(logits, mass, out=out).exp_().mul_(-grad)
+        # Three operations in place on a few rows at a time, which stay in the cache between them.
+        size = _num_cached_rows(logits_SV)
+        chunks = zip(
+            torch.split(logits_SV, size),
+            torch.split(normalizer_S1, size),
+            torch.split(grad_S1, size),
+            torch.split(grad_SV, size),
+            strict=True,
+        )
+        for logits, normalizer, grad, out in chunks:
+            torch.sub(logits, normalizer, out=out).exp_().mul_(-grad)
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_S1), None
 
 
@@ -167,27 +184,33 @@ class _ChosenLogprobsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         logprobs_SV, ids_S, entropy_S = ctx.saved_tensors
-        grad_logprob_S1, grad_entropy_S1 = (gradient.unsqueeze(1) for gradient in gradients)
+        grad_logprob_S1 = gradients[0].unsqueeze(1)
+        grad_entropy_S1 = gradients[1].unsqueeze(1)
+        # 0 * -inf would be NaN.
         lowest = torch.finfo(logprobs_SV.dtype).min
-        slope_SV = logprobs_SV.clamp(min=lowest).add_(entropy_S.unsqueeze(1)).mul_(grad_entropy_S1)
+        finite_SV = logprobs_SV.clamp(min=lowest)
+        # -p * (g_entropy * (log p + H) + g_logprob), then g_logprob at the token itself.
+        slope_SV = finite_SV.add_(entropy_S.unsqueeze(1)).mul_(grad_entropy_S1)
         grad_SV = slope_SV.add_(grad_logprob_S1).mul_(logprobs_SV.exp()).neg_()
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_logprob_S1), None
 
 
-def spread(
-    mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
+def scatter_scores(
+    mask_BT: Tensor, logprobs_S: Tensor, entropy_S: Tensor | None, hidden_SX: Tensor | None
 ) -> TokenScores:
     """Scatter the values of scored positions over `[B, T]`, 0 elsewhere."""
+    index = mask_BT.nonzero(as_tuple=True)
 
-    def placed(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
+    def scatter(values: Tensor) -> Tensor:
         empty = values.new_zeros(*mask_BT.shape, *values.shape[1:])
-        return empty.index_put(mask_BT.nonzero(as_tuple=True), values)
+        # Not in place: gradients flow to the values.
+        return empty.index_put(index, values)
 
-    logprobs_BT = placed(logprobs_N)
-    assert logprobs_BT is not None
-    return TokenScores(logprobs_BT, placed(entropy_N), placed(hidden_NX))
+    return TokenScores(
+        scatter(logprobs_S),
+        None if entropy_S is None else scatter(entropy_S),
+        None if hidden_SX is None else scatter(hidden_SX),
+    )
 
 
 # ---- continuations as one tree: shared tokens are forwarded once
@@ -197,16 +220,19 @@ def sequences_to_read(rows: TokenRows) -> list[list[int]]:
     """Return the tokens to forward to score each row: all but its last."""
     context_BC, context_mask_BC, ids_BT, mask_BT = rows
     width = context_BC.shape[1]
-    return [
-        [*context[width - size :], *ids[: max(length - 1, 0)]]
-        for context, size, ids, length in zip(
-            context_BC.tolist(),
-            context_mask_BC.sum(dim=1).tolist(),
-            ids_BT.tolist(),
-            mask_BT.sum(dim=1).tolist(),
-            strict=True,
-        )
-    ]
+    sequences = []
+    for context, context_size, ids, num_ids in zip(
+        context_BC.tolist(),
+        context_mask_BC.sum(dim=1).tolist(),
+        ids_BT.tolist(),
+        mask_BT.sum(dim=1).tolist(),
+        strict=True,
+    ):
+        # Contexts are padded on the left, continuations on the right.
+        context_tokens = context[width - context_size :]
+        tokens_before_last = ids[: max(num_ids - 1, 0)]
+        sequences.append(context_tokens + tokens_before_last)
+    return sequences
 
 
 def row_limits(
@@ -222,10 +248,14 @@ def row_limits(
     if uses_flex_attention(device, dtype):
         return {"pair_cost": decoder.pair_cost, "max_dense_tokens": 0}
     if device.type == "cpu":
-        in_blocks = math.isqrt(SMALLEST_FLASH // (decoder.num_heads * decoder.head_dim))
-        return {"pair_cost": decoder.pair_cost, "max_dense_tokens": in_blocks}
-    longest = math.isqrt(MAX_MASK_BYTES // dtype.itemsize)
-    return {"pair_cost": decoder.pair_cost, "max_row_tokens": longest}
+        # Longer rows are computed in blocks; see `TrieAttention`.
+        smallest_in_blocks = SMALLEST_FLASH // (decoder.num_heads * decoder.head_dim)
+        return {
+            "pair_cost": decoder.pair_cost,
+            "max_dense_tokens": math.isqrt(smallest_in_blocks),
+        }
+    max_row_tokens = math.isqrt(MAX_MASK_BYTES // dtype.itemsize)
+    return {"pair_cost": decoder.pair_cost, "max_row_tokens": max_row_tokens}
 
 
 def score_trie(
@@ -241,11 +271,12 @@ def score_trie(
     _, context_mask_BC, ids_BT, mask_BT = rows
     device = weights.embedding_VX.device
     trie = trie.to(device)
-    # The mask of block attention takes memory quadratic in the tokens of a pass.
-    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device, weights.dtype)
-    limit = max_batch_tokens if is_bounded else trie.num_tokens
-    hidden_NX = torch.cat(
-        [
+    # Elsewhere a backward pass keeps the activations of all passes anyway. Flex attention's mask
+    # takes memory quadratic in the tokens of a pass.
+    is_split = not torch.is_grad_enabled() or uses_flex_attention(device, weights.dtype)
+    hidden_by_pass = []
+    for part in trie.passes(max_batch_tokens if is_split else trie.num_tokens):
+        hidden_by_pass.append(
             decoder.hidden(
                 weights,
                 part.ids_N,
@@ -254,21 +285,24 @@ def score_trie(
                 num_positions=trie.nodes_SD.shape[1],
                 max_tokens=max_batch_tokens,
             )
-            for part in trie.passes(limit)
-        ]
-    )
+        )
+    hidden_NX = torch.cat(hidden_by_pass)
     # On the device of the masks, without a synchronisation.
     row_S, column_S = mask_BT.nonzero(as_tuple=True)
     # The position before a token predicts it.
-    before_S = context_mask_BC.sum(dim=1)[row_S] - 1
-    nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
+    context_sizes_B = context_mask_BC.sum(dim=1)
+    depth_S = context_sizes_B[row_S] - 1 + column_S
+    nodes_S = trie.nodes_SD[row_S.to(device), depth_S.to(device)]
+    # Rows that share a token read the same hidden state; their gradients add up.
     hidden_SX = hidden_NX[nodes_S]
     ids_S = ids_BT[mask_BT].to(device)
-    scores = token_logprobs_and_entropy(
+    logprobs_S, entropy_S = token_logprobs_and_entropy(
         hidden_SX, ids_S, weights, needs_entropy=needs.entropy, transform=needs.transform
     )
-    spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
-    return spread(mask_BT, *scores, hidden_SX.float() if needs.hidden else None), spent
+    scores = scatter_scores(
+        mask_BT, logprobs_S, entropy_S, hidden_SX.float() if needs.hidden else None
+    )
+    return scores, TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
 
 
 def find_support(
@@ -284,14 +318,17 @@ def find_support(
     Sampling may take another path through the model, whose rounding moves that token across the
     threshold. Chunks bound the memory for logits.
     """
-    ids, counts = [torch.zeros(0, dtype=torch.int32)], [torch.zeros(0, dtype=torch.long)]
-    size = max(1, MAX_LOGITS // vocab_size)
-    for start in range(0, len(ids_S), size):
-        part = slice(start, start + size)
-        positions = range(len(ids_S))[part]
-        logits_SV = transform.at(positions).apply(head(hidden_SX[part]).float())
+    # Empty tensors give `cat` the right types if nothing is scored.
+    ids = [torch.zeros(0, dtype=torch.int32)]
+    counts = [torch.zeros(0, dtype=torch.long)]
+    chunk_size = max(1, MAX_LOGITS // vocab_size)
+    for start in range(0, len(ids_S), chunk_size):
+        stop = min(start + chunk_size, len(ids_S))
+        logits_SV = head(hidden_SX[start:stop]).float()
+        logits_SV = transform.at(range(start, stop)).apply(logits_SV)
         is_kept_SV = keep_likely(logits_SV, top_k=options.top_k, top_p=options.top_p)
-        is_kept_SV.scatter_(1, ids_S[part].unsqueeze(1), True)
-        ids.append(is_kept_SV.nonzero()[:, 1].int().cpu())
+        is_kept_SV.scatter_(1, ids_S[start:stop].unsqueeze(1), True)
+        kept_ids = is_kept_SV.nonzero()[:, 1]
+        ids.append(kept_ids.int().cpu())
         counts.append(is_kept_SV.sum(dim=1).cpu())
     return SupportMask(torch.cat(ids), torch.cat(counts))

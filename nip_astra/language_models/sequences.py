@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nip_astra.language_models.sampling import SamplingOptions
+from nip_astra.language_models.sampling import SamplingOptions, find_special_ids
 from nip_astra.language_models.structured import advance
 from nip_astra.language_models.tree_engine.routed_weights import Adapter
 from nip_astra.utils.seeding import SeedPart, derived_generator
@@ -138,9 +138,12 @@ class RunningSequence:
         device: torch.device,
         matcher: Any = None,
     ) -> None:
-        self.request, self.index, self.matcher = request, index, matcher
+        self.request = request
+        self.index = index
+        self.matcher = matcher
         self._device = device
         self.last = -1
+        """The newest token; -1 before the first."""
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -148,18 +151,20 @@ class RunningSequence:
         self._end_ids = end_ids.union(request.end_ids)
         # A stop text in an echoed prompt ends nothing.
         self._detokenizer = IncrementalDetokenizer(tokenizer, (), request.shown_ids)
+        self._returns_records = request.num_top is not None or request.keeps_tokens
         # Unless the text is needed on the way, it is decoded once, at the end.
-        self._has_tokens = request.num_top is not None or request.keeps_tokens
-        is_read = request.is_streamed or request.stop or self._has_tokens
-        self._undecoded: list[int] | None = None if is_read else []
+        is_text_needed = request.is_streamed or request.stop or self._returns_records
+        self._undecoded: list[int] | None = None if is_text_needed else []
         self._text = ""
         self._records: list[TokenRecord] = []
         self._held_back: list[TokenRecord] = []
+        """Tokens whose text is not final yet, or not complete."""
         self._num_uncovered = 0
+        """Characters of released text that no released token has."""
         if request.echo:
             unscored = [TokenRecord(token, math.nan) for token in request.prompt]
             for record in request.prompt_tokens or unscored:
-                self._read(record)
+                self._read_token(record)
             if request.max_tokens == 0:
                 self._finish("length")
         self._detokenizer.stop = [text for text in request.stop if text]
@@ -190,7 +195,7 @@ class RunningSequence:
             if self.request.keeps_tokens:
                 self._records.append(record)
             return
-        self._read(record)
+        self._read_token(record)
         if self._detokenizer.is_stopped:
             self._cut_tokens()
             self.finish_reason = "stop"
@@ -200,26 +205,29 @@ class RunningSequence:
         elif is_full:
             self._finish("length")
 
-    def _read(self, record: TokenRecord) -> None:
+    def _read_token(self, record: TokenRecord) -> None:
         if self._undecoded is not None:
             self._undecoded.append(record.token)
             return
         before = self._detokenizer.last_ids
         text = self._detokenizer.push(record.token)
-        if self._has_tokens:
+        if self._returns_records:
             self._held_back.append(record._replace(text=self._detokenizer.added, before=before))
         self._release(text)
 
     def fail(self, error: str) -> None:
         """End with an error."""
-        self.finish_reason, self.error = "error", error
+        self.finish_reason = "error"
+        self.error = error
 
     def _finish(self, reason: FinishReason) -> None:
+        """Release all text, and end for a reason, or for a stop text that it completes."""
         if self._undecoded is not None:
             self._text = self._detokenizer.decode_all(self._undecoded)
         else:
             text = self._detokenizer.finish()
             if self._held_back:
+                # An incomplete character at the end belongs to the last token.
                 last = self._held_back[-1]
                 self._held_back[-1] = last._replace(text=last.text + self._detokenizer.added)
             self._release(text)
@@ -230,16 +238,20 @@ class RunningSequence:
         """Report text, and the tokens up to the last one that it completes."""
         self._text += text
         self._num_uncovered += len(text)
-        count, covered, length = 0, 0, 0
-        for place, record in enumerate(self._held_back, 1):
+        num_completed = 0
+        num_covered = 0
+        length = 0
+        for number, record in enumerate(self._held_back, 1):
             length += len(record.text)
             if length > self._num_uncovered:
                 break
+            # A token without text waits for the one that completes its character.
             if record.text:
-                count, covered = place, length
-        self._records += self._held_back[:count]
-        self._held_back = self._held_back[count:]
-        self._num_uncovered -= covered
+                num_completed = number
+                num_covered = length
+        self._records += self._held_back[:num_completed]
+        self._held_back = self._held_back[num_completed:]
+        self._num_uncovered -= num_covered
 
     def _cut_tokens(self) -> None:
         """Report the remaining tokens, with their text truncated before a stop text."""
@@ -257,16 +269,17 @@ class RunningSequence:
         if not (self._text or self._records or self.finish_reason):
             return None
         progress = Progress(
-            self.request,
-            self.index,
-            self._text,
-            tuple(self._records),
-            self.num_tokens,
-            self.finish_reason,
-            self.error,
-            self.is_request_fault,
+            request=self.request,
+            index=self.index,
+            text=self._text,
+            tokens=tuple(self._records),
+            num_tokens=self.num_tokens,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            is_request_fault=self.is_request_fault,
         )
-        self._text, self._records = "", []
+        self._text = ""
+        self._records = []
         return progress
 
 
@@ -282,26 +295,31 @@ class IncrementalDetokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self._shown_ids = frozenset(shown_ids)
-        self._hidden_ids = _special_ids(tokenizer) - self._shown_ids if shown_ids else frozenset()
+        self._hidden_ids: frozenset[int] = frozenset()
+        if shown_ids:
+            self._hidden_ids = find_special_ids(tokenizer) - self._shown_ids
         self.stop = [text for text in stop if text]
         self.is_stopped = False
         self.added = ""
         """The text that the last call read, whether or not it may be shown already."""
         self._ids: list[int] = []
-        self._first, self._read = 0, 0
+        # The tokens from `_first` to `_read` are context: their text is read already.
+        self._first = 0
+        self._read = 0
         self._pending = ""
 
     def push(self, token: int) -> str:
         """Return the text completed by a token."""
         self._ids.append(token)
         # A token's text may depend on the token before it (spaces), and on no earlier one.
-        before = self.decode(self._ids[self._first : self._read])
-        now = self.decode(self._ids[self._first :])
+        old_text = self.decode(self._ids[self._first : self._read])
+        new_text = self.decode(self._ids[self._first :])
         self.added = ""
-        if now.endswith(_REPLACEMENT) or len(now) <= len(before):
+        if new_text.endswith(_REPLACEMENT) or len(new_text) <= len(old_text):
             return ""
-        self._first, self._read = self._read, len(self._ids)
-        self.added = now[len(before) :]
+        self._first = self._read
+        self._read = len(self._ids)
+        self.added = new_text[len(old_text) :]
         return self._release(self.added)
 
     @property
@@ -311,9 +329,12 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """Return the text still held back, if the answer ends without a stop text."""
-        before = self.decode(self._ids[self._first : self._read])
-        self.added = self.decode(self._ids[self._first :])[len(before) :]
-        text = self._release(self.added) + ("" if self.is_stopped else self._pending)
+        old_text = self.decode(self._ids[self._first : self._read])
+        new_text = self.decode(self._ids[self._first :])
+        self.added = new_text[len(old_text) :]
+        text = self._release(self.added)
+        if not self.is_stopped:
+            text += self._pending
         self._pending = ""
         return text
 
@@ -330,24 +351,22 @@ class IncrementalDetokenizer:
         if self._shown_ids.isdisjoint(ids):
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         # In one call: a tokenizer may drop a space where a text begins.
-        kept = [token for token in ids if token not in self._hidden_ids]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
+        visible_ids = [token for token in ids if token not in self._hidden_ids]
+        return str(self.tokenizer.decode(visible_ids, skip_special_tokens=False))
 
     def _release(self, added: str) -> str:
+        """Return the text that is final: up to a stop text, or to what may begin one."""
         text = self._pending + added
-        starts = [start for start in (text.find(stop) for stop in self.stop) if start >= 0]
-        if starts:
-            self.is_stopped, self._pending = True, ""
-            return text[: min(starts)]
-        kept = max((overlap(text, stop) for stop in self.stop), default=0)
-        self._pending = text[len(text) - kept :]
-        return text[: len(text) - kept]
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that a text omits."""
-    added = tokenizer.added_tokens_decoder
-    return frozenset(tokenizer.all_special_ids).union(i for i, t in added.items() if t.special)
+        positions = [text.find(stop) for stop in self.stop]
+        stop_positions = [position for position in positions if position >= 0]
+        if stop_positions:
+            self.is_stopped = True
+            self._pending = ""
+            return text[: min(stop_positions)]
+        num_held = max((overlap(text, stop) for stop in self.stop), default=0)
+        end = len(text) - num_held
+        self._pending = text[end:]
+        return text[:end]
 
 
 def overlap(text: str, stop: str) -> int:

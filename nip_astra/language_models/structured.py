@@ -70,34 +70,38 @@ def check_schema_size(schema: Mapping[str, Any]) -> None:
     The limits are those that OpenAI documents for structured outputs, and one of ours on a single
     value.
     """
-    num_properties = num_values = num_characters = 0
-    # Values of `enum` and `const`, `examples` and the like are data, in which a key has no meaning.
-    groups: list[tuple[Any, int]] = [(schema, 0)]
-    while groups:
-        group, depth = groups.pop()
-        if isinstance(group, list):
-            groups += [(item, depth) for item in group]
+    num_properties = num_enum_values = num_characters = 0
+    # A stack of subschemas with their depth.
+    subschemas: list[tuple[Any, int]] = [(schema, 0)]
+    while subschemas:
+        subschema, depth = subschemas.pop()
+        if isinstance(subschema, list):
+            subschemas += [(alternative, depth) for alternative in subschema]
             continue
-        if not isinstance(group, Mapping):
+        if not isinstance(subschema, Mapping):
             continue
         _require_at_most("levels of nesting", depth, MAX_SCHEMA_DEPTH)
-        for key, value in group.items():
-            if key in ("enum", "const"):
-                values = value if key == "enum" and isinstance(value, list) else [value]
-                lengths = [len(str(item)) for item in values]
-                num_values += len(values) if key == "enum" else 0
+        for keyword, content in subschema.items():
+            if keyword in ("enum", "const"):
+                is_enum = keyword == "enum"
+                constants = content if is_enum and isinstance(content, list) else [content]
+                lengths = [len(str(constant)) for constant in constants]
+                if is_enum:
+                    num_enum_values += len(constants)
                 num_characters += sum(lengths)
                 _require_at_most("characters in one value", max(lengths, default=0), MAX_VALUE)
-                if len(values) > LARGE_ENUM:
+                if len(constants) > LARGE_ENUM:
                     _require_at_most("characters in a large enum", sum(lengths), MAX_LARGE_ENUM)
-            elif key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-                num_properties += len(value) if key == "properties" else 0
-                num_characters += sum(len(str(name)) for name in value)
-                groups += [(item, depth + 1) for item in value.values()]
-            elif key not in ("default", "examples", "required"):
-                groups.append((value, depth))
+            elif keyword in ("properties", "$defs", "definitions") and isinstance(content, Mapping):
+                # Names of properties are data, in which a keyword has no meaning.
+                if keyword == "properties":
+                    num_properties += len(content)
+                num_characters += sum(len(str(name)) for name in content)
+                subschemas += [(named_schema, depth + 1) for named_schema in content.values()]
+            elif keyword not in ("default", "examples", "required"):
+                subschemas.append((content, depth))
     _require_at_most("properties", num_properties, MAX_PROPERTIES)
-    _require_at_most("values of enums", num_values, MAX_ENUM_VALUES)
+    _require_at_most("values of enums", num_enum_values, MAX_ENUM_VALUES)
     _require_at_most("characters of names and values", num_characters, MAX_CHARACTERS)
 
 
@@ -148,40 +152,46 @@ class Grammars:
         # Not under the lock: a batch that goes on must not wait for a grammar of another request.
         compiled = self._compiled(grammar)
         with self._lock:
+            # A matcher has state, so the cached one is only copied.
             return compiled.deep_copy()
 
     def mask(self, logits_RV: Tensor, matchers: Sequence[Any | None]) -> None:
         """Set the logits of tokens that a row's matcher rejects to -inf; None rejects none."""
-        rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
-        if not rows:
+        constrained_rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+        if not constrained_rows:
             return
+        num_rows = len(constrained_rows)
         vocab_size, device = logits_RV.shape[1], logits_RV.device
-        bits_RW = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+        num_words = -(-vocab_size // 32)
+        bits_RW = np.zeros((num_rows, num_words), dtype=np.int32)
+        # Writes each matcher's row of bits, on several threads.
         self._executor.unsafe_compute_mask_ptr(
-            [(matchers[row], place) for place, row in enumerate(rows)],
+            [(matchers[row], index) for index, row in enumerate(constrained_rows)],
             bits_RW.ctypes.data,
             bits_RW.strides[0],
-            len(rows),
+            num_rows,
         )
         words_RW = torch.from_numpy(bits_RW).to(device)
-        places = torch.arange(32, dtype=torch.int32, device=device)
-        is_out_RV = ((words_RW[:, :, None] >> places) & 1 == 0).flatten(1)[:, :vocab_size]
-        index = torch.tensor(rows, device=device)
-        logits_RV[index] = logits_RV[index].masked_fill(is_out_RV, float("-inf"))
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        is_rejected_RW32 = (words_RW[:, :, None] >> shifts) & 1 == 0
+        is_rejected_RV = is_rejected_RW32.flatten(1)[:, :vocab_size]
+        index_R = torch.tensor(constrained_rows, device=device)
+        logits_RV[index_R] = logits_RV[index_R].masked_fill(is_rejected_RV, float("-inf"))
 
 
 def _compile(library: Any, vocabulary: Any, grammar: str) -> Any:
     limits = library.LLParserLimits(verbose_errors=False)
-    found = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    if found.is_error():
-        raise ConfigurationError(_reason(found))
-    return found
+    matcher = library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ConfigurationError(_read_error(matcher))
+    return matcher
 
 
 def advance(matcher: Any, token: int) -> str | None:
     """Advance by a token of the answer; return the reason if the grammar rejects it."""
-    return None if matcher.consume_token(token) else _reason(matcher)
+    return None if matcher.consume_token(token) else _read_error(matcher)
 
 
-def _reason(matcher: Any) -> str:
+def _read_error(matcher: Any) -> str:
+    """Return the first line of a matcher's error, cut."""
     return str(matcher.get_error()).split("\n")[0][:300]

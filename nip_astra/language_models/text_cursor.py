@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from functools import cache
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from nip_astra.language_models.sequences import overlap
 
@@ -51,7 +51,7 @@ JSON = Notation(('"',), foreign=r"[^\s\d.,:+\-eEtrufalsn]")
 
 
 class TextCursor:
-    """A text that arrives in pieces, and the place up to which it is read."""
+    """A text that arrives in pieces, and the position up to which it is read."""
 
     def __init__(self, text: str = "", *, is_whole: bool = False) -> None:
         self._text = text
@@ -61,11 +61,12 @@ class TextCursor:
 
     def feed(self, piece: str) -> None:
         """Add a piece of text."""
+        # What is read is dropped, or a long message would be copied at each piece.
         self._text = self._text[self._position :] + piece
         self._position = 0
 
     def close(self) -> None:
-        """Tell that no further text follows."""
+        """Declare that no further text follows."""
         self._is_whole = True
 
     @property
@@ -89,18 +90,19 @@ class TextCursor:
         self._text = text + self._text
 
     def _take(self, end: int) -> str:
-        taken = self._text[self._position : end]
+        """Read up to a position."""
+        text = self._text[self._position : end]
         self._position = end
         if self._record is not None:
-            self._record.append(taken)
-        return taken
+            self._record.append(text)
+        return text
 
     def scan(self, marks: tuple[str, ...], sink: Callable[[str], object]) -> Reader[str]:
         """Send the text before the first of some marks to `sink`, in pieces.
 
         Returns the mark, which is read too, or the empty text at the end.
         """
-        pattern = _any_of(marks)
+        pattern = _compile_alternatives(marks)
         longest = max(map(len, marks), default=0)
         while True:
             match = pattern.search(self._text, self._position) if marks else None
@@ -110,7 +112,9 @@ class TextCursor:
             if self._is_whole:
                 sink(self._take(len(self._text)))
                 return ""
-            tail = self._text[max(self._position, len(self._text) - longest) :]
+            # A mark may begin in the last characters and end in the next piece.
+            tail_start = max(self._position, len(self._text) - longest)
+            tail = self._text[tail_start:]
             num_held = max((overlap(tail, mark) for mark in marks), default=0)
             sink(self._take(len(self._text) - num_held))
             yield
@@ -165,7 +169,8 @@ class TextCursor:
             match = _NAME_PART.match(self._text, self._position)
             assert match is not None
             word += self._take(match.end())
-            if self._position < len(self._text) or self._is_whole or len(word) > _MAX_NAME_LENGTH:
+            has_ended = self._position < len(self._text) or self._is_whole
+            if has_ended or len(word) > _MAX_NAME_LENGTH:
                 break
             yield
         if not 0 < len(word) <= _MAX_NAME_LENGTH:
@@ -197,41 +202,53 @@ class TextCursor:
         """
         parts: list[str] = []
         num_open = 0
+        # The mark that ends the current string; empty outside of strings.
         quote = ""
         while True:
-            pattern = end_of_string(quote, notation) if quote else _outside_of_strings(notation)
+            if quote:
+                pattern = end_of_string(quote, notation)
+            else:
+                pattern = _pattern_outside_strings(notation)
             match = pattern.search(self._text, self._position)
             if match is None:
-                parts.append(self._take(len(self._text) - self._num_undecided(quote, notation)))
+                end = len(self._text) - self._count_undecided(quote, notation)
+                parts.append(self._take(end))
                 if self._is_whole:
                     self._take(len(self._text))
                     raise MalformedTextError("it is not complete")
                 yield
                 continue
             symbol = match[0]
-            if not quote and symbol not in notation.quotes and symbol not in tuple(_BRACKETS):
-                self._take(match.start())
-                raise MalformedTextError(f"{symbol!r} is outside of a string")
-            parts.append(self._take(match.end()))
             if quote:
-                is_end = not symbol.startswith("\\")
-                quote = "" if is_end else quote
+                parts.append(self._take(match.end()))
+                is_escape = symbol.startswith("\\")
+                if not is_escape:
+                    quote = ""
             elif symbol in notation.quotes:
+                parts.append(self._take(match.end()))
                 quote = symbol
-            else:
+            elif symbol in tuple(_BRACKETS):
+                parts.append(self._take(match.end()))
                 num_open += 1 if symbol in "([{" else -1
                 if num_open <= 0:
                     return "".join(parts)
+            else:
+                self._take(match.start())
+                raise MalformedTextError(f"{symbol!r} is outside of a string")
 
-    def _num_undecided(self, quote: str, notation: Notation) -> int:
+    def _count_undecided(self, quote: str, notation: Notation) -> int:
         """Return the number of last characters whose meaning depends on what follows."""
         tail = self._text[self._position :]
         if not quote:
             return max(overlap(tail, mark) for mark in (*notation.quotes, *notation.breaks))
-        if notation.ends_before and (match := re.search(re.escape(quote) + r"\s*\Z", tail)):
-            return len(tail) - match.start()
+        if notation.ends_before:
+            # Only the character after a quote and spaces shows whether the string ends there.
+            quote_at_end = re.search(re.escape(quote) + r"\s*\Z", tail)
+            if quote_at_end is not None:
+                return len(tail) - quote_at_end.start()
         num_backslashes = len(tail) - len(tail.rstrip("\\"))
         if notation.has_escapes and num_backslashes % 2:
+            # The last one escapes the next character.
             return 1
         return overlap(tail, quote)
 
@@ -243,15 +260,17 @@ SPACE = re.compile(r"\s*")
 
 
 @cache
-def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    ordered = sorted(marks, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)))
+def _compile_alternatives(marks: tuple[str, ...]) -> re.Pattern[str]:
+    # The longest first, since a mark may begin with another.
+    longest_first = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
 @cache
-def _outside_of_strings(notation: Notation) -> re.Pattern[str]:
-    texts = map(re.escape, (*notation.quotes, *notation.breaks, *_BRACKETS))
-    return re.compile("|".join([*texts, notation.foreign]))
+def _pattern_outside_strings(notation: Notation) -> re.Pattern[str]:
+    """Return the pattern of what has a meaning outside of strings, or may not be there."""
+    marks = [re.escape(mark) for mark in (*notation.quotes, *notation.breaks, *_BRACKETS)]
+    return re.compile("|".join([*marks, notation.foreign]))
 
 
 @cache
@@ -268,6 +287,5 @@ def read_whole(reader: Reader[Result]) -> Result:
     try:
         next(reader)
     except StopIteration as end:
-        result: Result = end.value
-        return result
+        return cast("Result", end.value)
     raise AssertionError("a reader of a whole text waits for more")

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nip_astra.language_models.services.retrying import connect
-from nip_astra.serve.requests import wrong
+from nip_astra.serve.requests import bad_request
 
 COMPLETIONS = "completions.db"
 KEY_HEADER = "idempotency-key"
@@ -22,7 +22,10 @@ REPLAYED = {"Idempotent-Replayed": "true"}
 NUM_KEPT = 200_000
 """Maximum number of stored requests; older ones are deleted."""
 SECONDS_UNWRITTEN = 0.1
-"""Maximum seconds for which log entries of requests without a key are held back to be batched."""
+"""Maximum seconds for which log entries of requests without a key are held back to be batched.
+
+A transaction per request would cost more than the answer of a small model; a lost entry of a
+request without a key has no effect on its client."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, key TEXT, digest TEXT NOT NULL,
@@ -52,29 +55,33 @@ class CompletionStore:
         self._database = connect(folder / COMPLETIONS)
         self._database.executescript(_SCHEMA)
         self._unwritten: list[CompletionRecord] = []
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        # A lock lives as long as a request that holds or awaits it.
+        self._key_locks: weakref.WeakValueDictionary[str, asyncio.Lock]
+        self._key_locks = weakref.WeakValueDictionary()
 
     async def once(
         self, request: Request, model: str, answer: Callable[[], Awaitable[Response]]
     ) -> Response:
         """Return the result of `answer`, or that stored for an equal request with the same key."""
-        key, digest = request.headers.get(KEY_HEADER), sha256(await request.body()).hexdigest()
+        key = request.headers.get(KEY_HEADER)
+        digest = sha256(await request.body()).hexdigest()
         if key is None:
             response = await answer()
             if not self._unwritten:
                 asyncio.get_running_loop().call_later(SECONDS_UNWRITTEN, self._write)
-            self._unwritten.append(
-                CompletionRecord(time.time(), None, digest, model, _outcome_of(response))
-            )
+            outcome = _outcome(response)
+            self._unwritten.append(CompletionRecord(time.time(), None, digest, model, outcome))
             return response
-        turn = self._turns.setdefault(key, asyncio.Lock())
-        async with turn:
-            kept = self._kept(key, digest)
-            if kept is not None:
+        # A client that timed out repeats its request while the first is still computed: the lock
+        # of the key makes the second wait for the first's answer.
+        lock = self._key_locks.setdefault(key, asyncio.Lock())
+        async with lock:
+            stored_answer = self._load_answer(key, digest)
+            if stored_answer is not None:
                 self._insert(key, digest, model, "again")
-                return Response(kept, media_type="application/json", headers=REPLAYED)
+                return Response(stored_answer, media_type="application/json", headers=REPLAYED)
             response = await answer()
-            outcome = _outcome_of(response)
+            outcome = _outcome(response)
             body = bytes(response.body) if outcome == "answered" else None
             self._insert(key, digest, model, outcome, body)
             return response
@@ -89,19 +96,21 @@ class CompletionStore:
         self._write()
         self._database.close()
 
-    def _kept(self, key: str, digest: str) -> bytes | None:
+    def _load_answer(self, key: str, digest: str) -> bytes | None:
+        """Return the stored answer of a key; raise `ApiError` if the key's request was another."""
         row = self._database.execute(
             "SELECT digest, answer FROM completions WHERE key = ? AND answer IS NOT NULL", (key,)
         ).fetchone()
         if row is None:
             return None
-        if row[0] != digest:
-            raise wrong(
+        stored_digest, answer = row
+        if stored_digest != digest:
+            raise bad_request(
                 f"the Idempotency-Key {key[:100]!r} belongs to another request. Give each request "
                 "its own.",
                 code="idempotency_key_reused",
             )
-        return bytes(row[1])
+        return bytes(answer)
 
     def _insert(
         self, key: str, digest: str, model: str, outcome: str, answer: bytes | None = None
@@ -111,10 +120,11 @@ class CompletionStore:
 
     def _write(self, answer: bytes | None = None) -> None:
         """Write the entries that wait, the last one with its answer, in one transaction."""
-        entries, self._unwritten = self._unwritten, []
-        if not entries:
+        if not self._unwritten:
             return
-        rows = [(*one, None) for one in entries[:-1]] + [(*entries[-1], answer)]
+        rows: list[tuple[object, ...]] = [(*record, None) for record in self._unwritten]
+        rows[-1] = (*self._unwritten[-1], answer)
+        self._unwritten = []
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             self._database.executemany(
@@ -126,5 +136,6 @@ class CompletionStore:
             )
 
 
-def _outcome_of(response: Response) -> str:
+def _outcome(response: Response) -> str:
+    # Every other failure is raised as an `ApiError`; only a disconnected client gets a response.
     return "answered" if response.status_code == 200 else "left"

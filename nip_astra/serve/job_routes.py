@@ -31,6 +31,7 @@ from nip_astra.language_models.services.fine_tuning import (
     TrainedWeights,
 )
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
+from nip_astra.serve.completions import KEY_HEADER
 from nip_astra.serve.job_runner import TRAINING, VALIDATION, JobRunner, read_examples
 from nip_astra.serve.job_store import Job, JobStore
 from nip_astra.serve.requests import (
@@ -39,10 +40,10 @@ from nip_astra.serve.requests import (
     Body,
     Limit,
     Metadata,
+    bad_request,
     not_found,
     overloaded,
     read_body,
-    wrong,
 )
 from nip_astra.serve.served_models import ServedModel, ServedModels
 from nip_astra.serve.settings import ServiceSettings
@@ -52,6 +53,8 @@ KEY = "idempotency_key"
 """Entry of a job's metadata; a second job with the same value is the first one."""
 _CHUNK = 1 << 20
 _UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PAUSED)
+DEFAULT_PAGE = 20
+"""Entries of a page for a client that names no limit, as OpenAI's."""
 Auto = Literal["auto"]
 Suffix = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
@@ -110,39 +113,47 @@ class JobBody(Body):
     @property
     def options(self) -> FineTuningOptions:
         """Return the method, its hyper-parameters and the seed; None for "auto"."""
-        values: SupervisedOptions = self.hyperparameters or SupervisedOptions()
         method: Method = "supervised"
+        hyperparameters: SupervisedOptions = self.hyperparameters or SupervisedOptions()
         if self.method is not None:
             method = self.method.type
-            values = getattr(self.method, method).hyperparameters
-        given: dict[str, Any] = {
-            name: getattr(values, theirs, "auto") for name, theirs in HYPERPARAMETERS.items()
-        }
-        chosen = {name: value for name, value in given.items() if value != "auto"}
-        return FineTuningOptions(method, seed=self.seed, **chosen)
+            of_method = self.method.dpo if method == "dpo" else self.method.supervised
+            hyperparameters = of_method.hyperparameters
+        options: dict[str, Any] = {}
+        for name, openai_name in HYPERPARAMETERS.items():
+            # Supervised jobs have no beta.
+            option = getattr(hyperparameters, openai_name, "auto")
+            if option != "auto":
+                options[name] = option
+        return FineTuningOptions(method, seed=self.seed, **options)
 
 
 def job_object(job: Job) -> dict[str, Any]:
     """Return a job in OpenAI's format."""
     request = job.request
-    options, method = request["options"], request["method"]
-    shared = {name: value for name, value in options.items() if name not in DPO_OPTIONS}
+    method, options = request["method"], request["options"]
+    # Clients of OpenAI's earlier API read hyper-parameters here; it had no DPO.
+    supervised_options = {
+        name: option for name, option in options.items() if name not in DPO_OPTIONS
+    }
+    has_succeeded = job.status is Status.SUCCEEDED
     return {
         "id": job.id,
         "object": "fine_tuning.job",
         "created_at": job.created_at,
         "finished_at": job.finished_at,
         "model": job.model,
-        "fine_tuned_model": job.name if job.status is Status.SUCCEEDED else None,
+        # Null until the model can be used: clients wait for it.
+        "fine_tuned_model": job.name if has_succeeded else None,
         "organization_id": "local",
         "status": job.status.value,
         "error": job.error,
-        "hyperparameters": shared,
+        "hyperparameters": supervised_options,
         "method": {"type": method, method: {"hyperparameters": options}},
         "training_file": request["training_file"],
         "validation_file": request["validation_file"],
         "result_files": [],
-        "trained_tokens": job.trained_tokens if job.status is Status.SUCCEEDED else None,
+        "trained_tokens": job.trained_tokens if has_succeeded else None,
         "seed": job.plan["seed"],
         "suffix": request["suffix"],
         "metadata": request["metadata"],
@@ -221,18 +232,19 @@ class _FileRoutes:
         try:
             form = await request.form(max_files=1, max_fields=8)
         except HTTPException as error:
-            raise wrong(
+            raise bad_request(
                 f"invalid upload: {error.detail}. Send a multipart form with file and purpose.",
                 code="invalid_form",
             ) from error
         try:
-            upload = _checked_upload(form)
-            name = _checked_name(upload.filename)
+            upload = _get_upload(form)
+            filename = _check_filename(upload.filename)
             identity, part = self.store.new_file()
             try:
                 # In a thread, so that other requests are answered meanwhile.
                 await asyncio.to_thread(_write, upload.file, part)
-                return JSONResponse(file_object(self.store.add_file(identity, part, name)))
+                file = self.store.add_file(identity, part, filename)
+                return JSONResponse(file_object(file))
             finally:
                 part.unlink(missing_ok=True)
         finally:
@@ -250,64 +262,68 @@ class _FileRoutes:
         return _page([file_object(row) for row in rows], limit, after)
 
     def _find(self, identity: str) -> dict[str, Any]:
-        found = self.store.files(identity)
-        if not found:
+        files = self.store.files(identity)
+        if not files:
             raise not_found("file", identity)
-        return found[0]
+        return files[0]
 
     async def retrieve(self, identity: str) -> Response:
         return JSONResponse(file_object(self._find(identity)))
 
     async def content(self, request: Request, identity: str) -> Response:
-        found = self._find(identity)
+        file = self._find(identity)
         # An invalid range would be refused in plain text; files are sent whole.
-        request.scope["headers"] = [one for one in request.headers.raw if one[0] != b"range"]
-        return FileResponse(
-            self.store.file_path(found["id"]), media_type="application/octet-stream"
-        )
+        headers = [header for header in request.headers.raw if header[0] != b"range"]
+        request.scope["headers"] = headers
+        path = self.store.file_path(file["id"])
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def delete(self, identity: str) -> Response:
-        found = self._find(identity)
-        self.store.delete_file(found["id"])
-        return JSONResponse({"id": found["id"], "object": "file", "deleted": True})
+        file = self._find(identity)
+        self.store.delete_file(file["id"])
+        return JSONResponse({"id": file["id"], "object": "file", "deleted": True})
 
 
 def _write(source: BinaryIO, path: Path) -> None:
     with path.open("wb") as file:
         shutil.copyfileobj(source, file, _CHUNK)
         file.flush()
+        # A client that got the file's id may count on it after a crash of the machine.
         os.fsync(file.fileno())
 
 
-def _checked_upload(form: FormData) -> UploadFile:
+def _get_upload(form: FormData) -> UploadFile:
+    """Return the file of an upload; raise `ApiError` if the form is invalid."""
     unknown = sorted(set(form) - {"file", "purpose"})
     if unknown:
-        raise wrong(
-            f"the option {unknown[0][:100]!r} is not supported. Leave it out.",
-            unknown[0][:100],
-            "unsupported_parameter",
-        )
+        name = unknown[0][:100]
+        message = f"the option {name!r} is not supported. Leave it out."
+        raise bad_request(message, name, "unsupported_parameter")
     upload, purpose = form.get("file"), form.get("purpose")
     if purpose != "fine-tune":
-        raise wrong(
+        raise bad_request(
             f"unknown purpose {ascii(purpose)[:80]} of a file. Give purpose='fine-tune'.",
             "purpose",
             "invalid_value",
         )
     if not isinstance(upload, UploadFile):
-        raise wrong("the form has no part 'file'. Give it.", "file", "missing_required_parameter")
+        raise bad_request(
+            "the form has no part 'file'. Give it.", "file", "missing_required_parameter"
+        )
     return upload
 
 
-def _checked_name(name: str | None) -> str:
-    is_valid = name and len(name) <= 255 and name.isprintable() and name not in (".", "..")
-    if not name or not is_valid or "/" in name or "\\" in name:
-        raise wrong(
-            f"invalid file name {ascii(name)[:80]}. Give printable text without slashes.",
-            "file",
-            "invalid_value",
-        )
-    return name
+def _check_filename(name: str | None) -> str:
+    """Return a file's name; raise `ApiError` unless it is one on every system."""
+    if name and len(name) <= 255 and name.isprintable() and name not in (".", ".."):
+        has_slash = "/" in name or "\\" in name
+        if not has_slash:
+            return name
+    raise bad_request(
+        f"invalid file name {ascii(name)[:80]}. Give printable text without slashes.",
+        "file",
+        "invalid_value",
+    )
 
 
 class _JobRoutes:
@@ -323,20 +339,21 @@ class _JobRoutes:
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, JobBody)
-        key = body.metadata.get(KEY) or request.headers.get("idempotency-key")
+        key = body.metadata.get(KEY) or request.headers.get(KEY_HEADER)
         if key is not None:
-            found = self.store.job_of_key(key)
-            if found is not None:
-                return JSONResponse(job_object(found))
+            job = self.store.find_job(key)
+            if job is not None:
+                return JSONResponse(job_object(job))
         served = self.models.get(body.model)
-        if sum(job.status in _UNFINISHED for job in self.store.jobs()) >= self.settings.max_jobs:
+        num_unfinished = sum(job.status in _UNFINISHED for job in self.store.jobs())
+        if num_unfinished >= self.settings.max_jobs:
             raise overloaded(
                 f"{self.settings.max_jobs} jobs wait or run, the limit of this service. Retry when "
                 "one has ended.",
                 "too_many_jobs",
             )
         if body.method is not None and body.hyperparameters is not None:
-            raise wrong(
+            raise bad_request(
                 "give hyperparameters within the method, not beside it.",
                 "hyperparameters",
                 "invalid_value",
@@ -346,42 +363,43 @@ class _JobRoutes:
         return JSONResponse(job_object(job))
 
     def _queue(self, body: JobBody, served: ServedModel, key: str | None) -> Job:
+        """Check a request's files, and store its job in a folder of its own."""
         options = body.options
         if options.seed is None:
             options = replace(options, seed=secrets.randbelow(1 << 31))
         plan = self._plan(options, served).to_dict()
+        # The resolved options: a client that sent "auto" reads here what is used.
+        resolved_options = {
+            openai_name: plan[name]
+            for name, openai_name in HYPERPARAMETERS.items()
+            if options.method == "dpo" or name not in DPO_OPTIONS
+        }
         identity = f"ftjob-{secrets.token_hex(12)}"
+        # An adapter is served on the weights of its base, also one that continues another.
+        root = served.base if served.adapter is not None and served.base else served.name
+        new_job = {
+            "id": identity,
+            "model": body.model,
+            "root": root,
+            "name": f"ft:{root}:{body.suffix or ''}:{identity[-8:]}",
+            "plan": plan,
+            "request": {
+                "method": options.method,
+                "options": resolved_options,
+                "training_file": body.training_file,
+                "validation_file": body.validation_file,
+                "suffix": body.suffix,
+                "metadata": body.metadata,
+            },
+        }
         folder = self.store.job_folder(identity)
         folder.mkdir(parents=True)
         try:
-            self._take_file(body.training_file, folder / TRAINING, options, "training_file")
+            self._link_file(body.training_file, folder / TRAINING, options, "training_file")
             if body.validation_file is not None:
-                self._take_file(
-                    body.validation_file, folder / VALIDATION, options, "validation_file"
-                )
-            root = served.base if served.adapter is not None and served.base else served.name
-            job = self.store.add_job(
-                {
-                    "id": identity,
-                    "model": body.model,
-                    "root": root,
-                    "name": f"ft:{root}:{body.suffix or ''}:{identity[-8:]}",
-                    "plan": plan,
-                    "request": {
-                        "method": options.method,
-                        "options": {
-                            theirs: plan[name]
-                            for name, theirs in HYPERPARAMETERS.items()
-                            if options.method == "dpo" or name not in DPO_OPTIONS
-                        },
-                        "training_file": body.training_file,
-                        "validation_file": body.validation_file,
-                        "suffix": body.suffix,
-                        "metadata": body.metadata,
-                    },
-                },
-                key,
-            )
+                target = folder / VALIDATION
+                self._link_file(body.validation_file, target, options, "validation_file")
+            job = self.store.add_job(new_job, key)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -392,21 +410,24 @@ class _JobRoutes:
         self.store.add_event(identity, f"Created fine-tuning job: {identity}")
         return job
 
-    def _take_file(
-        self, identity: str, place: Path, options: FineTuningOptions, param: str
+    def _link_file(
+        self, identity: str, target: Path, options: FineTuningOptions, param: str
     ) -> None:
-        """Link a file into the job's folder, so that the file may be deleted."""
+        """Link a file into the job's folder, so that the file may be deleted, and check it."""
         if not self.store.files(identity):
             raise not_found("file", identity, param)
         source = self.store.file_path(identity)
         try:
-            os.link(source, place)
+            os.link(source, target)
         except OSError:
-            shutil.copyfile(source, place)
-        read_examples(place, options.method)
+            # Some file systems have no hard links.
+            shutil.copyfile(source, target)
+        read_examples(target, options.method)
 
     def _plan(self, options: FineTuningOptions, served: ServedModel) -> FineTuningPlan:
-        settings, is_new = self.settings, served.adapter is None
+        """Return the plan of a job; raise `ApiError` if it may not train those weights."""
+        settings = self.settings
+        is_new = served.adapter is None
         resolved = options.resolved()
         trains_all = resolved["trained_weights"] == "all"
         if trains_all and not is_new:
@@ -420,10 +441,11 @@ class _JobRoutes:
                 f"{settings.max_full_parameters}. Leave trained_weights out, or start the service "
                 "with a larger max_full_parameters."
             )
+        needs_adapter = is_new and not trains_all
         return FineTuningPlan(
             **resolved,
             source=served.source,
-            lora_rank=settings.lora_rank if is_new and not trains_all else None,
+            lora_rank=settings.lora_rank if needs_adapter else None,
             lora_alpha=settings.lora_alpha,
             start_from=None if is_new else str(served.folder),
             device=str(self.models.device),
@@ -439,26 +461,34 @@ class _JobRoutes:
         return JSONResponse(job_object(self._find(identity)))
 
     async def list_all(
-        self, request: Request, limit: Limit = 20, after: str | None = None
+        self, request: Request, limit: Limit = DEFAULT_PAGE, after: str | None = None
     ) -> Response:
-        wanted = {
-            name.removeprefix("metadata[").removesuffix("]"): value
-            for name, value in request.query_params.items()
-            if name.startswith("metadata[")
-        }
-        found = [job_object(job) for job in reversed(self.store.jobs())]
-        chosen = [job for job in found if wanted.items() <= job["metadata"].items()]
-        return _page(chosen, limit, after)
+        # OpenAI's clients send a filter as `metadata[name]=text`.
+        metadata_filter = {}
+        for name, text in request.query_params.items():
+            if name.startswith("metadata["):
+                metadata_filter[name.removeprefix("metadata[").removesuffix("]")] = text
+        jobs = []
+        for job in reversed(self.store.jobs()):
+            metadata = job.request["metadata"]
+            if metadata_filter.items() <= metadata.items():
+                jobs.append(job_object(job))
+        return _page(jobs, limit, after)
 
-    async def events(self, identity: str, limit: Limit = 20, after: str | None = None) -> Response:
+    async def events(
+        self, identity: str, limit: Limit = DEFAULT_PAGE, after: str | None = None
+    ) -> Response:
         job = self._find(identity).id
-        before = None if after is None else self._event_number(job, after)
-        # A long job has one for each of its steps: only those of the page are read.
+        before = None if after is None else self._find_event(job, after)
+        # A long job has one for each of its steps: only those of the page are read, and one more,
+        # which tells whether there is another page.
         rows = self.store.newest_events(job, before=before, limit=limit + 1)
         return _page([event_object(row) for row in rows], limit, None)
 
-    def _event_number(self, job: str, identity: str) -> int:
+    def _find_event(self, job: str, identity: str) -> int:
+        """Return the number of a job's event; raise `ApiError` if it has none with that id."""
         digits = identity.removeprefix(EVENT_PREFIX)
+        # At most 15 digits: SQLite's integers have 64 bits.
         if digits.isascii() and digits.isdigit() and len(digits) < 16:
             number = int(digits)
             rows = self.store.newest_events(job, before=number + 1, limit=1)
@@ -476,50 +506,50 @@ class _JobRoutes:
         return self._change(identity, _UNFINISHED, Status.CANCELLED, "The job was cancelled.")
 
     async def pause(self, identity: str) -> Response:
-        return self._change(identity, _UNFINISHED[:2], Status.PAUSED, "The job was paused.")
+        active = (Status.QUEUED, Status.RUNNING)
+        return self._change(identity, active, Status.PAUSED, "The job was paused.")
 
     async def resume(self, identity: str) -> Response:
-        return self._change(identity, _UNFINISHED[2:], Status.QUEUED, "The job was resumed.")
+        return self._change(identity, (Status.PAUSED,), Status.QUEUED, "The job was resumed.")
 
     async def delete_model(self, name: str) -> Response:
         served = self.models.get(name)
         if served.folder is None:
-            raise wrong(
+            raise bad_request(
                 f"{name!r} is a base model, and only fine-tuned models can be deleted. Start the "
                 "service without it.",
                 "model",
                 "model_not_deletable",
             )
-        users = [one.name for one in self.models.all() if one.base == name]
-        users += [
-            job.id
-            for job in self.store.jobs()
-            if job.status in _UNFINISHED
-            and str(served.folder) in (job.plan["start_from"], job.plan["source"])
-        ]
+        # Models on its weights, and jobs that will read its folder.
+        users = [model.name for model in self.models.all() if model.base == name]
+        for job in self.store.jobs():
+            sources = (job.plan["start_from"], job.plan["source"])
+            if job.status in _UNFINISHED and str(served.folder) in sources:
+                users.append(job.id)
         if users:
             raise ApiError(
                 409,
                 f"{users[0]!r} starts from {name!r}. Delete that model, or cancel that job, first.",
                 code="model_in_use",
             )
-        await asyncio.to_thread(self._delete, served)
+        # In threads: the first waits for the engine's, the second deletes gigabytes.
+        await asyncio.to_thread(self.models.remove, served)
+        await asyncio.to_thread(self.store.delete_model, served.folder)
         return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-    def _delete(self, served: ServedModel) -> None:
-        assert served.folder is not None
-        self.models.remove(served)
-        self.store.delete_model(served.folder)
 
     def _change(
         self, identity: str, only: Sequence[Status], status: Status, message: str
     ) -> Response:
+        """Change the status of a job that has a status of `only`; otherwise refuse (409)."""
         job = self._find(identity)
+        # One statement of the database: the job's process may change the status meanwhile.
         if not self.store.change_job(job.id, only=only, status=status):
+            current_status = self._find(identity).status
             raise ApiError(
                 409,
                 f"the job {identity!r} cannot become {status.value}: it is "
-                f"{self._find(identity).status.value}, not {' or '.join(only)}.",
+                f"{current_status.value}, not {' or '.join(only)}.",
                 code="wrong_status",
             )
         self.store.add_event(job.id, message)
@@ -528,11 +558,11 @@ class _JobRoutes:
 
 
 def _wrong_weights(message: str) -> ApiError:
-    return wrong(message, "trained_weights", "invalid_value")
+    return bad_request(message, "trained_weights", "invalid_value")
 
 
 def _unknown_cursor(after: str) -> ApiError:
-    return wrong(
+    return bad_request(
         f"after is {after[:80]!r}, but the list has no such entry. Give the id of one.",
         "after",
         "invalid_value",
@@ -540,19 +570,20 @@ def _unknown_cursor(after: str) -> ApiError:
 
 
 def _page(objects: Sequence[dict[str, Any]], limit: int, after: str | None) -> Response:
-    """Return a page of a list, by OpenAI's cursors."""
-    first = 0
+    """Return a page of a list, by OpenAI's cursors: `after` is the last id of the page before."""
+    start = 0
     if after is not None:
-        places = [place for place, one in enumerate(objects) if one["id"] == after]
-        if not places:
+        identities = [listed["id"] for listed in objects]
+        if after not in identities:
             raise _unknown_cursor(after)
-        first = places[0] + 1
-    found = list(objects[first : first + limit])
+        start = identities.index(after) + 1
+    page = list(objects[start : start + limit])
     content = {
         "object": "list",
-        "data": found,
-        "has_more": first + limit < len(objects),
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
+        "data": page,
+        "has_more": start + limit < len(objects),
+        # OpenAI's clients send `last_id` as `after` for the next page.
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
     }
     return JSONResponse(content)

@@ -33,7 +33,7 @@ from nip_astra.language_models.fine_tuning import (
 from nip_astra.language_models.services.fine_tuning import JobStatus as Status
 from nip_astra.language_models.services.fine_tuning import Method
 from nip_astra.serve.job_store import Job, JobStore
-from nip_astra.serve.requests import ApiError, Body, check_body, parse_json, wrong
+from nip_astra.serve.requests import ApiError, Body, bad_request, check_body, parse_json
 from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.text_routes import ChatTurn, Tool
 from nip_astra.tracking.run_lock import run_lock
@@ -105,10 +105,11 @@ class PreferenceLine(Body):
 
 def read_examples(path: Path, method: Method) -> list[TrainingExample]:
     """Read a file of examples, JSON Lines in OpenAI's format; `ApiError` names an invalid line."""
+    examples = []
     with path.open("rb") as file:
-        examples = [
-            _read_line(line, number, method) for number, line in enumerate(file, 1) if line.strip()
-        ]
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                examples.append(_read_line(line, number, method))
     if not examples:
         raise _wrong_file("the file has no examples. Give one JSON object per line.")
     return examples
@@ -120,7 +121,8 @@ def _read_line(line: bytes, number: int, method: Method) -> TrainingExample:
         if method == "supervised":
             conversation = check_body(content, SupervisedLine)
             messages = tuple(message.plain() for message in conversation.messages)
-            example: TrainingExample = (TrainingText(messages, (*conversation.plain_tools(),)),)
+            text = TrainingText(messages, tuple(conversation.plain_tools()))
+            example: TrainingExample = (text,)
         else:
             pair = check_body(content, PreferenceLine)
             before = [message.plain() for message in pair.input.messages]
@@ -139,7 +141,7 @@ def _read_line(line: bytes, number: int, method: Method) -> TrainingExample:
 
 
 def _wrong_file(message: str) -> ApiError:
-    return wrong(message, "training_file", "invalid_training_file")
+    return bad_request(message, "training_file", "invalid_training_file")
 
 
 # ---- the service
@@ -149,7 +151,9 @@ class JobRunner:
     """The thread that runs queued jobs, and serves their models among `models`."""
 
     def __init__(self, store: JobStore, models: ServedModels) -> None:
-        self.store, self.models = store, models
+        self.store = store
+        self.models = models
+        # The id of the job of `_process`.
         self._job = ""
         self._process: Child | None = None
         self._stopped_at: float | None = None
@@ -184,33 +188,39 @@ class JobRunner:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                self._look()
+                self._check()
             except Exception:
                 # A full disk, for instance; the next attempt may succeed.
                 logger.exception("the queue of jobs failed")
             self._changed.wait(PERIOD if self._process is not None else 1.0)
             self._changed.clear()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
+        """Settle or stop the current process, or begin the next job."""
         process = self._process
         if process is not None:
             if process.code is not None:
                 self._settle(process)
             elif self.store.job(self._job).status is Status.RUNNING:
                 return
+            # A client cancelled or paused the job.
             elif self._stopped_at is None:
                 self._stopped_at = monotonic()
                 process.request_stop()
             elif monotonic() - self._stopped_at > SECONDS_TO_STOP:
                 process.kill()
         if self._process is None:
-            # A running job without a process could not be started: the disk was full, for instance.
-            waiting = [job for job in self.store.jobs() if job.status in _TO_RUN]
-            if waiting:
-                self._begin(waiting[0])
+            for job in self.store.jobs():
+                # A running job without a process could not be started: the disk was full, for
+                # instance.
+                if job.status in _TO_RUN:
+                    self._begin(job)
+                    return
 
     def _watch(self, job: str, process: Child) -> None:
-        self._job, self._process, self._stopped_at = job, process, None
+        self._job = job
+        self._process = process
+        self._stopped_at = None
 
     def _begin(self, job: Job) -> None:
         if not self.store.change_job(job.id, only=_TO_RUN, status=Status.RUNNING):
@@ -219,6 +229,7 @@ class JobRunner:
         arguments = ["-m", __name__, str(self.store.folder), job.id]
         process = start_program(job.id, arguments, log=log, stdin=subprocess.DEVNULL)
         self._watch(job.id, process)
+        # A restarted service finds the process by both: the system uses a pid again.
         started = process_start(process.pid)
         self.store.change_job(job.id, pid=process.pid, pid_started=started)
         self.store.add_event(job.id, "Fine-tuning job started.")
@@ -226,21 +237,22 @@ class JobRunner:
     def _settle(self, process: Child) -> None:
         """Handle the job of a process that has ended."""
         job = self.store.job(self._job)
-        if job.status is Status.RUNNING:
-            if job.is_trained:
-                if self._serve(job):
-                    self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
-                    self.store.add_event(job.id, "The job has successfully completed.")
-                    self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
-            elif (
-                process.code == STOPPED
-                or self._stopped_at is not None
-                # It usually ended with the service, at a shutdown of the machine for instance.
-                or isinstance(process, AdoptedChild)
-            ):
-                self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
-            else:
-                self._count_crash(job, process)
+        was_stopped = process.code == STOPPED or self._stopped_at is not None
+        if job.status is not Status.RUNNING:
+            # Cancelled, paused, or failed by its own process.
+            pass
+        elif job.is_trained:
+            # It succeeds only once its model is served: clients use it at once.
+            if self._serve(job):
+                self.store.add_event(job.id, f"New fine-tuned model created: {job.name}")
+                self.store.add_event(job.id, "The job has successfully completed.")
+                self.store.change_job(job.id, only=[Status.RUNNING], status=Status.SUCCEEDED)
+        elif was_stopped or isinstance(process, AdoptedChild):
+            # A process of an earlier service usually ended with it, at a shutdown of the machine
+            # for instance. That is no crash.
+            self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED)
+        else:
+            self._count_crash(job, process)
         self._process = None
 
     def _count_crash(self, job: Job, process: Child) -> None:
@@ -251,10 +263,13 @@ class JobRunner:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             output = lines[-1][:500] if lines else "none."
             text = f"{reason}, for the {crashes}rd time; its last output: {output}"
-            fault = {"code": "training_failed", "message": text, "param": None}
             self.store.add_event(job.id, text, level="error")
             self.store.change_job(
-                job.id, only=[Status.RUNNING], status=Status.FAILED, error=fault, crashes=crashes
+                job.id,
+                only=[Status.RUNNING],
+                status=Status.FAILED,
+                error=_job_error("training_failed", text),
+                crashes=crashes,
             )
             return
         self.store.add_event(job.id, f"{reason}; the job continues in another.", level="warn")
@@ -262,24 +277,26 @@ class JobRunner:
 
     def _serve(self, job: Job) -> bool:
         """Serve the models of a job; return whether that succeeded."""
-        wanted = {job.name: self.store.job_folder(job.id) / MODEL}
+        folders = {job.name: self.store.job_folder(job.id) / MODEL}
         for row in self.store.checkpoints(job.id):
-            wanted[row["name"]] = self.store.folder / row["folder"]
+            folders[row["name"]] = self.store.folder / row["folder"]
         try:
-            for name, folder in wanted.items():
-                # One that a client deleted is not there.
+            for name, folder in folders.items():
+                # A client may have deleted a model of an earlier job; a job that has just ended
+                # must have all of them.
                 if job.status is Status.RUNNING or folder.exists():
-                    self._serve_one(job, name, folder)
+                    self._serve_model(job, name, folder)
         except NipAstraError as error:
             logger.warning("the model %s is not served: %s", job.name, error)
             if job.status is Status.RUNNING:
-                fault = {"code": "not_servable", "message": str(error), "param": None}
-                self.store.change_job(job.id, status=Status.FAILED, error=fault)
+                job_error = _job_error("not_servable", str(error))
+                self.store.change_job(job.id, status=Status.FAILED, error=job_error)
             return False
         return True
 
-    def _serve_one(self, job: Job, name: str, folder: Path) -> None:
+    def _serve_model(self, job: Job, name: str, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
+            # An adapter fits only the weights that it was trained on.
             source = self.models.get(job.root).source
             if source != job.plan["source"]:
                 raise NipAstraError(
@@ -291,14 +308,20 @@ class JobRunner:
             self.models.add(name, str(folder), base=job.root)
 
 
+def _job_error(code: str, message: str) -> dict[str, str | None]:
+    """Return the error of a failed job, in OpenAI's format."""
+    return {"code": code, "message": message, "param": None}
+
+
 # ---- the process that trains
 
 
 def main(state_dir: str, identity: str) -> int:
     """Train a job until it is complete or SIGTERM arrives; return the exit code."""
     store = JobStore(Path(state_dir))
-    stops: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    # Ctrl-C in a terminal reaches the whole process group; the service then stops this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         # A service killed before it noted its process may have left one that is still training.
@@ -306,13 +329,18 @@ def main(state_dir: str, identity: str) -> int:
             job = store.job(identity)
             if job.is_trained or job.status is not Status.RUNNING:
                 return STOPPED
-            return JobTraining(store, job, lambda: bool(stops)).run()
+            return JobTraining(store, job, lambda: bool(signals)).run()
     except (NipAstraError, OSError, MemoryError, RuntimeError) as error:
         logger.exception("the job failed")
-        text = str(error) or type(error).__name__
-        fault = {"code": "training_failed", "message": text, "param": None}
-        if store.change_job(identity, only=[Status.RUNNING], status=Status.FAILED, error=fault):
-            store.add_event(identity, f"The job failed: {text}", level="error")
+        reason = str(error) or type(error).__name__
+        has_failed = store.change_job(
+            identity,
+            only=[Status.RUNNING],
+            status=Status.FAILED,
+            error=_job_error("training_failed", reason),
+        )
+        if has_failed:
+            store.add_event(identity, f"The job failed: {reason}", level="error")
         return 2
 
 
@@ -338,9 +366,10 @@ class JobTraining:
         for report in self.tuning.run():
             is_last = report.step == self.tuning.num_steps
             # The service that would stop a cancelled job may have ended.
-            is_wanted = self.store.job(self.job.id).status is Status.RUNNING
-            must_stop = self.must_stop() or not is_wanted
+            is_running = self.store.job(self.job.id).status is Status.RUNNING
+            must_stop = self.must_stop() or not is_running
             is_needed = is_last or must_stop or report.ends_epoch is not None
+            # First the state, then the event: a client never sees a step that would be lost.
             self.tuning.save_progress(self.folder, report, is_needed=is_needed)
             self._report(report)
             if must_stop and not is_last:
@@ -349,21 +378,25 @@ class JobTraining:
 
     def _report(self, report: StepReport) -> None:
         """Store the event of a step, and the model at the end of an epoch; each once."""
-        step, metrics, epoch = report
-        data = {"step": step, "train_loss": metrics["loss"]}
-        data.update({name: value for name, value in metrics.items() if name != "loss"})
-        text = f"Step {step}/{self.tuning.num_steps}: training loss={metrics['loss']:.4f}"
+        step, step_metrics, epoch = report
+        # OpenAI's names, which its clients plot.
+        metrics = {"step": step, "train_loss": step_metrics["loss"]}
+        for name, figure in step_metrics.items():
+            if name != "loss":
+                metrics[name] = figure
+        text = f"Step {step}/{self.tuning.num_steps}: training loss={step_metrics['loss']:.4f}"
         if epoch is not None:
             if self.validation is not None:
-                data["full_valid_loss"] = self.tuning.evaluate(self.validation)
-                text += f", validation loss={data['full_valid_loss']:.4f}"
-            self._save_model(step, data)
-        self.store.add_event(self.job.id, text, data=data, step=step)
+                metrics["full_valid_loss"] = self.tuning.evaluate(self.validation)
+                text += f", validation loss={metrics['full_valid_loss']:.4f}"
+            self._save_model(step, metrics)
+        self.store.add_event(self.job.id, text, metrics=metrics, step=step)
 
     def _save_model(self, step: int, metrics: Mapping[str, Any]) -> None:
         is_last = step == self.tuning.num_steps
         folder = self.folder / (MODEL if is_last else f"step-{step}")
         if not folder.exists():
+            # Renamed when it is complete: an interrupted one is written again.
             unfinished = self.folder / f"{folder.name}.new"
             shutil.rmtree(unfinished, ignore_errors=True)
             self.tuning.save(unfinished)
@@ -374,14 +407,15 @@ class JobTraining:
             shutil.rmtree(self.store.folder / old, ignore_errors=True)
 
     def _finish(self) -> int:
-        is_wanted = self.store.change_job(
+        is_still_running = self.store.change_job(
             self.job.id,
             only=[Status.RUNNING],
             is_trained=True,
             trained_tokens=self.tuning.num_tokens_trained,
         )
-        if not is_wanted:
+        if not is_still_running:
             return STOPPED
+        # The state of the optimizer is needed to continue only.
         (self.folder / STATE).unlink(missing_ok=True)
         return 0
 

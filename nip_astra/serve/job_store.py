@@ -79,6 +79,7 @@ class JobStore:
         for name in ("files", "jobs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         with self._connection() as connection:
+            # Readers do not wait for the writers of other processes.
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(_SCHEMA)
 
@@ -128,15 +129,15 @@ class JobStore:
 
     def delete_model(self, folder: Path) -> None:
         """Delete a job's model, atomically for a service that starts concurrently."""
-        gone = folder.with_name(f"{folder.name}{DELETED}")
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        deleted = folder.with_name(f"{folder.name}{DELETED}")
+        folder.rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
         """Remove files without a row, such as interrupted uploads, and half-deleted models."""
-        known = {file["id"] for file in self.files()}
+        stored_ids = {file["id"] for file in self.files()}
         for path in (self.folder / "files").iterdir():
-            if path.name not in known:
+            if path.name not in stored_ids:
                 path.unlink()
         for path in (self.folder / "jobs").glob(f"*/*{DELETED}"):
             shutil.rmtree(path, ignore_errors=True)
@@ -152,31 +153,37 @@ class JobStore:
         for name in ("plan", "request"):
             values[name] = json.dumps(values[name])
         columns = ", ".join(values)
-        marks = ", ".join(f":{name}" for name in values)
-        self._change(f"INSERT OR IGNORE INTO jobs ({columns}) VALUES ({marks})", values)
-        found = self.job_of_key(key) if key is not None else None
-        return found or self.job(str(job["id"]))
+        placeholders = ", ".join(f":{name}" for name in values)
+        # A key is unique: of two requests with the same one, the second inserts nothing.
+        self._change(f"INSERT OR IGNORE INTO jobs ({columns}) VALUES ({placeholders})", values)
+        job_with_key = self.find_job(key) if key is not None else None
+        return job_with_key or self.job(str(job["id"]))
 
-    def job_of_key(self, key: str) -> Job | None:
-        found = self._jobs("WHERE key = ?", (key,))
-        return found[0] if found else None
+    def find_job(self, key: str) -> Job | None:
+        """Return the job of the request with a key, if any."""
+        jobs = self._jobs("WHERE key = ?", (key,))
+        return jobs[0] if jobs else None
 
     def job(self, identity: str) -> Job:
         """Return the job with an id; `KeyError` if there is none."""
-        found = self._jobs("WHERE id = ?", (identity,))
-        if not found:
+        jobs = self._jobs("WHERE id = ?", (identity,))
+        if not jobs:
             raise KeyError(identity)
-        return found[0]
+        return jobs[0]
 
     def jobs(self) -> list[Job]:
         return self._jobs("ORDER BY number")
 
-    def _jobs(self, rest: str, values: Sequence[Any] = ()) -> list[Job]:
-        found = self._rows(f"SELECT {_COLUMNS} FROM jobs {rest}", values)
-        for row in found:
-            row.update({name: json.loads(row[name]) if row[name] else None for name in _JSON})
-            row["status"], row["is_trained"] = Status(row["status"]), bool(row["is_trained"])
-        return [Job(**row) for row in found]
+    def _jobs(self, clauses: str, values: Sequence[Any] = ()) -> list[Job]:
+        """Return the jobs that SQL clauses select and order."""
+        jobs = []
+        for row in self._rows(f"SELECT {_COLUMNS} FROM jobs {clauses}", values):
+            for name in _JSON:
+                row[name] = json.loads(row[name]) if row[name] else None
+            row["status"] = Status(row["status"])
+            row["is_trained"] = bool(row["is_trained"])
+            jobs.append(Job(**row))
+        return jobs
 
     def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
         """Change a job, unless `only` excludes its status; return whether it was changed."""
@@ -185,9 +192,11 @@ class JobStore:
         if "status" in values and Status(values["status"]).is_over:
             values.setdefault("finished_at", _now())
         assignments = ", ".join(f"{name} = ?" for name in values)
-        where = f" AND status IN ({', '.join('?' * len(only))})" if only else ""
-        statement = f"UPDATE jobs SET {assignments} WHERE id = ?{where}"
-        return self._change(statement, (*values.values(), identity, *only)) > 0
+        statement = f"UPDATE jobs SET {assignments} WHERE id = ?"
+        if only:
+            statement += f" AND status IN ({_placeholders(len(only))})"
+        num_changed = self._change(statement, (*values.values(), identity, *only))
+        return num_changed > 0
 
     # ---- events and checkpoints
 
@@ -197,15 +206,16 @@ class JobStore:
         message: str,
         *,
         level: str = "info",
-        data: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         step: int | None = None,
     ) -> None:
         """Add an event of a job; only one per step."""
         kind = "message" if step is None else "metrics"
+        # A job that continues after a crash repeats steps; the index on (job, step) drops theirs.
         self._change(
             "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (job, _now(), level, kind, message, json.dumps(data or {}), step),
+            (job, _now(), level, kind, message, json.dumps(metrics or {}), step),
         )
 
     def events(self, job: str) -> list[dict[str, Any]]:
@@ -222,23 +232,30 @@ class JobStore:
     def add_checkpoint(
         self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
     ) -> None:
-        identity, place = f"ftckpt_{secrets.token_hex(12)}", str(folder.relative_to(self.folder))
+        identity = f"ftckpt_{secrets.token_hex(12)}"
+        # Relative, so that the state folder may be moved.
+        path = str(folder.relative_to(self.folder))
         self._change(
             "INSERT OR IGNORE INTO checkpoints "
             "(id, job, created_at, step, folder, name, metrics) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (identity, job.id, _now(), step, place, name, json.dumps(dict(metrics))),
+            (identity, job.id, _now(), step, path, name, json.dumps(dict(metrics))),
         )
 
     def drop_checkpoints(self, job: str, *, keep: int) -> list[str]:
         """Delete the rows of all but the newest checkpoints of a job; return their folders."""
         old = self.checkpoints(job)[keep:]
-        marks = ", ".join("?" * len(old))
-        self._change(f"DELETE FROM checkpoints WHERE id IN ({marks})", [row["id"] for row in old])
+        identities = [row["id"] for row in old]
+        statement = f"DELETE FROM checkpoints WHERE id IN ({_placeholders(len(old))})"
+        self._change(statement, identities)
         return [row["folder"] for row in old]
 
     def checkpoints(self, job: str) -> list[dict[str, Any]]:
         """Return the checkpoints of a job, newest first."""
         return self._rows("SELECT * FROM checkpoints WHERE job = ? ORDER BY step DESC", (job,))
+
+
+def _placeholders(count: int) -> str:
+    return ", ".join("?" * count)
 
 
 def _now() -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from nip_astra.errors import NipAstraError
 from nip_astra.language_models.services.service_process import SECONDS_TO_START, ServiceProcess
+from nip_astra.serve.server import serve
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.tracking.run_directory import write_atomically
 
@@ -46,10 +47,10 @@ class LocalService(ServiceProcess):
         protocols: Sequence[TrainingProtocol] = (),
         seconds_to_start: float = SECONDS_TO_START,
     ) -> None:
-        given = settings or ServiceSettings(port=0)
+        settings = settings or ServiceSettings(port=0)
         super().__init__(
             models,
-            given.to_dict(),
+            settings.to_dict(),
             num_threads=num_threads,
             protocols=protocols,
             seconds_to_start=seconds_to_start,
@@ -85,27 +86,28 @@ _starter_ended = threading.Event()
 
 def main(order: str) -> int:
     """Serve the JSON `order` of `ServiceProcess` until a signal, or until the starter ends."""
-    given = json.loads(order)
+    options = json.loads(order)
     logging.basicConfig(level=logging.WARNING)
+    # Before the imports below, which take seconds: the starter may end meanwhile.
     threading.Thread(target=_end_with_starter, name="starter watch", daemon=True).start()
     import torch
     import transformers
 
-    from nip_astra.serve.server import serve
-
     transformers.utils.logging.disable_progress_bar()
-    if given["num_threads"] is not None:
-        torch.set_num_threads(given["num_threads"])
-    protocols = given["protocols"]
-    address_file = Path(given["address_file"])
+    if options["num_threads"] is not None:
+        torch.set_num_threads(options["num_threads"])
+    protocols = options["protocols"]
+    address_file = Path(options["address_file"])
 
-    def report(settings: ServiceSettings) -> None:
+    def report_address(settings: ServiceSettings) -> None:
+        # Tinker's clients and ours append the whole path, OpenAI's what follows /v1.
         url = settings.root_url if protocols else settings.base_url
+        # Atomically: the starter polls for this file, and reads it as soon as it exists.
         write_atomically(address_file, json.dumps({"base_url": url, "pid": os.getpid()}))
 
     try:
-        settings = ServiceSettings(**given["settings"])
-        serve(given["models"], settings, on_start=report, protocols=protocols)
+        settings = ServiceSettings(**options["settings"])
+        serve(options["models"], settings, on_start=report_address, protocols=protocols)
     except NipAstraError as error:
         sys.stderr.write(f"{str(error).replace(os.linesep, ' ')}\n")
         return 2
@@ -117,7 +119,7 @@ def main(order: str) -> int:
 
 
 def _end_with_starter() -> None:
-    """Wait until the starter closes its end of the pipe."""
+    """Wait until the starter closes its end of the pipe on stdin, which also its death does."""
     while os.read(0, 1024):
         pass
     _starter_ended.set()

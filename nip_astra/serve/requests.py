@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache, partial
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nip_astra.errors import ServiceError, nearest_names
@@ -44,8 +44,17 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "ignore_eos": (False,),
 }
-"""Unsupported options of OpenAI and vLLM, with their values that have no effect."""
-_LISTS = {"fine-tuning job": "fine_tuning/jobs"}
+"""Unsupported options of OpenAI and vLLM, with their values that have no effect.
+
+Some clients send every option at its default."""
+_LIST_ROUTES = {
+    "model": "/v1/models",
+    "file": "/v1/files",
+    "fine-tuning job": "/v1/fine_tuning/jobs",
+}
+_UNION_STEPS = ("function-", "list[", "literal[")
+"""Beginnings of pydantic's names for members of a union in the path of a fault."""
+_UNION_MEMBERS = ("str", "constrained-str", "int", "Text", "ChosenTool")
 
 
 class ApiError(ServiceError):
@@ -72,38 +81,54 @@ class ApiError(ServiceError):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {name: getattr(self, name) for name in ("kind", "param", "code", "retry_after")}
-        return partial(ApiError, self.status, str(self), **given), ()
+        rebuild = partial(
+            ApiError,
+            self.status,
+            str(self),
+            kind=self.kind,
+            param=self.param,
+            code=self.code,
+            retry_after=self.retry_after,
+        )
+        return rebuild, ()
 
     @property
     def body(self) -> dict[str, Any]:
+        # OpenAI's clients read all four fields.
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
     def response(self, **headers: str) -> JSONResponse:
         if self.retry_after is not None:
+            # OpenAI's clients wait for so long, instead of by their own schedule.
             headers["Retry-After"] = str(self.retry_after)
         return JSONResponse(self.body, self.status, headers=headers)
 
 
-def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the refusal of an invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
-def not_found(what: str, name: str, param: str | None = None) -> ApiError:
-    """Return the refusal of an unknown name (404)."""
-    return ApiError(
-        404,
-        f"this service has no {what} {name[:200]!r}. List them with GET "
-        f"/v1/{_LISTS.get(what, what + 's')}.",
-        param=param,
-        code="model_not_found" if what == "model" else "not_found",
-    )
+def invalid_value(name: str, value: object, reason: str) -> ApiError:
+    """Return the refusal of an option's value (400)."""
+    message = f"the option {name!r} is {_shorten(value)}: {reason}. Give another value."
+    return bad_request(message, name, "invalid_value")
+
+
+def not_found(kind: str, name: str, param: str | None = None) -> ApiError:
+    """Return the refusal of an unknown name (404); `kind` is that of the named object."""
+    # OpenAI's code for an unknown model, by which clients choose another.
+    code = "model_not_found" if kind == "model" else "not_found"
+    message = f"this service has no {kind} {name[:200]!r}. List them with GET {_LIST_ROUTES[kind]}."
+    return ApiError(404, message, param=param, code=code)
 
 
 def overloaded(message: str, code: str) -> ApiError:
@@ -111,15 +136,24 @@ def overloaded(message: str, code: str) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code=code, retry_after=1)
 
 
-def failed(message: str) -> ApiError:
+def internal_error(message: str) -> ApiError:
     """Return the error for a valid request that failed (500)."""
     return ApiError(500, message, kind="server_error")
 
 
-def ending() -> ApiError:
+def shutting_down() -> ApiError:
     """Return the refusal of a request by a service that is shutting down (503)."""
     text = "the service is shutting down. Send the request again once it has been restarted."
     return ApiError(503, text, kind="server_error", code="shutting_down")
+
+
+def make_refusal(make_error: Callable[[], ApiError]) -> Callable[[], Awaitable[Response]]:
+    """Return the handler of a route that is refused by name, with a new error each time."""
+
+    async def refuse() -> Response:
+        raise make_error()
+
+    return refuse
 
 
 # ---- bodies
@@ -138,79 +172,82 @@ Metadata = Annotated[
 ]
 
 
-async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
+async def read_body(request: Request, body_class: type[AnyBody]) -> AnyBody:
     """Read and validate the body of a request; raise `ApiError` with its first fault."""
-    return check_body(parse_json(await request.body()), kind)
+    return check_body(parse_json(await request.body()), body_class)
 
 
 def parse_json(body: bytes) -> Any:
     """Parse JSON without NaN or infinite numbers whose text can be encoded as UTF-8."""
     try:
         text = body.decode()
-        found = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        # `parse_constant` gets NaN and Infinity, `parse_float` numbers such as 1e999.
+        content = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
         if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            # An escaped lone surrogate is JSON, but no text: tokenizers and responses fail on it.
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
     except (ValueError, RecursionError) as error:
-        raise wrong(
+        raise bad_request(
             f"this is not JSON: {error}. Send one JSON object, encoded as UTF-8.",
             code="invalid_json",
         ) from error
 
 
-def _finite(number: str) -> float:
-    found = float(number)
-    if not math.isfinite(found):
-        raise ValueError(f"{number[:40]} is not a finite number")
-    return found
+def _parse_finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return number
 
 
-def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
+def check_body(content: Any, body_class: type[AnyBody]) -> AnyBody:
     """Validate a body; raise `ApiError` with its first fault."""
-    if not isinstance(given, dict):
-        raise wrong(f"the body is {_short(given)}. Send a JSON object of the route's options.")
-    meant = {
-        name: value
-        for name, value in given.items()
-        if value is not None and value not in NO_EFFECT.get(name, ())
-    }
+    if not isinstance(content, dict):
+        raise bad_request(
+            f"the body is {_shorten(content)}. Send a JSON object of the route's options."
+        )
+    options = {}
+    for name, option in content.items():
+        # Null means "by default", as in OpenAI's protocol.
+        if option is not None and option not in NO_EFFECT.get(name, ()):
+            options[name] = option
     try:
-        return kind.model_validate(meant)
+        return body_class.model_validate(options)
     except ValidationError as error:
-        raise _refusal(min(error.errors(include_url=False), key=_rank), kind) from error
+        faults = error.errors(include_url=False)
+        raise _as_refusal(min(faults, key=_rank_fault), body_class) from error
 
 
-def _rank(fault: ErrorDetails) -> tuple[bool, bool]:
-    # An unknown option explains the others: a missing one is misspelt. A wrong type is often that
-    # of another member of a union.
+def _rank_fault(fault: ErrorDetails) -> tuple[bool, bool]:
+    """Return a sort key: the fault that explains the others first."""
+    # An unknown option explains a missing one, which is misspelt. A wrong type is often that of
+    # another member of a union.
     return fault["type"] != "extra_forbidden", fault["type"].endswith("_type")
 
 
-def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
-    # The path also names members of unions; no option begins with these.
-    unions = ("function-", "list[", "literal[")
-    path = [str(part) for part in fault["loc"] if not str(part).startswith(unions)]
-    members = ("str", "constrained-str", "int", "Text", "ChosenTool")
-    name = ".".join(part for part in path if part not in members)[:200]
+def _as_refusal(fault: ErrorDetails, body_class: type[Body]) -> ApiError:
+    # The path also names members of unions, which are no options of the client.
+    path = [str(step) for step in fault["loc"] if not str(step).startswith(_UNION_STEPS)]
+    options = [step for step in path if step not in _UNION_MEMBERS]
+    name = ".".join(options)[:200]
     if fault["type"] == "extra_forbidden":
-        near = nearest_names(path[-1], kind.model_fields, 1) if len(path) == 1 else []
-        hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
-        return wrong(f"the option {name!r} is not supported. {hint}", name, "unsupported_parameter")
+        hint = "Leave it out."
+        if len(path) == 1:
+            for near_name in nearest_names(path[0], body_class.model_fields, 1):
+                hint = f"Did you mean {near_name!r}?"
+        message = f"the option {name!r} is not supported. {hint}"
+        return bad_request(message, name, "unsupported_parameter")
     if fault["type"] == "missing":
-        return wrong(
-            f"the option {name!r} is missing. Give it.", name, "missing_required_parameter"
-        )
+        message = f"the option {name!r} is missing. Give it."
+        return bad_request(message, name, "missing_required_parameter")
     reason = fault["msg"].removeprefix("Value error, ")
     if not name:
-        return wrong(f"{reason}.", code="invalid_value")
-    return wrong(
-        f"the option {name!r} is {_short(fault['input'])}: {reason}. Give another value.",
-        name,
-        "invalid_value",
-    )
+        return bad_request(f"{reason}.", code="invalid_value")
+    return invalid_value(name, fault["input"], reason)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -219,10 +256,21 @@ def _short(value: Any) -> str:
 
 
 class Guard:
-    """Checks the token, or without one that the request is from this machine; limits its size."""
+    """Checks the token, or without one that the request is from this machine; limits its size.
+
+    Middleware of plain ASGI, not Starlette's `BaseHTTPMiddleware`: that would run each stream
+    through a task and a queue of its own.
+
+    Parameters
+    ----------
+    max_bytes : Callable
+        Maximum size of the body of a request, by its path.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None, max_bytes: Callable[[str], int]) -> None:
-        self.app, self.token, self.max_bytes = app, token, max_bytes
+        self.app = app
+        self.token = token
+        self.max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -234,29 +282,31 @@ class Guard:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        received = 0
+        num_received = 0
 
-        async def counted() -> Message:
-            nonlocal received
+        async def receive_within_limit() -> Message:
+            # A chunked body has no content-length, and a client may state a wrong one.
+            nonlocal num_received
             message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
+            num_received += len(message.get("body", b""))
+            if num_received > limit:
                 raise _too_large(limit)
             return message
 
         has_started = False
 
-        async def noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal has_started
             has_started = True
             await send(message)
 
         try:
-            await self.app(scope, counted, noted)
+            await self.app(scope, receive_within_limit, send_and_note)
         except asyncio.CancelledError:
-            # By uvicorn, which ends the requests that are open at its shutdown.
+            # By uvicorn, which ends the requests that are open at its shutdown. A response whose
+            # status is sent cannot become an error any more.
             if not has_started:
-                await ending().response()(scope, receive, send)
+                await shutting_down().response()(scope, receive, send)
 
     def _check(self, path: str, headers: Headers, limit: int) -> None:
         if path not in OPEN_ROUTES:
@@ -272,11 +322,12 @@ class Guard:
 
 
 def _check_token(headers: Headers, token: str) -> None:
-    kind, _, given = headers.get("authorization", "").partition(" ")
+    scheme, _, sent_token = headers.get("authorization", "").partition(" ")
     if KEY_HEADER in headers:
-        kind, given = "bearer", headers[KEY_HEADER]
-    is_equal = hmac.compare_digest(given.strip().encode(), token.encode())
-    if kind.lower() != "bearer" or not is_equal:
+        scheme, sent_token = "bearer", headers[KEY_HEADER]
+    # In constant time: the time of `==` tells how many first characters are right.
+    is_equal = hmac.compare_digest(sent_token.strip().encode(), token.encode())
+    if scheme.lower() != "bearer" or not is_equal:
         raise ApiError(
             401,
             "the token of this service is missing or wrong. Give it as the client's api_key.",
@@ -286,15 +337,19 @@ def _check_token(headers: Headers, token: str) -> None:
 
 
 def _check_site(headers: Headers) -> None:
-    """Refuse a request that another site's page makes a browser on this machine send."""
-    origin = headers.get("origin")
-    hosts = [f"//{headers.get('host', '')}", *([] if origin is None else [origin])]
-    if not all(_is_local(host) for host in hosts):
+    """Refuse a request that another site's page makes a browser on this machine send.
+
+    Such a page sends its own origin or, after its name was rebound to 127.0.0.1, its own host.
+    """
+    addresses = [f"//{headers.get('host', '')}"]
+    if "origin" in headers:
+        addresses.append(headers["origin"])
+    if not all(_is_local(address) for address in addresses):
+        names = " and ".join(ascii(address)[:80] for address in addresses)
         raise ApiError(
             403,
-            f"host or origin of the request is {' and '.join(ascii(host)[:80] for host in hosts)}, "
-            "but a service without a token answers this machine only. Use 127.0.0.1, or start it "
-            "with a token.",
+            f"host or origin of the request is {names}, but a service without a token answers "
+            "this machine only. Use 127.0.0.1, or start it with a token.",
             kind="permission_error",
             code="wrong_host",
         )
@@ -303,9 +358,10 @@ def _check_site(headers: Headers) -> None:
 @lru_cache(maxsize=256)
 def _is_local(address: str) -> bool:
     try:
-        return is_loopback(urlsplit(address).hostname or "")
+        hostname = urlsplit(address).hostname
     except ValueError:
         return False
+    return is_loopback(hostname or "")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -35,13 +35,13 @@ from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_u
 from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.language_models.tree_engine.weights import frozen_weights
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.serve.requests import not_found, wrong
+from nip_astra.serve.requests import bad_request, not_found
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Valid names of models."""
-MAX_KNOWN_PROMPTS = 256
+MAX_CACHED_PROMPTS = 256
 """Number of recent conversations of each model whose tokens are kept."""
 MAX_MARK_TOKENS = 64
 """Tokens of a prompt's end that may be the mark of a thought."""
@@ -69,6 +69,7 @@ class Engine:
             limits=limits,
         )
         self._new: deque[GenerationRequest] = deque()
+        # Guards `_new` and `_closed`; the batch belongs to the engine's thread alone.
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._thread = threading.Thread(target=self._run, name="text engine", daemon=True)
@@ -82,11 +83,15 @@ class Engine:
                 self._new.append(request)
                 self._changed.notify()
                 return
-        places = range(request.num_samples)
-        self._report([failed_progress(request, place, self._closed) for place in places])
+        # Reported outside the lock, which the listener may need for its next request.
+        failures = [
+            failed_progress(request, index, self._closed) for index in range(request.num_samples)
+        ]
+        self._report(failures)
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free a request's resources at the next step, without further reports."""
+        # A flag that the engine's thread reads between steps, so no lock is needed.
         request.is_cancelled = True
 
     @property
@@ -103,13 +108,14 @@ class Engine:
         """Return whether the answer to a prompt begins within a thought."""
         if self.message_format.thought is None:
             return False
-        end = self.tokenizer.decode(list(prompt[-MAX_MARK_TOKENS:]), skip_special_tokens=False)
+        last_ids = list(prompt[-MAX_MARK_TOKENS:])
+        end = self.tokenizer.decode(last_ids, skip_special_tokens=False)
         return self.message_format.begins_in_thought(end)
 
     @cached_property
-    def known_prompt(self) -> Callable[[str], tuple[int, ...]]:
-        """Return `prompt_of`, with a cache: samplers send one conversation many times."""
-        return lru_cache(MAX_KNOWN_PROMPTS)(partial(prompt_of, self.tokenizer))
+    def cached_prompt(self) -> Callable[[str], tuple[int, ...]]:
+        """Return `encode_chat` with a cache: samplers send the same conversation many times."""
+        return lru_cache(MAX_CACHED_PROMPTS)(partial(encode_chat, self.tokenizer))
 
     @property
     def num_waiting(self) -> int:
@@ -135,6 +141,7 @@ class Engine:
                     self._new.clear()
                     if self._closed is not None:
                         break
+                # A step is long: it runs without the lock, so that requests can be submitted.
                 try:
                     self._report(self._batch.step())
                 except Exception as error:
@@ -147,13 +154,14 @@ class Engine:
 
     @staticmethod
     def _report(progress: Sequence[Progress]) -> None:
-        groups: dict[Listener, list[Progress]] = {}
-        for one in progress:
-            if one.request.listener is not None and not one.request.is_cancelled:
-                groups.setdefault(one.request.listener, []).append(one)
-        for listener, those in groups.items():
+        # One call per listener and step: each call wakes an event loop, which is slow.
+        by_listener: dict[Listener, list[Progress]] = {}
+        for answer in progress:
+            if answer.request.listener is not None and not answer.request.is_cancelled:
+                by_listener.setdefault(answer.request.listener, []).append(answer)
+        for listener, answers in by_listener.items():
             try:
-                listener(those)
+                listener(answers)
             except RuntimeError:
                 logger.debug("the listener's event loop is closed", exc_info=True)
 
@@ -233,10 +241,10 @@ class ServedModels:
 
     def add_adapter(self, name: str, base: str, folder: Path) -> ServedModel:
         """Serve an adapter on the weights of another model."""
-        under = self.get(base)
-        adapter = read_adapter(folder, under.engine.dtype, self.device)
+        base_model = self.get(base)
+        adapter = read_adapter(folder, base_model.engine.dtype, self.device)
         with self._lock:
-            served = ServedModel(name, under.engine, under.source, adapter, base, folder)
+            served = ServedModel(name, base_model.engine, base_model.source, adapter, base, folder)
             self._models[name] = served
             return served
 
@@ -250,8 +258,11 @@ class ServedModels:
         """Stop serving a model; its unfinished answers fail if it has its own weights."""
         with self._lock:
             self._models.pop(served.name, None)
-            is_shared = any(one.engine is served.engine for one in self._models.values())
-            engine = None if is_shared else self._engines.pop(served.source, None)
+            engines_in_use = [model.engine for model in self._models.values()]
+            engine = None
+            if served.engine not in engines_in_use:
+                engine = self._engines.pop(served.source, None)
+        # It waits for the engine's thread: other models are added meanwhile.
         if engine is not None:
             engine.close("the model was deleted")
 
@@ -260,7 +271,9 @@ class ServedModels:
 
     def close(self) -> None:
         with self._lock:
-            engines, self._engines, self._models = list(self._engines.values()), {}, {}
+            engines = list(self._engines.values())
+            self._engines = {}
+            self._models = {}
         for engine in engines:
             engine.close()
 
@@ -280,13 +293,21 @@ def load_engine(
     return Engine(module, find_tokenizer(path, None, None), precision, limits)
 
 
-def prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
+def encode_chat(tokenizer: Any, conversation: str) -> tuple[int, ...]:
     """Return the tokens before the assistant's next message, by the tokenizer's template.
 
-    `conversation` is messages and tools as JSON.
+    Parameters
+    ----------
+    conversation : str
+        Messages and tools as JSON: one hashable value, by which prompts are cached.
+
+    Raises
+    ------
+    ApiError
+        400 without a chat template, and for a conversation that the template refuses.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise wrong(
+        raise bad_request(
             "this model's tokenizer has no chat template. Use /v1/completions, or serve a chat "
             "model.",
             "messages",
@@ -296,7 +317,8 @@ def prompt_of(tokenizer: Any, conversation: str) -> tuple[int, ...]:
     try:
         text = render_chat(tokenizer, messages, opens_answer=True, tools=tools)
     except ModelLoadError as error:
-        raise wrong(str(error), "messages", "refused_by_template") from error
+        raise bad_request(str(error), "messages", "refused_by_template") from error
+    # The template writes the special tokens itself.
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -309,7 +331,8 @@ def loadable_path(source: str, conversions: Path | None) -> str:
 
 def find_model(path: str) -> str:
     """Return the absolute path of a folder, `.gguf` file, `scenario://name/folder`, or a hub id."""
-    found = resolve_reference(path)
-    if isinstance(found, Path) and (found.exists() or found.is_absolute()):
-        return str(found.resolve())
+    reference = resolve_reference(path)
+    # A relative path that does not exist may be the id of a model on the hub.
+    if isinstance(reference, Path) and (reference.exists() or reference.is_absolute()):
+        return str(reference.resolve())
     return path

@@ -10,6 +10,7 @@ from nip_astra.lazy import import_extra
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 _BACKLOG = 1024
+"""Connections that the system accepts before the service does; many clients start at once."""
 
 
 def serve(
@@ -37,14 +38,17 @@ def serve(
     ModelLoadError
         When a model cannot be loaded.
     """
-    # The routes, uploads and HTTP.
     for package in ("fastapi", "python_multipart", "uvicorn"):
         import_extra(package, "the service", "serve")
-    settings.token()  # refused before models are loaded
+    # A missing token is refused before models are loaded, which may take minutes.
+    settings.token()
     if not models:
         raise ConfigurationError("no model to serve. Give one or several: --model NAME=PATH.")
+    # Its module imports the packages checked above.
     from nip_astra.serve.app import HttpServer, http_config, open_app
 
+    # The port is taken before the models are loaded, so that a taken one is known at once, but
+    # accepts connections only after that: a client can wait until it can connect.
     with open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
         with open_app(models, settings, protocols) as app:
@@ -63,6 +67,7 @@ def open_socket(settings: ServiceSettings) -> socket.socket:
     # asyncio sends parts at once only for a socket that names its protocol. Otherwise the body of
     # a response waits 40 ms for the acknowledgement of its head.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # A restarted service may take its port although old connections are in TIME_WAIT.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host, settings.port))

@@ -7,10 +7,9 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
@@ -39,21 +38,24 @@ from nip_astra.serve.requests import (
     ApiError,
     Body,
     Metadata,
+    bad_request,
     check_body,
-    failed,
+    internal_error,
+    make_refusal,
     overloaded,
     parse_json,
     read_body,
-    wrong,
 )
-from nip_astra.serve.served_models import Engine, ServedModel, ServedModels, prompt_of
+from nip_astra.serve.served_models import Engine, ServedModel, ServedModels, encode_chat
 from nip_astra.serve.settings import ServiceSettings
 
 LONG_TEXT = 20_000
 """Number of characters from which a text is tokenised in a thread."""
+# OpenAI's limits, so that a request that works here works there.
 MAX_STOPS = 4
 MAX_TOOLS = 128
 _CLIENT_LEFT = 499
+"""nginx's status of a request whose client disconnected; nobody reads it but the log."""
 NOT_SERVED = {
     "/v1/embeddings": "hidden states of causal models are poor embeddings. Use a model that was "
     "trained for them; generate text with /v1/chat/completions.",
@@ -186,13 +188,13 @@ class ChatTurn(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, given: Any) -> Any:
+    def _drop_nulls(cls, message: Any) -> Any:
         # Clients send back messages of answers with all their fields.
-        if not isinstance(given, dict):
-            return given
-        fields = {key: value for key, value in given.items() if value not in (None, [])}
+        if not isinstance(message, dict):
+            return message
+        fields = {name: content for name, content in message.items() if content not in (None, [])}
         if "reasoning" in fields and "reasoning_content" not in fields:
-            # Some services and their clients name it so.
+            # OpenRouter and recent vLLM name it so, and their clients send it back.
             fields["reasoning_content"] = fields.pop("reasoning")
         return fields
 
@@ -215,8 +217,8 @@ class ChatTurn(Body):
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
         names = {"name", "reasoning_content", "tool_calls", "tool_call_id"}
-        more = self.model_dump(include=names, exclude_none=True)
-        return {**plain_message(self.role, self.content), **more}
+        tool_fields = self.model_dump(include=names, exclude_none=True)
+        return {**plain_message(self.role, self.content), **tool_fields}
 
 
 class Function(Body):
@@ -301,7 +303,8 @@ class ChatBody(SamplingBody):
         """Return the functions that the answer may call."""
         functions = [tool.function for tool in self.tools]
         if isinstance(self.tool_choice, ChosenTool):
-            return [one for one in functions if one.name == self.tool_choice.function.name]
+            chosen_name = self.tool_choice.function.name
+            return [function for function in functions if function.name == chosen_name]
         return functions if self.tool_choice != "none" else []
 
     def grammar(self, message_format: MessageFormat, *, begins_in_thought: bool) -> str | None:
@@ -312,21 +315,26 @@ class ChatBody(SamplingBody):
         ModelAbilityError
             If the model's calls cannot be constrained.
         """
-        answers: list[str] = []
+        alternatives: list[str] = []
         rules: list[str] = []
+        # Tools alone leave the model free to answer with text, which needs no grammar.
         if self.called_tools and (self.must_call or self.response_format):
-            is_one = isinstance(self.tool_choice, ChosenTool) or not self.parallel_tool_calls
-            functions = [one.model_dump(exclude_none=True) for one in self.called_tools]
-            rules = message_format.call_rules(functions, allows_several=not is_one)
-            answers.append("calls")
+            functions = [function.model_dump(exclude_none=True) for function in self.called_tools]
+            # A tool chosen by name is called once, as by OpenAI.
+            allows_several = self.parallel_tool_calls and not isinstance(
+                self.tool_choice, ChosenTool
+            )
+            rules = message_format.call_rules(functions, allows_several=allows_several)
+            alternatives.append("calls")
         if self.response_format is not None and not self.must_call:
-            answers.append("answer")
             schema = answer_schema(self.response_format.model_dump(by_alias=True)) or {}
             rules.append(f"answer: {json_rule(schema)}")
-        if not answers:
+            alternatives.append("answer")
+        if not alternatives:
             return None
-        start = " | ".join(answers)
+        start = " | ".join(alternatives)
         if begins_in_thought:
+            # The constraint applies to what follows the thought.
             start = f"thought /[ \\n]{{0,4}}/ ({start})"
             rules.append(message_format.thought_rule())
         return "\n".join([f"start: {start}", *rules])
@@ -372,7 +380,17 @@ Reply = dict[str, Any]
 
 
 class TextReply:
-    """The response to a request for chat completions (`kind` chatcmpl) or completions (cmpl)."""
+    """The response to a request for chat completions (`kind` chatcmpl) or completions (cmpl).
+
+    Parameters
+    ----------
+    returns_token_ids : bool
+        Whether to add the tokens of prompts and answers, vLLM's extension of OpenAI's protocol.
+    num_calls_allowed : int
+        Maximum tool calls of an answer; further ones are dropped.
+    make_parser : Callable, optional
+        Creates the parser of an answer with thoughts or tool calls; without it, text is content.
+    """
 
     def __init__(
         self,
@@ -400,163 +418,170 @@ class TextReply:
         }
 
     def whole(self, answers: Sequence[Progress], usage: Reply) -> Reply:
-        choices = [self.choice(place, one) for place, one in enumerate(answers)]
+        """Return the response with all complete answers."""
+        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         if self.is_chat:
             fields = {"usage": usage, **self.prompt_ids(0, 1)}
             return self.chunk(*choices, object="chat.completion", **fields)
-        for place, choice in enumerate(choices):
-            choice |= self.prompt_ids(place, len(answers))
+        # Several prompts have one response; each choice then tells its own.
+        for index, choice in enumerate(choices):
+            choice |= self.prompt_ids(index, len(answers))
         return self.chunk(*choices, usage=usage)
 
     def chunk(self, *choices: Reply, **fields: Any) -> Reply:
+        """Return an event of a stream; of completions, a whole response has the same form."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": list(choices), **fields}
 
-    def prompt_ids(self, place: int, num_answers: int) -> Reply:
+    def prompt_ids(self, index: int, num_answers: int) -> Reply:
+        """Return the prompt's tokens of a choice among `num_answers`, if they are requested."""
         if self._prompts is None:
             return {}
-        return {"prompt_token_ids": self._prompts[place * len(self._prompts) // num_answers]}
+        num_answers_per_prompt = num_answers // len(self._prompts)
+        return {"prompt_token_ids": self._prompts[index // num_answers_per_prompt]}
 
-    def _token_ids(self, progress: Progress) -> Reply:
-        if self._prompts is None:
-            return {}
-        return {"token_ids": [record.token for record in progress.tokens]}
-
-    def choice(self, place: int, progress: Progress, offset: int = 0) -> Reply:
+    def choice(self, index: int, progress: Progress, offset: int = 0) -> Reply:
         """Return an answer, or the part that a step adds to one of `offset` characters."""
-        if not self.is_chat:
-            return self._completion(place, progress, offset)
-        delta = self._delta(place, progress)
-        is_part = progress.request.is_streamed
-        empty = {} if is_part else {"role": "assistant", "content": None, "refusal": None}
-        return {
-            "index": place,
-            "delta" if is_part else "message": {**empty, **delta},
-            "logprobs": self._chat_logprobs(progress),
-            "finish_reason": self._finish_reason(place, progress),
-            **self._token_ids(progress),
-        }
+        choice: Reply = {"index": index, "finish_reason": progress.finish_reason, "logprobs": None}
+        if self.is_chat:
+            message = self._message_part(index, progress)
+            # Clients run the calls of an answer by this reason.
+            if progress.finish_reason == "stop" and self._calls.get(index):
+                choice["finish_reason"] = "tool_calls"
+            if progress.request.is_streamed:
+                choice["delta"] = message
+            else:
+                empty_message = {"role": "assistant", "content": None, "refusal": None}
+                choice["message"] = {**empty_message, **message}
+        else:
+            choice["text"] = progress.text
+        if progress.request.num_top is not None:
+            if self.is_chat:
+                choice["logprobs"] = self._chat_logprobs(progress)
+            else:
+                choice["logprobs"] = self._completion_logprobs(progress, offset)
+        if self._prompts is not None:
+            choice["token_ids"] = [record.token for record in progress.tokens]
+        return choice
 
-    def _delta(self, place: int, progress: Progress) -> Reply:
+    def _message_part(self, index: int, progress: Progress) -> Reply:
         """Return the reasoning, content and calls that a step adds to an answer."""
-        is_part = progress.request.is_streamed
+        is_streamed = progress.request.is_streamed
         if self._make_parser is None:
-            return {"content": progress.text} if progress.text or not is_part else {}
-        if place not in self._parsers:
-            self._parsers[place] = self._make_parser()
-        parser = self._parsers[place]
+            return {"content": progress.text} if progress.text or not is_streamed else {}
+        if index not in self._parsers:
+            self._parsers[index] = self._make_parser()
+        parser = self._parsers[index]
         parts = parser.push(progress.text)
         if progress.finish_reason is not None:
             parts += parser.finish()
-        calls = self._calls.setdefault(place, [])
-        num_before = len(calls)
+        calls = self._calls.setdefault(index, [])
+        num_calls_before = len(calls)
         for part in parts:
             if isinstance(part, ToolCall) and len(calls) < self._num_calls_allowed:
-                # Mistral's chat templates accept no other length.
+                # Mistral's chat templates accept ids of 9 letters and digits only.
                 call = part.as_message_part(secrets.token_hex(5)[:9])
-                # Only streams number their calls.
-                calls.append({"index": len(calls), **call} if is_part else call)
+                # Only streams number their calls: clients join the parts of one by its index.
+                calls.append({"index": len(calls), **call} if is_streamed else call)
         reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningPart))
         content = "".join(part for part in parts if isinstance(part, str))
-        fields = {
-            "reasoning_content": reasoning,
-            "content": content,
-            "tool_calls": calls[num_before:],
-        }
-        delta = {name: value for name, value in fields.items() if value}
-        # An answer that is empty is a text.
-        return delta if delta or is_part else {"content": ""}
+        new_calls = calls[num_calls_before:]
+        message: Reply = {}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if content:
+            message["content"] = content
+        if new_calls:
+            message["tool_calls"] = new_calls
+        if not message and not is_streamed:
+            # Null content means that there are calls; an empty answer is a text.
+            message["content"] = ""
+        return message
 
-    def _finish_reason(self, place: int, progress: Progress) -> str | None:
-        is_call = progress.finish_reason == "stop" and self._calls.get(place)
-        return "tool_calls" if is_call else progress.finish_reason
-
-    def _chat_logprobs(self, progress: Progress) -> Reply | None:
-        if progress.request.num_top is None:
-            return None
-        content = [
-            {
-                **_shown(record.text, record.logprob),
-                "top_logprobs": [_shown(text, logprob) for text, logprob in top],
-            }
-            for record, top in zip(progress.tokens, self._tops(progress), strict=True)
-        ]
+    def _chat_logprobs(self, progress: Progress) -> Reply:
+        content = []
+        alternatives = self._decode_alternatives(progress)
+        for record, top in zip(progress.tokens, alternatives, strict=True):
+            top_logprobs = [_text_logprob(text, logprob) for text, logprob in top]
+            token_logprob = _text_logprob(record.text, record.logprob)
+            content.append({**token_logprob, "top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
-    def _tops(self, progress: Progress) -> list[list[tuple[str, float]]]:
+    def _decode_alternatives(self, progress: Progress) -> list[list[tuple[str, float]]]:
         """Return the most likely alternatives of each token, as texts with log-probabilities."""
-        records, decode = progress.tokens, self.tokenizer.batch_decode
-        befores = decode([list(record.before) for record in records])
-        # A character may be complete only with the token.
-        starts = [len(before.rstrip("\ufffd")) for before in befores]
-        afters = iter(decode([[*one.before, token] for one in records for token, _ in one.top]))
-        return [
-            [(next(afters)[start:], logprob) for _, logprob in record.top]
-            for record, start in zip(records, starts, strict=True)
-        ]
+        records = progress.tokens
+        # A token's text depends on the tokens before it (a leading space, a part of a character):
+        # decode both with and without it, all positions in one call of the tokenizer.
+        prefixes = self.tokenizer.batch_decode([list(record.before) for record in records])
+        sequences = []
+        for record in records:
+            for token, _ in record.top:
+                sequences.append([*record.before, token])
+        texts = iter(self.tokenizer.batch_decode(sequences))
+        alternatives = []
+        for record, prefix in zip(records, prefixes, strict=True):
+            # A character may be complete only with the token.
+            start = len(prefix.rstrip("\ufffd"))
+            alternatives.append([(next(texts)[start:], logprob) for _, logprob in record.top])
+        return alternatives
 
-    def _completion(self, place: int, progress: Progress, offset: int) -> Reply:
-        logprobs = None
-        if progress.request.num_top is not None:
-            records = progress.tokens
-            lengths = [len(record.text) for record in records]
-            logprobs = {
-                "tokens": [record.text for record in records],
-                # The first token of a prompt has none.
-                "token_logprobs": [
-                    None if math.isnan(record.logprob) else record.logprob for record in records
-                ],
-                "top_logprobs": [
-                    None if math.isnan(record.logprob) else _by_text(record, top)
-                    for record, top in zip(records, self._tops(progress), strict=True)
-                ],
-                "text_offset": list(accumulate(lengths[:-1], initial=offset))[: len(records)],
-            }
+    def _completion_logprobs(self, progress: Progress, offset: int) -> Reply:
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        text_offsets: list[int] = []
+        alternatives = self._decode_alternatives(progress)
+        for record, top in zip(progress.tokens, alternatives, strict=True):
+            # Nothing predicts the first token of an echoed prompt. JSON has no NaN.
+            is_predicted = not math.isnan(record.logprob)
+            tokens.append(record.text)
+            token_logprobs.append(record.logprob if is_predicted else None)
+            top_logprobs.append(_top_by_text(record, top) if is_predicted else None)
+            text_offsets.append(offset)
+            offset += len(record.text)
         return {
-            "index": place,
-            "text": progress.text,
-            "logprobs": logprobs,
-            "finish_reason": progress.finish_reason,
-            **self._token_ids(progress),
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offsets,
         }
 
 
-def _shown(text: str, logprob: float) -> Reply:
+def _text_logprob(text: str, logprob: float) -> Reply:
     # Text of an incomplete character has no bytes of its own.
-    data = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": data}
+    utf8 = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": utf8}
 
 
-def _by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str, float]:
+def _top_by_text(record: TokenRecord, top: Sequence[tuple[str, float]]) -> dict[str, float]:
     """Return the most likely token per text, with the sampled token, as in OpenAI's protocol."""
-    found: dict[str, float] = {}
-    for text, logprob in (*top, (record.text, record.logprob)):
-        found.setdefault(text, logprob)
-    return found
+    logprobs: dict[str, float] = {}
+    # In descending order: of several tokens with one text the most likely stays.
+    for text, logprob in top:
+        logprobs.setdefault(text, logprob)
+    logprobs.setdefault(record.text, record.logprob)
+    return logprobs
 
 
 def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
     """Return a response of /inference/v1/generate, in vLLM's format."""
-
-    def shown(token: int, logprob: float) -> Reply:
-        # A token is named by its number: not every token is a text.
-        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-
-    def logprobs_of(record: TokenRecord) -> Reply:
-        tops = [shown(token, logprob) for token, logprob in record.top]
-        return {**shown(record.token, record.logprob), "top_logprobs": tops}
-
-    choices = [
-        {
-            "index": place,
-            "token_ids": [record.token for record in one.tokens],
-            "logprobs": None
-            if one.request.num_top is None
-            else {"content": [logprobs_of(record) for record in one.tokens]},
-            "finish_reason": one.finish_reason,
+    choices = []
+    for index, answer in enumerate(answers):
+        logprobs: Reply | None = None
+        if answer.request.num_top is not None:
+            content = []
+            for record in answer.tokens:
+                top_logprobs = [_id_logprob(token, logprob) for token, logprob in record.top]
+                token_logprob = _id_logprob(record.token, record.logprob)
+                content.append({**token_logprob, "top_logprobs": top_logprobs})
+            logprobs = {"content": content}
+        choice = {
+            "index": index,
+            "token_ids": [record.token for record in answer.tokens],
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
         }
-        for place, one in enumerate(answers)
-    ]
+        choices.append(choice)
     return {
         "request_id": f"generate-{secrets.token_hex(12)}",
         "choices": choices,
@@ -564,7 +589,12 @@ def _tokens_reply(answers: Sequence[Progress], usage: Reply) -> Reply:
     }
 
 
-def _usage_of(requests: Sequence[GenerationRequest], completion_tokens: int) -> Reply:
+def _id_logprob(token: int, logprob: float) -> Reply:
+    # A token is named by its number: not every token is a text.
+    return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+
+
+def _count_usage(requests: Sequence[GenerationRequest], completion_tokens: int) -> Reply:
     prompt_tokens = sum(len(request.prompt) for request in requests)
     return {
         "prompt_tokens": prompt_tokens,
@@ -585,15 +615,17 @@ class EngineClient:
         self._receivers: dict[int, Callable[[Progress], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _listen(self, items: Sequence[Progress]) -> None:
-        def dispatch() -> None:
-            for progress in items:
-                receive = self._receivers.get(progress.request.number)
-                if receive is not None:
-                    receive(progress)
-
+    def _listen(self, steps: Sequence[Progress]) -> None:
+        """Hand progress from an engine's thread to the event loop."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(dispatch)
+        self._loop.call_soon_threadsafe(self._dispatch, steps)
+
+    def _dispatch(self, steps: Sequence[Progress]) -> None:
+        for progress in steps:
+            # A request that ended meanwhile has none.
+            receive = self._receivers.get(progress.request.number)
+            if receive is not None:
+                receive(progress)
 
     def plan(
         self,
@@ -606,54 +638,62 @@ class EngineClient:
         **options: Any,
     ) -> list[GenerationRequest]:
         """Return the requests of a body, one per prompt; raise `ApiError` beyond a limit."""
-        if len(prompts) * body.n > self.settings.max_answers:
-            raise wrong(
-                f"{len(prompts)} prompts with n={body.n} are {len(prompts) * body.n} answers; this "
-                f"service allows {self.settings.max_answers} per request.",
+        num_answers = len(prompts) * body.n
+        if num_answers > self.settings.max_answers:
+            raise bad_request(
+                f"{len(prompts)} prompts with n={body.n} are {num_answers} answers; this service "
+                f"allows {self.settings.max_answers} per request.",
                 "n",
                 "invalid_value",
             )
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        return [
-            GenerationRequest(
+        # Logits divided by a smaller one overflow; the answer is greedy anyway.
+        temperature = body.temperature if body.temperature >= 1e-6 else 0.0
+        # A nucleus holds at least one token.
+        top_p = max(body.top_p, 1e-9)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            request = GenerationRequest(
                 prompt=tuple(prompt),
-                max_tokens=self._room(served.engine, len(prompt), max_tokens),
+                max_tokens=self._limit_tokens(served.engine, len(prompt), max_tokens),
                 top_k=body.top_k,
                 # Prompts of one request have independent draws.
-                seed=seed + place,
+                seed=seed + index,
                 listener=self._listen,
                 num_samples=body.n,
-                # Logits divided by a smaller one overflow; the answer is greedy anyway.
-                temperature=body.temperature if body.temperature >= 1e-6 else 0.0,
-                # A nucleus holds at least one token.
-                top_p=max(body.top_p, 1e-9),
+                temperature=temperature,
+                top_p=top_p,
                 num_top=num_top,
                 adapter=served.adapter,
                 **options,
             )
-            for place, prompt in enumerate(prompts)
-        ]
+            requests.append(request)
+        return requests
 
-    def _room(self, engine: Engine, num_tokens: int, max_tokens: int | None) -> int:
-        window, most = engine.context_window, self.settings.max_answer_tokens
-        if max_tokens is not None and max_tokens > most:
-            raise wrong(
-                f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start "
-                "the service with --settings max_answer_tokens=N.",
+    def _limit_tokens(self, engine: Engine, num_tokens: int, max_tokens: int | None) -> int:
+        """Return the maximum tokens of an answer to a prompt of `num_tokens`."""
+        window = engine.context_window
+        max_answer_tokens = self.settings.max_answer_tokens
+        if max_tokens is not None and max_tokens > max_answer_tokens:
+            raise bad_request(
+                f"max_tokens is {max_tokens}, but this service allows {max_answer_tokens}. Lower "
+                "it, or start the service with --settings max_answer_tokens=N.",
                 "max_tokens",
                 "invalid_value",
             )
         if num_tokens == 0:
-            raise wrong("the prompt has no tokens.", "prompt", "invalid_value")
+            raise bad_request("the prompt has no tokens.", "prompt", "invalid_value")
         if num_tokens + (max_tokens != 0) > window:
-            raise wrong(
+            raise bad_request(
                 f"the prompt has {num_tokens} tokens, but prompt and answer share a window of "
                 f"{window}. Shorten the prompt.",
                 "messages",
                 "context_length_exceeded",
             )
+        if max_tokens is None:
+            max_tokens = max_answer_tokens
         # An answer that fills the window ends there, with finish reason "length".
-        return min(most if max_tokens is None else max_tokens, window - num_tokens)
+        return min(max_tokens, window - num_tokens)
 
     async def progress(
         self,
@@ -671,19 +711,29 @@ class EngineClient:
                 f"{self.settings.max_waiting}. Retry later.",
                 "queue_full",
             )
-        first = {request.number: i * request.num_samples for i, request in enumerate(requests)}
-        num_open = requests[0].num_samples * len(requests)
+        # Choices are numbered over all prompts: n for the first, then n for the second.
+        first_index = {
+            request.number: position * request.num_samples
+            for position, request in enumerate(requests)
+        }
+        num_unfinished = requests[0].num_samples * len(requests)
+        # None ends the wait of a client that disconnects.
         inbox: asyncio.Queue[Progress | None] = asyncio.Queue()
         if leaving is not None:
             leaving.add_done_callback(lambda _: inbox.put_nowait(None))
         self._loop = asyncio.get_running_loop()
-        self._receivers.update(dict.fromkeys(first, inbox.put_nowait))
+        # Before the requests are submitted: an engine may report at once.
+        self._receivers.update(dict.fromkeys(first_index, inbox.put_nowait))
         try:
             for request in requests:
                 engine.submit(request)
-            while num_open and (one := await inbox.get()) is not None:
-                num_open -= one.finish_reason is not None
-                yield first[one.request.number] + one.index, one
+            while num_unfinished > 0:
+                progress = await inbox.get()
+                if progress is None:
+                    return
+                if progress.finish_reason is not None:
+                    num_unfinished -= 1
+                yield first_index[progress.request.number] + progress.index, progress
         finally:
             for request in requests:
                 engine.cancel(request)
@@ -700,9 +750,9 @@ class EngineClient:
             )
         self.num_streams += 1
         try:
-            async with aclosing(self.progress(engine, requests)) as progress:
-                async for one in progress:
-                    yield one
+            async with aclosing(self.progress(engine, requests)) as steps:
+                async for index, progress in steps:
+                    yield index, progress
         finally:
             self.num_streams -= 1
 
@@ -719,7 +769,9 @@ def text_routes(
     router.add_api_route("/v1/models", routes.models, methods=["GET"])
     router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
     for path, reason in NOT_SERVED.items():
-        router.add_api_route(path, partial(_refuse, path, reason), methods=["POST"])
+        message = f"{path} is not served: {reason}"
+        make_error = partial(ApiError, 404, message, code="unsupported_route")
+        router.add_api_route(path, make_refusal(make_error), methods=["POST"])
     direct = [
         Route("/v1/chat/completions", routes.chat, methods=["POST"]),
         Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -728,15 +780,12 @@ def text_routes(
     return router, direct
 
 
-async def _refuse(path: str, reason: str) -> Response:
-    raise ApiError(404, f"{path} is not served: {reason}", code="unsupported_route")
-
-
 class _TextRoutes:
     def __init__(
         self, models: ServedModels, settings: ServiceSettings, completions: CompletionStore
     ) -> None:
-        self._models, self._store = models, completions
+        self._models = models
+        self._store = completions
         self._client = EngineClient(settings)
 
     async def models(self) -> Response:
@@ -750,17 +799,20 @@ class _TextRoutes:
         body = await read_body(request, ChatBody)
         engine = self._models.get(body.model).engine
         messages = [message.plain() for message in body.messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools if body.called_tools]
+        # With tool_choice "none" the model does not see the tools either.
+        tools: list[dict[str, Any]] = []
+        if body.called_tools:
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         message_format = engine.message_format
         if tools or any(message.uses_tools for message in body.messages):
             _check_tools(body.model, message_format)
-        prompt = await self._chat_prompt(engine, messages, tools)
+        conversation = json.dumps([messages, tools])
+        if len(conversation) > LONG_TEXT:
+            prompt = await asyncio.to_thread(encode_chat, engine.tokenizer, conversation)
+        else:
+            prompt = engine.cached_prompt(conversation)
         begins_in_thought = engine.begins_in_thought(prompt)
-        grammar = _grammar(body, message_format, begins_in_thought=begins_in_thought)
-        if grammar is not None:
-            await asyncio.to_thread(_compile, engine, grammar, body)
-        num_top = (body.top_logprobs or 0) if body.logprobs else None
-        max_tokens = body.max_completion_tokens or body.max_tokens
+        grammar = await _prepare_grammar(engine, body, begins_in_thought=begins_in_thought)
         make_parser = None
         if tools or message_format.has_marks:
             make_parser = partial(
@@ -768,32 +820,51 @@ class _TextRoutes:
                 begins_in_thought=begins_in_thought,
                 tools=argument_schemas(tools) if tools else None,
             )
-        return await self._answer_text(
-            *("chatcmpl", request, body, [prompt], num_top, max_tokens),
-            num_calls_allowed=0 if not tools else MAX_TOOLS if body.parallel_tool_calls else 1,
+        num_calls_allowed = 0
+        if tools:
+            num_calls_allowed = MAX_TOOLS if body.parallel_tool_calls else 1
+        reply = TextReply(
+            "chatcmpl",
+            body.model,
+            engine.tokenizer,
+            [prompt],
+            returns_token_ids=body.return_token_ids,
+            num_calls_allowed=num_calls_allowed,
             make_parser=make_parser,
+        )
+        return await self._answer_text(
+            request,
+            body,
+            [prompt],
+            reply,
+            num_top=(body.top_logprobs or 0) if body.logprobs else None,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
             keeps_tokens=body.return_token_ids,
             grammar=grammar,
             shown_ids=message_format.shown_ids(with_calls=bool(tools)),
         )
 
-    async def _chat_prompt(
-        self, engine: Engine, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> Sequence[int]:
-        """Return the tokens of a conversation."""
-        conversation = json.dumps([messages, tools])
-        if len(conversation) > LONG_TEXT:
-            return await asyncio.to_thread(prompt_of, engine.tokenizer, conversation)
-        return engine.known_prompt(conversation)
-
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionBody)
         engine = self._models.get(body.model).engine
-        work = partial(completion_prompts, engine, body.prompt)
-        is_long = len(str(body.prompt)) > LONG_TEXT
-        prompts = await asyncio.to_thread(work) if is_long else work()
+        if len(str(body.prompt)) > LONG_TEXT:
+            prompts = await asyncio.to_thread(completion_prompts, engine, body.prompt)
+        else:
+            prompts = completion_prompts(engine, body.prompt)
+        reply = TextReply(
+            "cmpl",
+            body.model,
+            engine.tokenizer,
+            prompts,
+            returns_token_ids=body.return_token_ids,
+        )
         return await self._answer_text(
-            *("cmpl", request, body, prompts, body.logprobs, body.max_tokens),
+            request,
+            body,
+            prompts,
+            reply,
+            num_top=body.logprobs,
+            max_tokens=body.max_tokens,
             echo=body.echo,
             # Clients count on one log-probability per token, including the end.
             keeps_tokens=body.return_token_ids or body.logprobs is not None,
@@ -801,35 +872,24 @@ class _TextRoutes:
 
     async def _answer_text(
         self,
-        kind: str,
         request: Request,
         body: SamplingBody,
         prompts: Sequence[Sequence[int]],
-        num_top: int | None,
-        max_tokens: int | None,
-        *,
-        num_calls_allowed: int = 0,
-        make_parser: Callable[[], MessageParser] | None = None,
+        reply: TextReply,
         **options: Any,
     ) -> Response:
+        """Generate answers to the prompts of a body; `options` are those of `EngineClient.plan`."""
         served = self._models.get(body.model)
         requests = self._client.plan(
             served,
             prompts,
             body,
-            num_top=num_top,
-            max_tokens=max_tokens,
             stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
             is_streamed=body.stream,
             **options,
         )
-        reply = TextReply(
-            *(kind, body.model, served.engine.tokenizer, prompts),
-            returns_token_ids=body.return_token_ids,
-            num_calls_allowed=num_calls_allowed,
-            make_parser=make_parser,
-        )
         if body.stream:
+            # A stream is not stored by its key: it cannot be replayed as it was.
             return await self._stream(served.engine, requests, body, reply)
         return await self._store.once(
             request, body.model, lambda: self._whole(request, served, requests, reply.whole)
@@ -862,21 +922,22 @@ class _TextRoutes:
     ) -> Response:
         """Return all answers together; none if the client disconnects before."""
         answers: dict[int, Progress] = {}
-        leaving = asyncio.ensure_future(_until_left(request))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            async with aclosing(
-                self._client.progress(served.engine, requests, leaving)
-            ) as progress:
-                async for place, one in progress:
-                    if one.finish_reason == "error":
-                        raise _error_of(one)
-                    answers[place] = one
+            steps = self._client.progress(served.engine, requests, leaving)
+            async with aclosing(steps):
+                async for index, progress in steps:
+                    if progress.finish_reason == "error":
+                        raise _as_api_error(progress)
+                    answers[index] = progress
         finally:
             leaving.cancel()
         if len(answers) < requests[0].num_samples * len(requests):
             return Response(status_code=_CLIENT_LEFT)
-        usage = _usage_of(requests, sum(one.num_tokens for one in answers.values()))
-        return JSONResponse(to_reply([answers[place] for place in sorted(answers)], usage))
+        num_tokens = sum(answer.num_tokens for answer in answers.values())
+        # They finish in any order.
+        ordered_answers = [answers[index] for index in sorted(answers)]
+        return JSONResponse(to_reply(ordered_answers, _count_usage(requests, num_tokens)))
 
     async def _stream(
         self,
@@ -885,59 +946,66 @@ class _TextRoutes:
         body: SamplingBody,
         reply: TextReply,
     ) -> Response:
-        progress = self._client.stream(engine, requests)
+        steps = self._client.stream(engine, requests)
         # A refusal of the stream must come before its status is sent.
-        begin = await anext(progress)
+        first_step = await anext(steps)
+        # With include_usage, OpenAI's protocol has null in all events but the last.
         fields = {"usage": None} if body.includes_usage else {}
 
         async def events() -> AsyncIterator[bytes]:
-            lengths: dict[int, int] = {}
+            text_lengths: dict[int, int] = {}
             num_tokens: dict[int, int] = {}
             try:
-                for place in range(body.n if reply.is_chat else 0):
+                for index in range(body.n if reply.is_chat else 0):
+                    # OpenAI's clients take the role from the first event of a choice.
                     delta = {"role": "assistant", "content": "", "refusal": None}
-                    first = {"index": place, "delta": delta, "logprobs": None}
-                    first["finish_reason"] = None
-                    yield _event(reply.chunk(first, **fields, **reply.prompt_ids(0, 1)))
-                one: tuple[int, Progress] | None = begin
-                while one is not None:
-                    place, step = one
-                    if step.finish_reason == "error":
-                        yield _event(_error_of(step).body)
+                    opening: Reply = {"index": index, "delta": delta, "logprobs": None}
+                    opening["finish_reason"] = None
+                    yield _event(reply.chunk(opening, **fields, **reply.prompt_ids(0, 1)))
+                step: tuple[int, Progress] | None = first_step
+                while step is not None:
+                    index, progress = step
+                    if progress.finish_reason == "error":
+                        yield _event(_as_api_error(progress).body)
                         return
-                    offset = lengths.get(place, 0)
-                    lengths[place] = offset + sum(len(record.text) for record in step.tokens)
-                    choice = reply.choice(place, step, offset)
-                    if place not in num_tokens and not reply.is_chat:
-                        choice |= reply.prompt_ids(place, body.n * len(requests))
-                    num_tokens[place] = step.num_tokens
+                    offset = text_lengths.get(index, 0)
+                    added = sum(len(record.text) for record in progress.tokens)
+                    text_lengths[index] = offset + added
+                    choice = reply.choice(index, progress, offset)
+                    if index not in num_tokens and not reply.is_chat:
+                        choice |= reply.prompt_ids(index, body.n * len(requests))
+                    num_tokens[index] = progress.num_tokens
                     # Text that may become a call is held back.
-                    if choice.get("delta", True) or step.tokens or step.finish_reason:
+                    if choice.get("delta", True) or progress.tokens or progress.finish_reason:
                         yield _event(reply.chunk(choice, **fields))
-                    # Neither the backlog of a slow reader nor a closed connection waits.
+                    # Without it, a backlog would be sent in one go: other requests would wait, and
+                    # a closed connection would be noticed only after it.
                     await asyncio.sleep(0)
-                    one = await anext(progress, None)
+                    step = await anext(steps, None)
                 if body.includes_usage:
-                    usage = _usage_of(requests, sum(num_tokens.values()))
+                    usage = _count_usage(requests, sum(num_tokens.values()))
                     yield _event(reply.chunk(usage=usage))
                 yield b"data: [DONE]\n\n"
             finally:
-                await progress.aclose()
+                # Starlette drops the iterator of a client that left; this cancels its requests.
+                await steps.aclose()
 
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
-def _error_of(progress: Progress) -> ApiError:
-    text = f"the answer failed: {progress.error}"
-    return wrong(text, code="form_not_reached") if progress.is_request_fault else failed(text)
+def _as_api_error(progress: Progress) -> ApiError:
+    message = f"the answer failed: {progress.error}"
+    if progress.is_request_fault:
+        return bad_request(message, code="form_not_reached")
+    return internal_error(message)
 
 
 def _event(content: Reply) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
 
-async def _until_left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -948,7 +1016,7 @@ def _check_tools(name: str, message_format: MessageFormat) -> None:
     if not message_format.shows_tools:
         reason = "its chat template does not show tools to the model"
     if reason:
-        raise wrong(
+        raise bad_request(
             f"the model {name!r} cannot use tools: {reason}. Leave out tools and their messages, "
             "or serve a model whose calls are read.",
             "tools",
@@ -956,56 +1024,43 @@ def _check_tools(name: str, message_format: MessageFormat) -> None:
         )
 
 
-def _grammar(
-    body: ChatBody, message_format: MessageFormat, *, begins_in_thought: bool
+async def _prepare_grammar(
+    engine: Engine, body: ChatBody, *, begins_in_thought: bool
 ) -> str | None:
-    """Return the grammar of the answer; raise `ApiError` if the model's calls have none."""
+    """Compile the grammar of the answer, and return it; raise `ApiError` if it is unenforceable."""
+    option = "response_format" if body.response_format is not None else "tool_choice"
     try:
-        return body.grammar(message_format, begins_in_thought=begins_in_thought)
-    except ModelAbilityError as error:
-        raise _unsupported(body, error) from error
-    except ConfigurationError as error:
-        raise _unenforceable(body, error) from error
-
-
-def _constraint(body: ChatBody) -> str:
-    """Return the parameter that constrains the answer."""
-    return "response_format" if body.response_format is not None else "tool_choice"
-
-
-def _unsupported(body: ChatBody, error: Exception) -> ApiError:
-    text = f"{_constraint(body)} is not supported by the model {body.model!r}: {error}"
-    return wrong(text, _constraint(body), "unsupported_parameter")
-
-
-def _compile(engine: Engine, grammar: str, body: ChatBody) -> None:
-    """Compile the grammar of an answer; raise `ApiError` if it cannot be enforced."""
-    try:
-        engine.grammars.matcher(grammar)
+        grammar = body.grammar(engine.message_format, begins_in_thought=begins_in_thought)
+        if grammar is not None:
+            # In a thread, as a large schema takes seconds. The engine finds it in its cache.
+            # `grammars` too is made on first use, from the whole vocabulary.
+            await asyncio.to_thread(lambda: engine.grammars.matcher(grammar))
     except (MissingDependencyError, ModelAbilityError) as error:
-        raise _unsupported(body, error) from error
+        message = f"{option} is not supported by the model {body.model!r}: {error}"
+        raise bad_request(message, option, "unsupported_parameter") from error
     except ConfigurationError as error:
-        raise _unenforceable(body, error) from error
-
-
-def _unenforceable(body: ChatBody, error: Exception) -> ApiError:
-    text = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
-    return wrong(text, _constraint(body), "invalid_value")
+        message = f"the JSON schema cannot be enforced: {error}. Give a simpler one."
+        raise bad_request(message, option, "invalid_value") from error
+    return grammar
 
 
 def completion_prompts(engine: Engine, prompt: str | Sequence[Any]) -> list[list[int]]:
     """Return the tokens of each prompt: texts, or tokens of the model."""
-    given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
-    if isinstance(given[0], int):
-        given = [given]
-    encode = engine.tokenizer.encode
-    found = [list(encode(one)) if isinstance(one, str) else list(one) for one in given]
-    worst = max((max(ids, default=0) for ids in found), default=0)
-    if worst >= engine.vocab_size:
-        raise wrong(
-            f"the prompt holds the token {worst}, but the model has {engine.vocab_size}. Give "
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        # One prompt, as a text or as tokens.
+        prompt = [prompt]
+    prompts = []
+    for text_or_ids in prompt:
+        if isinstance(text_or_ids, str):
+            prompts.append(list(engine.tokenizer.encode(text_or_ids)))
+        else:
+            prompts.append(list(text_or_ids))
+    max_id = max(max(ids, default=0) for ids in prompts)
+    if max_id >= engine.vocab_size:
+        raise bad_request(
+            f"the prompt holds the token {max_id}, but the model has {engine.vocab_size}. Give "
             "tokens of this model, or text.",
             "prompt",
             "invalid_value",
         )
-    return found
+    return prompts

@@ -25,7 +25,13 @@ from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import find_tokenizer, load_model
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
-from nip_astra.serve.requests import ApiError, ending, failed, overloaded, wrong
+from nip_astra.serve.requests import (
+    ApiError,
+    bad_request,
+    internal_error,
+    overloaded,
+    shutting_down,
+)
 from nip_astra.serve.served_models import find_model, loadable_path
 
 logger = logging.getLogger(__name__)
@@ -86,20 +92,20 @@ class Bases:
 
     def get(self, name: str) -> Base:
         """Return a model by its name or path; raise `ApiError` 404 without one."""
-        found = self._bases.get(name)
-        if found is None:
-            place = None
-            # A client may send a path that no file system has.
-            with suppress(NipAstraError, OSError, ValueError):
-                place = find_model(name)
-            found = next((base for base in self._bases.values() if base.source == place), None)
-        if found is None:
-            raise ApiError(
-                404,
-                f"this service has no model {name[:200]!r}. It has: {', '.join(self.names)}.",
-                code="model_not_found",
-            )
-        return found
+        if name in self._bases:
+            return self._bases[name]
+        # The client's parameters may name the folder or hub id that the service loaded it from. A
+        # client may also send a path that no file system has.
+        with suppress(NipAstraError, OSError, ValueError):
+            source = find_model(name)
+            for base in self._bases.values():
+                if base.source == source:
+                    return base
+        raise ApiError(
+            404,
+            f"this service has no model {name[:200]!r}. It has: {', '.join(self.names)}.",
+            code="model_not_found",
+        )
 
     def policy(
         self,
@@ -109,19 +115,26 @@ class Bases:
         seed: int = 0,
         trainable: bool = True,
     ) -> HuggingFaceLanguageModel:
-        """Return a model with an adapter initialised from `seed`, or a trainable copy of the
-        weights.
+        """Return a model to train or to sample from.
 
-        A model that is not trainable may sample any token.
+        Parameters
+        ----------
+        lora : LoraParameters, optional
+            Adapter on the shared weights, initialised from `seed`. Without one, a trainable model
+            has a copy of the weights.
+        trainable : bool
+            Whether it is trained. Otherwise it may sample any token, also unused ones.
         """
-        shared = base.module if lora is not None or not trainable else None
-        module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
         if lora is not None:
-            # It sets the generator of the whole process.
+            module = _copy_structure(base.module)
+            # `adapters_drawn_from` seeds the generator of the whole process.
             with self._lock, adapters_drawn_from(seed):
                 module = add_adapter(module, lora)
         elif trainable:
+            module = copy.deepcopy(base.module)
             module.requires_grad_(True)
+        else:
+            module = _copy_structure(base.module)
         model = HuggingFaceLanguageModel(
             module,
             base.tokenizer,
@@ -135,10 +148,11 @@ class Bases:
         return model
 
 
-def _twin(module: Any) -> Any:
+def _copy_structure(module: Any) -> Any:
     """Return a second module on the same weights, unaffected by an adapter on the first."""
-    shared = {id(one): one for one in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, shared)
+    # `deepcopy` takes an object that its memo has as already copied.
+    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, memo)
 
 
 @dataclass
@@ -159,39 +173,43 @@ class HostedModel:
     def gradients_or_none(self) -> Iterator[None]:
         """Add all gradients of the block or, if it fails, none."""
         learned = self.service.learned
-        before = [one.grad.clone() if one.grad is not None else None for one in learned]
+        gradients_before = [
+            None if parameter.grad is None else parameter.grad.clone() for parameter in learned
+        ]
         try:
             yield
         except BaseException:
-            for one, gradient in zip(learned, before, strict=True):
-                one.grad = gradient
+            # A client may repeat the request, and must not count a part of it twice.
+            for parameter, gradient in zip(learned, gradients_before, strict=True):
+                parameter.grad = gradient
             raise
 
     def check_ids(self, ids: Tensor, length: int) -> None:
         """Raise for unknown tokens, and for more than the window holds."""
         if ids.numel() == 0:
-            raise wrong("there are no tokens. Send at least one.")
+            raise bad_request("there are no tokens. Send at least one.")
         if ids.dtype != torch.int64:
-            raise wrong(f"tokens are {ids.dtype}. Send them as int64.")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.base.vocab_size:
-            raise wrong(
-                f"the model {self.base.name!r} has no token {low if low < 0 else high}, only 0 to "
+            raise bad_request(f"tokens are {ids.dtype}. Send them as int64.")
+        min_id, max_id = int(ids.min()), int(ids.max())
+        if min_id < 0 or max_id >= self.base.vocab_size:
+            unknown_id = min_id if min_id < 0 else max_id
+            raise bad_request(
+                f"the model {self.base.name!r} has no token {unknown_id}, only 0 to "
                 f"{self.base.vocab_size - 1}. Encode texts by its tokenizer."
             )
         if length > self.policy.context_window:
-            raise wrong(
+            raise bad_request(
                 f"{length} tokens exceed the window of the model {self.base.name!r}, "
                 f"{self.policy.context_window}. Send shorter texts."
             )
 
 
-def lookup(things: Mapping[str, T], name: str, *, reason: str, code: str) -> T:
-    """Return the entry of a name, or raise `ApiError` 404 with `reason`, which has `{name}`."""
-    found = things.get(name)
-    if found is None:
+def lookup(by_name: Mapping[str, T], name: str, *, reason: str, code: str) -> T:
+    """Return what has a name, or raise `ApiError` 404 with `reason`, which has `{name}`."""
+    match = by_name.get(name)
+    if match is None:
         raise ApiError(404, reason.format(name=repr(name[:200])), code=code)
-    return found
+    return match
 
 
 # ---- operations
@@ -199,23 +217,41 @@ def lookup(things: Mapping[str, T], name: str, *, reason: str, code: str) -> T:
 
 @dataclass(eq=False)
 class Operation:
-    """An operation; a repeated request has the same `key`, and a `group` runs `together`."""
+    """Work for a client, and its result.
+
+    Attributes
+    ----------
+    run : Callable
+        Does the work of an operation without a group.
+    key : str
+        Identifies the request: a repeated one has the same.
+    group : object, optional
+        Waiting operations of equal groups are executed in one call of `run_together`.
+    argument : Any
+        What `run_together` gets of this operation.
+    run_together : Callable, optional
+        Takes the arguments of several operations and returns their results in order.
+    """
 
     run: Callable[[], Any]
     key: str = ""
     group: object | None = None
-    item: Any = None
-    together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
+    argument: Any = None
+    run_together: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     future: Future[Any] = field(default_factory=Future)
 
     def release(self) -> None:
         """Free the request when it is done; only its result is kept for repeated requests."""
-        self.run, self.item, self.together = (lambda: None), None, None
+        # The closures hold the body of the request, of up to gigabytes.
+        self.run = lambda: None
+        self.argument = None
+        self.run_together = None
 
     async def result(self, seconds: float) -> Any:
         """Return the result; raise `TimeoutError` if it takes longer."""
-        waited = asyncio.shield(asyncio.wrap_future(self.future))
-        return await asyncio.wait_for(waited, seconds)
+        # Shielded: neither the timeout nor a disconnected client may cancel the work.
+        future = asyncio.shield(asyncio.wrap_future(self.future))
+        return await asyncio.wait_for(future, seconds)
 
 
 @dataclass
@@ -228,8 +264,8 @@ class Lane:
         Number of the next operation to queue.
     early : dict[int, Operation]
         Operations that wait for a smaller number.
-    known : OrderedDict[int, Operation]
-        The newest queued or finished operations.
+    recent : OrderedDict[int, Operation]
+        The newest queued or finished operations, oldest first.
     used_at : float
         Time of the last request, `time.monotonic`.
     reports : bool
@@ -238,12 +274,20 @@ class Lane:
 
     next_number: int = 1
     early: dict[int, Operation] = field(default_factory=dict)
-    known: OrderedDict[int, Operation] = field(default_factory=OrderedDict)
+    recent: OrderedDict[int, Operation] = field(default_factory=OrderedDict)
     used_at: float = field(default_factory=time.monotonic)
     reports: bool = False
 
     def find(self, number: int) -> Operation | None:
-        return self.known.get(number) or self.early.get(number)
+        return self.recent.get(number) or self.early.get(number)
+
+    def forget(self, num_kept: int) -> None:
+        """Drop the oldest operations beyond a number, as far as they are finished."""
+        while len(self.recent) > num_kept:
+            oldest = next(iter(self.recent.values()))
+            if not oldest.future.done():
+                return
+            self.recent.popitem(last=False)
 
 
 class WorkQueue:
@@ -253,6 +297,7 @@ class WorkQueue:
         self.max_waiting = max_waiting
         self._lanes: dict[str, Lane] = {}
         self._ready: deque[Operation] = deque()
+        # Guards lanes and queue. Futures are set outside it: their callbacks run in the setter.
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="training work", daemon=True)
@@ -269,22 +314,24 @@ class WorkQueue:
         with self._changed:
             lane = self._lanes.pop(name, None)
         for operation in lane.early.values() if lane is not None else ():
-            operation.future.set_exception(failed(f"the model {name!r} was closed"))
+            operation.future.set_exception(internal_error(f"the model {name!r} was closed"))
 
     def report(self, name: str) -> None:
         """Note that a model's client is alive."""
         with self._changed:
             lane = self._lane(name)
-            lane.used_at, lane.reports = time.monotonic(), True
+            lane.used_at = time.monotonic()
+            lane.reports = True
 
     def is_given_up(self, name: str, max_idle_seconds: float) -> bool:
         """Return whether a model's client is dead, or was idle for so long."""
         with self._changed:
             lane = self._lane(name)
-            if any(not one.future.done() for one in lane.known.values()):
+            if any(not operation.future.done() for operation in lane.recent.values()):
                 return False
-            most = min(max_idle_seconds, SECONDS_SILENT) if lane.reports else max_idle_seconds
-            return time.monotonic() - lane.used_at > most
+            if lane.reports:
+                max_idle_seconds = min(max_idle_seconds, SECONDS_SILENT)
+            return time.monotonic() - lane.used_at > max_idle_seconds
 
     def submit(self, operation: Operation) -> Operation:
         """Queue an operation without an order; `ApiError` 429 when too many wait."""
@@ -315,27 +362,26 @@ class WorkQueue:
         with self._changed:
             lane = self._lane(lane_name)
             lane.used_at = time.monotonic()
-            known = lane.find(number)
-            if known is not None:
-                if known.key != operation.key:
+            earlier_request = lane.find(number)
+            if earlier_request is not None:
+                if earlier_request.key != operation.key:
                     raise _conflict(number, "another request has that number")
-                return known
+                return earlier_request
             if number < lane.next_number:
                 raise _conflict(number, f"operation {lane.next_number} is next")
-            most = self.max_waiting if may_be_early else 1
-            if number >= lane.next_number + most:
+            # Without early ones the next number is the only valid one.
+            num_acceptable = self.max_waiting if may_be_early else 1
+            if number >= lane.next_number + num_acceptable:
                 raise _conflict(number, f"operation {lane.next_number} is missing")
             self._check_room()
             lane.early[number] = operation
             while lane.next_number in lane.early:
-                following = lane.early.pop(lane.next_number)
-                lane.known[lane.next_number] = following
-                self._ready.append(following)
+                next_operation = lane.early.pop(lane.next_number)
+                lane.recent[lane.next_number] = next_operation
+                self._ready.append(next_operation)
                 lane.next_number += 1
             # A client without early operations has the result of the last when it sends the next.
-            kept = NUM_KEPT if may_be_early else 1
-            while len(lane.known) > kept and next(iter(lane.known.values())).future.done():
-                lane.known.popitem(last=False)
+            lane.forget(NUM_KEPT if may_be_early else 1)
             self._changed.notify()
         return operation
 
@@ -352,11 +398,11 @@ class WorkQueue:
         """End the thread after its current operation; the others fail."""
         with self._changed:
             self._is_closed = True
-            left = list(self._ready)
+            unfinished = list(self._ready)
             self._ready.clear()
             self._changed.notify()
-        for operation in left:
-            operation.future.set_exception(ending())
+        for operation in unfinished:
+            operation.future.set_exception(shutting_down())
         self._thread.join()
 
     def _lane(self, name: str) -> Lane:
@@ -365,7 +411,7 @@ class WorkQueue:
 
     def _check_room(self) -> None:
         if self._is_closed:
-            raise ending()
+            raise shutting_down()
         if self.num_waiting >= self.max_waiting:
             raise overloaded(
                 f"{self.max_waiting} operations wait already, the limit of this service. Retry "
@@ -383,47 +429,54 @@ class WorkQueue:
                 if self._is_closed:
                     return
                 batch = self._next_batch()
-            self._do(batch)
+            self._execute(batch)
 
     def _next_batch(self) -> list[Operation]:
+        """Remove the first operation, and those of its group, from the queue."""
         first = self._ready.popleft()
         if first.group is None:
             return [first]
-        others = [one for one in self._ready if one.group == first.group]
-        if others:
-            self._ready = deque(one for one in self._ready if one.group != first.group)
-        return [first, *others]
-
-    def _do(self, batch: Sequence[Operation]) -> None:
-        together = batch[0].together
-        try:
-            if together is None:
-                results: Sequence[Any] = [batch[0].run()]
+        batch = [first]
+        remaining: deque[Operation] = deque()
+        for operation in self._ready:
+            if operation.group == first.group:
+                batch.append(operation)
             else:
-                results = together([one.item for one in batch])
+                remaining.append(operation)
+        self._ready = remaining
+        return batch
+
+    def _execute(self, batch: Sequence[Operation]) -> None:
+        first = batch[0]
+        try:
+            if first.run_together is None:
+                results: Sequence[Any] = [first.run()]
+            else:
+                results = first.run_together([operation.argument for operation in batch])
         except BaseException as error:
             # Only the requests of this operation fail; the thread continues.
             if len(batch) > 1:
-                for one in batch:
-                    self._do([one])
+                # One invalid request must not fail the others of its batch.
+                for operation in batch:
+                    self._execute([operation])
                 return
-            batch[0].release()
-            batch[0].future.set_exception(_reported(error))
+            first.release()
+            first.future.set_exception(_as_api_error(error))
             return
-        for one, result in zip(batch, results, strict=True):
-            one.release()
-            one.future.set_result(result)
+        for operation, result in zip(batch, results, strict=True):
+            operation.release()
+            operation.future.set_result(result)
 
 
-def _reported(error: BaseException) -> ApiError:
-    """Return the error reported to a client."""
+def _as_api_error(error: BaseException) -> ApiError:
+    """Return the error reported to the client of an operation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NipAstraError):
         return ApiError(400, str(error), code="operation_refused")
     logger.error("an operation failed: %s", error, exc_info=error)
     kind = type(error).__name__
-    return failed(
+    return internal_error(
         f"an operation failed with {kind}: {str(error)[:500]}. The model is unchanged; see the "
         "service's log."
     )

@@ -36,7 +36,6 @@ from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
 
 KIND = "toy_protocol"
-NUM_SYMBOLS = 2
 
 
 class ToyAgentParameters(AgentParameters):
@@ -111,10 +110,11 @@ class ToyProtocolScenario(TensorDictScenario):
     kind = KIND
 
     class Parameters(TensorDictScenario.Parameters):
-        """Number of datapoints."""
+        """Numbers of datapoints and of the words of a message."""
 
         agents: Mapping[str, ToyAgentParameters] = {"default": ToyAgentParameters()}
         num_datapoints: int = 32
+        num_symbols: int = 2
 
     @classmethod
     def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
@@ -131,7 +131,7 @@ class ToyProtocolScenario(TensorDictScenario):
 
     @classmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
-        return NUM_SYMBOLS
+        return int(parameters.num_symbols)
 
     @classmethod
     def build_body(

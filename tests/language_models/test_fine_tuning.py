@@ -20,6 +20,7 @@ from nip_astra.language_models.fine_tuning import (
     token_rows,
 )
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, without_weight
+from tests.kit.learning import Learning
 from tests.kit.tiny import make_byte_tokenizer, make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
@@ -65,23 +66,23 @@ def fine_tune(plan: FineTuningPlan, texts: list[TrainingExample], folder: Path) 
     tuning.save(folder)
 
 
-def test_supervised_training_makes_answers_likely(plan: FineTuningPlan) -> None:
-    tuning = FineTuning(plan, SUPERVISED)
+def test_supervised_training_makes_answers_likely(plan: FineTuningPlan, learning: Learning) -> None:
+    tuning = FineTuning(replace(plan, seed=learning.seed), SUPERVISED)
     before = tuning.evaluate(SUPERVISED)
     result = losses(tuning)
     # Two texts form a single batch, so the first loss is the untrained model's.
     assert result[0] == pytest.approx(before, rel=1e-5)
-    assert tuning.evaluate(SUPERVISED) < before - 1.0
+    learning.check(tuning.evaluate(SUPERVISED) / before, threshold=0.7, best=0.0)
     assert tuning.num_tokens_trained == 8 * (3 + 5)
-    assert losses(FineTuning(replace(plan, seed=4), SUPERVISED)) != result
+    assert losses(FineTuning(replace(plan, seed=learning.seed + 1), SUPERVISED)) != result
 
 
-def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan) -> None:
-    tuning = FineTuning(replace(plan, method="dpo"), PREFERRED)
+def test_dpo_begins_at_log_two_and_prefers(plan: FineTuningPlan, learning: Learning) -> None:
+    tuning = FineTuning(replace(plan, method="dpo", seed=learning.seed), PREFERRED)
     first, *_, last = [report.metrics for report in tuning.run()]
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert (first["preference_accuracy"], last["preference_accuracy"]) == (0.0, 1.0)
-    assert last["loss"] < 0.6
+    learning.check(last["loss"], threshold=0.6, best=0.0)
 
 
 def test_training_goes_on_with_an_adapter(plan: FineTuningPlan, tmp_path: Path) -> None:
@@ -211,9 +212,10 @@ def test_a_job_of_an_older_version_learns_the_last_message_alone(plan: FineTunin
 
 
 def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
-    plan: FineTuningPlan,
+    plan: FineTuningPlan, learning: Learning
 ) -> None:
-    plan = replace(plan, method="dpo", lora_rank=None)
+    fast = {"lora_rank": None, "lr_multiplier": 100.0, "beta": 1.0}
+    plan = replace(plan, method="dpo", seed=learning.seed, **fast)
     first, trained = [], []
     for weight in (0.0, 1.0):
         tuning = FineTuning(replace(plan, nll_weight=weight), PREFERRED)
@@ -222,7 +224,7 @@ def test_the_weight_of_the_cross_entropy_keeps_preferred_answers_likely(
         list(tuning.run())
         trained.append(tuning.evaluate(SUPERVISED))
     assert first[1] - first[0] == pytest.approx(before, rel=1e-5)
-    assert trained[1] < min(trained[0], before) - 0.1
+    learning.check(trained[1] / min(trained[0], before), threshold=0.8, best=0.0)
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])

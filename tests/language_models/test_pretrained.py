@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models import sources
-from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.adapters import LoraParameters, add_adapter, has_adapter
 from nip_astra.language_models.sources import (
     TOKENIZER_FILES,
     computing_dtype,
@@ -62,7 +62,7 @@ def test_an_adapter_is_added_into_the_base_that_it_names(
     plain = load_model(str(base), None, None)
     torch.testing.assert_close(loaded(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
     assert (loaded(IDS).logits - plain(IDS).logits).abs().max() > 0.01
-    assert not hasattr(loaded, "peft_config")
+    assert not has_adapter(loaded)
     assert all(p.requires_grad for p in loaded.parameters()), "it can be trained on"
     tokenizer = find_tokenizer(str(tmp_path / "adapter"), None, None)
     assert len(tokenizer) == len(load_tokenizer(str(base)))
@@ -157,7 +157,7 @@ def test_a_slow_precision_is_named_with_its_factor_where_a_large_model_asks_for_
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sources._warn_of_slow_bfloat16.cache_clear()
+    sources._warn_about_slow_bfloat16.cache_clear()
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda *_: gains)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     module = Mock()

@@ -12,16 +12,17 @@ from torch.nn.functional import one_hot
 
 from nip_astra.message_regressors.base import build_message_regressor
 from nip_astra.parameters.trainers import MESSAGE_REGRESSORS
+from tests.kit.learning import Learning
 
 KINDS = MESSAGE_REGRESSORS.names()
 
 
-def accuracy(kind: str, features_ND: Tensor, labels_N: Tensor) -> float:
+def accuracy(kind: str, features_ND: Tensor, labels_N: Tensor, seed: int = 1) -> float:
     """Learn from the first half, predict the second."""
     half = len(labels_N) // 2
     regressor = build_message_regressor(MESSAGE_REGRESSORS.get(kind).Parameters())
     log_odds = regressor.fit_and_judge(
-        features_ND[:half], labels_N[:half].float(), features_ND[half:], torch.manual_seed(1)
+        features_ND[:half], labels_N[:half].float(), features_ND[half:], torch.manual_seed(seed)
     )
     assert log_odds.shape == (len(labels_N) - half,)
     assert not log_odds.requires_grad
@@ -34,17 +35,19 @@ def symbols(num_messages: int, num_symbols: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_code_of_several_symbols_a_label_is_read(kind: str) -> None:
-    sent_N = symbols(400, 12)
-    assert accuracy(kind, one_hot(sent_N, 12).float(), sent_N % 2) == 1.0
+def test_a_code_of_several_symbols_a_label_is_read(learning: Learning, kind: str) -> None:
+    sent_N = symbols(400, 12, learning.seed)
+    result = accuracy(kind, one_hot(sent_N, 12).float(), sent_N % 2, learning.seed)
+    learning.check(result, threshold=0.95, best=1.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_decoded_from_silent_agents(kind: str) -> None:
-    labels_N = symbols(2000, 2, seed=1)
-    result = accuracy(kind, one_hot(symbols(2000, 12), 12).float(), labels_N)
+def test_nothing_is_decoded_from_silent_agents(learning: Learning, kind: str) -> None:
+    labels_N = symbols(2000, 2, seed=learning.seed + 100)
+    messages_ND = one_hot(symbols(2000, 12, learning.seed), 12).float()
+    result = accuracy(kind, messages_ND, labels_N, learning.seed)
     # 4 standard deviations of 1000 guesses
-    assert abs(result - 0.5) < 4 * 0.5 / 1000**0.5
+    learning.check(abs(result - 0.5), threshold=4 * 0.5 / 1000**0.5, best=0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,11 +56,14 @@ def test_messages_that_are_all_alike_give_the_commoner_label(kind: str) -> None:
     assert accuracy(kind, torch.zeros(300, 5), labels_N) == pytest.approx(2 / 3, abs=0.01)
 
 
-def test_a_code_in_two_symbols_together_is_read_by_the_network_alone() -> None:
-    first_N, second_N = symbols(800, 2), symbols(800, 2, seed=1)
+def test_a_code_in_two_symbols_together_is_read_by_the_network_alone(learning: Learning) -> None:
+    first_N, second_N = symbols(800, 2, learning.seed), symbols(800, 2, learning.seed + 100)
     features_ND = torch.cat([one_hot(first_N, 2), one_hot(second_N, 2)], dim=1).float()
-    assert accuracy("mlp", features_ND, first_N ^ second_N) == 1.0
-    assert accuracy("linear", features_ND, first_N ^ second_N) < 0.7
+    labels_N = first_N ^ second_N
+    result = accuracy("mlp", features_ND, labels_N, learning.seed)
+    learning.check(result, threshold=0.95, best=1.0)
+    # Signs of a sum are right in two or three of the four cases.
+    assert accuracy("linear", features_ND, labels_N, learning.seed) < 0.9
 
 
 @pytest.mark.parametrize("kind", KINDS)

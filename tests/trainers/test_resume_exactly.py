@@ -21,7 +21,7 @@ from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError
 from nip_astra.evaluation.run_results import read_results
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.resume_check import what_was_found
+from nip_astra.resume_check import read_run_contents
 from nip_astra.run import resume_experiment
 from nip_astra.scenario_base.protocol.tensordict_agents import Observation
 from nip_astra.tracking.local import LocalTracker
@@ -73,7 +73,7 @@ def check_checkpoints(
         np.random.seed(5)
         torch.manual_seed(5)
         resume_experiment(copy, progress=False)
-        assert what_was_found(copy) == what_was_found(run), checkpoint.name
+        assert read_run_contents(copy) == read_run_contents(run), checkpoint.name
     return run
 
 
@@ -177,7 +177,7 @@ def test_a_run_stopped_amid_an_iteration_goes_on(
             is_ahead = "max_staleness" in overrides
             assert len(state["parts"].get("played_ahead", ())) == is_ahead
         resume_experiment(tmp_path / name, progress=False)
-        assert what_was_found(tmp_path / name) == what_was_found(whole), name
+        assert read_run_contents(tmp_path / name) == read_run_contents(whole), name
         assert speeds_of(tmp_path / name) == speeds_of(whole), name
 
 
@@ -285,7 +285,7 @@ def killed(finished: Path, tmp_path: Path) -> Path:
 def test_the_best_checkpoint_is_known_without_its_pointer(finished: Path, killed: Path) -> None:
     (killed / "checkpoints" / "best").unlink()
     resume_experiment(killed, progress=False)
-    assert what_was_found(killed) == what_was_found(finished)
+    assert read_run_contents(killed) == read_run_contents(finished)
 
 
 def _change_last_byte(best: Path) -> None:

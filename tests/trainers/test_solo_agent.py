@@ -129,8 +129,8 @@ def test_an_optimizer_of_other_weights_is_refused() -> None:
         training.load_state(state)
 
 
-def test_both_bodies_start_from_a_body_trained_alone(tmp_path: Path) -> None:
-    trainer = pretrained(tmp_path, solo_agent={"num_epochs": 20})
+def test_both_bodies_start_from_a_body_trained_alone(tmp_path: Path, learning: Learning) -> None:
+    trainer = pretrained(tmp_path, solo_agent={"num_epochs": 20}, seed=learning.seed)
     agent = trainer.agents["prover"]
     fresh = toy_trainer("vanilla_ppo", rl={"pretrain_agents": True}).agents["prover"]
     policy, value = (body.state_dict() for body in (agent.policy_body, agent.value_body))
@@ -140,7 +140,7 @@ def test_both_bodies_start_from_a_body_trained_alone(tmp_path: Path) -> None:
     with torch.no_grad():
         frames = trainer.test_environment.first_frames(torch.arange(32))
         right = agent.solo(frames).argmax(-1) == frames["y"].squeeze(-1)
-    assert float(right.float().mean()) >= 0.95
+    learning.check(float(right.float().mean()), threshold=0.85, best=1.0)
 
 
 @pytest.mark.parametrize("pretrain_decisions", [True, False])

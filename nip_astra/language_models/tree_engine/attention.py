@@ -8,7 +8,7 @@ share keys.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -76,37 +76,36 @@ class TrieAttention:
     @cached_property
     def biases(self) -> list[Tensor]:
         """Return each row's additive mask: 0 for visible tokens, -inf elsewhere."""
-        return [
-            torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(
-                ~mask, float("-inf")
-            )
-            for mask in self.trie.row_masks()
-        ]
+        biases = []
+        for mask_LL in self.trie.row_masks():
+            bias_LL = torch.zeros(mask_LL.shape, dtype=self.dtype, device=mask_LL.device)
+            biases.append(bias_LL.masked_fill_(~mask_LL, float("-inf")))
+        return biases
 
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
         """Return the attended values `[N, H * D]`; the queries are scaled."""
-        if self._is_in_blocks(queries_NHD):
+        longest = max(self.row_lengths, default=0)
+        is_long = _num_products(queries_NHD, longest) >= SMALLEST_FLASH
+        if is_long and queries_NHD.device.type == "cpu":
+            # The same blocks serve all layers.
             if self._blocks is None:
-                is_short = max(self.row_lengths) < 2000
-                size = BLOCK_TOKENS if is_short else 2 * BLOCK_TOKENS
-                self._blocks = blocks_of(self.trie, size)
+                size = BLOCK_TOKENS if longest < 2000 else 2 * BLOCK_TOKENS
+                self._blocks = split_into_blocks(self.trie, size)
             return block_attention(queries_NHD, keys_NKD, values_NKD, self._blocks)
         rows = []
-        inputs = (queries_NHD, keys_NKD, values_NKD)
-        splits = (torch.split(x, self.row_lengths) for x in inputs)
-        for query, key, value, bias in zip(*splits, self.biases, strict=True):
-            keys_KLD, values_KLD = key.transpose(0, 1), value.transpose(0, 1)
+        for query, key, value, bias in zip(
+            torch.split(queries_NHD, self.row_lengths),
+            torch.split(keys_NKD, self.row_lengths),
+            torch.split(values_NKD, self.row_lengths),
+            self.biases,
+            strict=True,
+        ):
+            keys_KLD = key.transpose(0, 1)
+            values_KLD = value.transpose(0, 1)
             rows.append(grouped_attention(query, keys_KLD, values_KLD, bias))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _is_in_blocks(self, queries_NHD: Tensor) -> bool:
-        longest = max(self.row_lengths, default=0)
-        return (
-            queries_NHD.device.type == "cpu"
-            and _num_products(queries_NHD, longest) >= SMALLEST_FLASH
-        )
 
 
 class SharedKeys(NamedTuple):
@@ -130,17 +129,19 @@ def is_flash_faster(queries_RTHD: Tensor) -> bool:
 
 def _num_products(queries: Tensor, num_tokens: int) -> int:
     """Return the number of multiplications for the scores of a row's own tokens."""
-    num_heads, dim = queries.shape[-2:]
-    return num_heads * dim * num_tokens**2
+    num_heads, head_dim = queries.shape[-2:]
+    return num_heads * head_dim * num_tokens**2
 
 
 def causal_attention(queries_RTHD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor) -> Tensor:
     """Attend to all tokens up to itself, `[R, T, H, D]`: the queries, scaled, are of the last T."""
+    num_queries, num_positions = queries_RTHD.shape[1], keys_RKLD.shape[2]
     attended_RHTD: Tensor = F.scaled_dot_product_attention(
         queries_RTHD.transpose(1, 2),
         keys_RKLD,
         values_RKLD,
-        attn_mask=causal_lower_right(queries_RTHD.shape[1], keys_RKLD.shape[2]),
+        # `is_causal` would align the first query with the first key.
+        attn_mask=causal_lower_right(num_queries, num_positions),
         scale=1.0,
         enable_gqa=True,
     )
@@ -158,17 +159,16 @@ def causal_bias(
 
     `[P or 1, 1, 1, T, 1, num_old + T]`.
     """
-    future = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).triu(1)
-    new = torch.zeros(num_queries, num_queries, dtype=dtype, device=device)
-    new.masked_fill_(future, float("-inf"))
-    num_groups = 1 if old_bias_PL is None else len(old_bias_PL)
-    old = old_bias_PL
-    if old is None:
-        old = torch.zeros(1, num_old, dtype=dtype, device=device)
-    bias = torch.cat(
-        [old[:, None].expand(-1, num_queries, -1), new.expand(num_groups, -1, -1)], dim=-1
-    )
-    return bias[:, None, None, :, None]
+    is_future_TT = torch.ones(num_queries, num_queries, dtype=torch.bool, device=device).triu(1)
+    new_bias_TT = torch.zeros(num_queries, num_queries, dtype=dtype, device=device)
+    new_bias_TT.masked_fill_(is_future_TT, float("-inf"))
+    if old_bias_PL is None:
+        old_bias_PL = torch.zeros(1, num_old, dtype=dtype, device=device)
+    num_groups = len(old_bias_PL)
+    old_bias_PTL = old_bias_PL[:, None].expand(-1, num_queries, -1)
+    new_bias_PTT = new_bias_TT.expand(num_groups, -1, -1)
+    bias_PTL = torch.cat([old_bias_PTL, new_bias_PTT], dim=-1)
+    return bias_PTL[:, None, None, :, None]
 
 
 def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> Tensor:
@@ -183,39 +183,45 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
     """
     num_rows, num_queries, num_keys, group, dim = queries_RTKGD.shape
     if len(segments) == num_queries == 1 and segments[0].keys.shape[0] == num_rows:
-        return _own_attention(queries_RTKGD, segments[0])
+        return _attend_to_unshared(queries_RTKGD, segments[0])
     scores = []
     for keys, _, bias in segments:
         num_groups, _, _, length = keys.shape
         sharing = num_rows // num_groups
+        # All queries that read a key are in one product with it.
         grouped = _gather_groups(queries_RTKGD, num_groups)
         score = torch.bmm(grouped, keys.view(-1, dim, length))
         score = score.view(num_groups, num_keys, sharing, num_queries, group, length)
         if bias is not None:
             score = score + bias
         scores.append(_scatter_groups(score))
-    together = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
-    probabilities = together.softmax(dim=-1)
-    attended = None
+    scores_RTKGL = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
+    probabilities_RTKGL = scores_RTKGL.softmax(dim=-1)
+    attended_RTKGD = None
     start = 0
     for _, values, _ in segments:
         num_groups, _, length, _ = values.shape
         sharing = num_rows // num_groups
-        part = _gather_groups(probabilities[..., start : start + length], num_groups)
-        found = torch.bmm(part, values.view(-1, length, dim))
-        found = _scatter_groups(found.view(num_groups, num_keys, sharing, num_queries, group, dim))
-        attended = found if attended is None else attended + found
+        grouped = _gather_groups(probabilities_RTKGL[..., start : start + length], num_groups)
+        part = torch.bmm(grouped, values.view(-1, length, dim))
+        part = part.view(num_groups, num_keys, sharing, num_queries, group, dim)
+        part_RTKGD = _scatter_groups(part)
+        attended_RTKGD = part_RTKGD if attended_RTKGD is None else attended_RTKGD + part_RTKGD
         start += length
-    assert attended is not None
-    return attended
+    assert attended_RTKGD is not None
+    return attended_RTKGD
 
 
-def _own_attention(queries_RTKGD: Tensor, own: SharedKeys) -> Tensor:
-    """The same for one query of every row and its own keys alone, without regrouping."""
+def _attend_to_unshared(queries_RTKGD: Tensor, segment: SharedKeys) -> Tensor:
+    """Attend with one query of every row to its row's keys alone, without regrouping.
+
+    Decoding comes here wherever rows share no keys.
+    """
     num_rows, _, num_keys, group, dim = queries_RTKGD.shape
-    keys, values, bias = own
+    keys, values, bias = segment
     length = keys.shape[-1]
-    scores = torch.bmm(queries_RTKGD.reshape(-1, group, dim), keys.view(-1, dim, length))
+    queries = queries_RTKGD.reshape(-1, group, dim)
+    scores = torch.bmm(queries, keys.view(-1, dim, length))
     if bias is not None:
         scores = scores.view(num_rows, 1, num_keys, group, length) + bias.squeeze(2)
         scores = scores.view(-1, group, length)
@@ -227,65 +233,73 @@ def _gather_groups(x_RTKGX: Tensor, num_groups: int) -> Tensor:
     """Put the queries of all rows of a group together: `[P * K, (R / P) * T * G, X]`."""
     num_rows, num_queries, num_keys, group, size = x_RTKGX.shape
     if num_groups == num_rows and num_queries == 1:
+        # Nothing to move: a view.
         return x_RTKGX.reshape(num_groups * num_keys, group, size)
-    grouped = x_RTKGX.view(
-        num_groups, num_rows // num_groups, num_queries, num_keys, group, size
-    ).permute(0, 3, 1, 2, 4, 5)
+    sharing = num_rows // num_groups
+    by_group = x_RTKGX.view(num_groups, sharing, num_queries, num_keys, group, size)
+    grouped = by_group.permute(0, 3, 1, 2, 4, 5)
     return grouped.reshape(num_groups * num_keys, -1, size)
 
 
 def _scatter_groups(x: Tensor) -> Tensor:
     """Undo `_gather_groups`: `[P, K, R / P, T, G, X]` to `[R, T, K, G, X]`."""
-    if x.shape[2] == x.shape[3] == 1:
-        return x.reshape(x.shape[0], 1, x.shape[1], x.shape[4], x.shape[5])
-    rows = x.permute(0, 2, 3, 1, 4, 5)
-    return rows.reshape(x.shape[0] * x.shape[2], x.shape[3], x.shape[1], x.shape[4], x.shape[5])
+    num_groups, num_keys, sharing, num_queries, group, size = x.shape
+    if sharing == num_queries == 1:
+        return x.reshape(num_groups, 1, num_keys, group, size)
+    by_row = x.permute(0, 2, 3, 1, 4, 5)
+    return by_row.reshape(num_groups * sharing, num_queries, num_keys, group, size)
 
 
 class Block(NamedTuple):
     """Consecutive queries, and the keys visible to any of them."""
 
     queries: slice
-    keys: list[slice]
+    key_ranges: list[slice]
     bias_QL: Tensor
     """Of the last keys: 0 if visible, -inf elsewhere. All queries see the keys before those."""
 
-    def visible(self, x_NKD: Tensor) -> Tensor:
+    def select_visible(self, x_NKD: Tensor) -> Tensor:
         """Return the block's keys or values, `[L, K, D]`."""
-        parts = [x_NKD[keys] for keys in self.keys]
+        parts = [x_NKD[key_range] for key_range in self.key_ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def add(self, sum_NKD: Tensor, x_LKD: Tensor) -> None:
+    def add_to_visible(self, sum_NKD: Tensor, x_LKD: Tensor) -> None:
         """Add to the block's rows of a sum."""
-        sizes = [keys.stop - keys.start for keys in self.keys]
-        for keys, part in zip(self.keys, torch.split(x_LKD, sizes), strict=True):
-            sum_NKD[keys] += part
+        sizes = [key_range.stop - key_range.start for key_range in self.key_ranges]
+        parts = torch.split(x_LKD, sizes)
+        for key_range, part in zip(self.key_ranges, parts, strict=True):
+            sum_NKD[key_range] += part
 
 
-def blocks_of(trie: TokenTrie, size: int) -> list[Block]:
+def split_into_blocks(trie: TokenTrie, size: int) -> list[Block]:
     """Split the rows of a trie into blocks of at most `size` tokens."""
-    blocks, first = [], 0
+    blocks: list[Block] = []
+    row_start = 0
     for ends_L in torch.split(trie.ends_N, trie.row_lengths):
+        # Earlier tokens of the row whose continuations have not ended.
         open_L = ends_L[:0]
         for start in range(0, len(ends_L), size):
-            queries_Q = torch.arange(start, min(start + size, len(ends_L))).to(ends_L)
+            stop = min(start + size, len(ends_L))
+            queries_Q = torch.arange(start, stop).to(ends_L)
             keys_L = torch.cat([open_L, queries_Q])
-            stop = start + len(queries_Q)
             # Keys before the block are ancestors of its first query: the later, the sooner closed.
             num_seen_by_all = int((ends_L[open_L] >= stop).sum())
-            partly_L = keys_L[num_seen_by_all:]
-            is_seen_QL = (partly_L <= queries_Q[:, None]) & (queries_Q[:, None] < ends_L[partly_L])
+            partly_seen_L = keys_L[num_seen_by_all:]
+            is_earlier_QL = partly_seen_L <= queries_Q[:, None]
+            is_open_QL = queries_Q[:, None] < ends_L[partly_seen_L]
+            is_seen_QL = is_earlier_QL & is_open_QL
             bias_QL = torch.zeros(is_seen_QL.shape).masked_fill_(~is_seen_QL, float("-inf"))
-            queries = slice(first + start, first + stop)
-            blocks.append(Block(queries, _ranges(first + keys_L), bias_QL))
+            queries = slice(row_start + start, row_start + stop)
+            blocks.append(Block(queries, _find_ranges(row_start + keys_L), bias_QL))
             open_L = keys_L[ends_L[keys_L] > stop]
-        first += len(ends_L)
+        row_start += len(ends_L)
     return blocks
 
 
-def _ranges(ascending: Tensor) -> list[slice]:
-    """Return the ranges of ascending indices."""
-    runs = torch.tensor_split(ascending, (ascending.diff() > 1).nonzero().squeeze(1) + 1)
+def _find_ranges(ascending: Tensor) -> list[slice]:
+    """Return the ranges of consecutive numbers among ascending indices."""
+    gaps = (ascending.diff() > 1).nonzero().squeeze(1)
+    runs = torch.tensor_split(ascending, gaps + 1)
     return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
@@ -300,7 +314,7 @@ def block_attention(
     return attended_KGND.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
-_OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0}
+_FLASH_OPTIONS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "scale": 1.0}
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -313,57 +327,84 @@ class _BlockAttention(torch.autograd.Function):
     def forward(
         ctx: Any, queries_KGND: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
     ) -> Tensor:
-        attended, masses = [], []
-        for block, *inputs in _inputs(queries_KGND, keys_NKD, values_NKD, blocks):
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *inputs, attn_mask=_bias(block, inputs[1]), **_OPTIONS
+        attended: list[Tensor] = []
+        normalizers: list[Tensor] = []
+        for block in blocks:
+            inputs = _select_inputs(block, queries_KGND, keys_NKD, values_NKD)
+            attended_KGQD, normalizer_KGQ = (
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    inputs.queries,
+                    inputs.keys,
+                    inputs.values,
+                    attn_mask=inputs.bias_QL,
+                    **_FLASH_OPTIONS,
+                )
             )
-            attended.append(found[0])
-            masses.append(found[1])
+            attended.append(attended_KGQD)
+            normalizers.append(normalizer_KGQ)
         attended_KGND = torch.cat(attended, dim=2)
-        ctx.save_for_backward(queries_KGND, keys_NKD, values_NKD, attended_KGND, *masses)
+        ctx.save_for_backward(queries_KGND, keys_NKD, values_NKD, attended_KGND, *normalizers)
         ctx.blocks = blocks
         return attended_KGND
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        queries_KGND, keys_NKD, values_NKD, attended_KGND, *masses = ctx.saved_tensors
+        queries_KGND, keys_NKD, values_NKD, attended_KGND, *normalizers = ctx.saved_tensors
+        grad_attended_KGND = gradients[0]
         grad_queries = torch.empty_like(queries_KGND)
         # Many blocks add to one key, which in bfloat16 would lose what each adds.
         grad_keys = torch.zeros(keys_NKD.shape, device=keys_NKD.device)
         grad_values = torch.zeros_like(grad_keys)
-        blocks = _inputs(queries_KGND, keys_NKD, values_NKD, ctx.blocks)
-        for (block, *inputs), mass in zip(blocks, masses, strict=True):
-            own = block.queries
-            grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(gradients[0][:, :, own], *inputs, attended_KGND[:, :, own], mass),
-                attn_mask=_bias(block, inputs[1]),
-                **_OPTIONS,
+        for block, normalizer_KGQ in zip(ctx.blocks, normalizers, strict=True):
+            inputs = _select_inputs(block, queries_KGND, keys_NKD, values_NKD)
+            block_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_attended_KGND[:, :, block.queries],
+                inputs.queries,
+                inputs.keys,
+                inputs.values,
+                attended_KGND[:, :, block.queries],
+                normalizer_KGQ,
+                attn_mask=inputs.bias_QL,
+                **_FLASH_OPTIONS,
             )
-            grad_queries[:, :, own] = grads[0]
-            for total, grad_KGLD in zip((grad_keys, grad_values), grads[1:], strict=True):
-                block.add(total, grad_KGLD.float().sum(dim=1).transpose(0, 1))
+            grad_queries_KGQD, grad_keys_KGLD, grad_values_KGLD = block_grads
+            grad_queries[:, :, block.queries] = grad_queries_KGQD
+            # All query heads of a group read the same keys.
+            grad_keys_LKD = grad_keys_KGLD.float().sum(dim=1).transpose(0, 1)
+            grad_values_LKD = grad_values_KGLD.float().sum(dim=1).transpose(0, 1)
+            block.add_to_visible(grad_keys, grad_keys_LKD)
+            block.add_to_visible(grad_values, grad_values_LKD)
         return grad_queries, grad_keys.to(keys_NKD), grad_values.to(values_NKD), None
 
 
-def _inputs(
-    queries_KGND: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
-) -> Iterator[tuple[Any, ...]]:
-    """Yield each block with its queries, keys and values, `[K, G, Q or L, D]`."""
+class _BlockInputs(NamedTuple):
+    """Inputs of the attention of one block; heads are a batch."""
+
+    queries: Tensor
+    """`[K, G, Q, D]`."""
+    keys: Tensor
+    """`[K, G, L, D]`, a view that repeats each head for its group."""
+    values: Tensor
+    """As `keys`."""
+    bias_QL: Tensor
+
+
+def _select_inputs(
+    block: Block, queries_KGND: Tensor, keys_NKD: Tensor, values_NKD: Tensor
+) -> _BlockInputs:
+    """Return a block's part of queries, keys and values."""
     group = queries_KGND.shape[1]
-    for block in blocks:
-        keys_KGLD, values_KGLD = (
-            block.visible(x).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-            for x in (keys_NKD, values_NKD)
-        )
-        yield block, queries_KGND[:, :, block.queries], keys_KGLD, values_KGLD
-
-
-def _bias(block: Block, keys_KGLD: Tensor) -> Tensor:
-    """Return the bias of all keys of a block, `[Q, L]`."""
-    # Stored, these would take memory quadratic in the tokens of a row.
-    num_seen_by_all = keys_KGLD.shape[2] - block.bias_QL.shape[1]
-    return F.pad(block.bias_QL, (num_seen_by_all, 0)).to(keys_KGLD)
+    keys_KLD = block.select_visible(keys_NKD).transpose(0, 1)
+    values_KLD = block.select_visible(values_NKD).transpose(0, 1)
+    # Made for each pass: stored, these would take memory quadratic in the tokens of a row.
+    num_seen_by_all = keys_KLD.shape[1] - block.bias_QL.shape[1]
+    bias_QL = F.pad(block.bias_QL, (num_seen_by_all, 0)).to(keys_KLD)
+    return _BlockInputs(
+        queries_KGND[:, :, block.queries],
+        keys_KLD.unsqueeze(1).expand(-1, group, -1, -1),
+        values_KLD.unsqueeze(1).expand(-1, group, -1, -1),
+        bias_QL,
+    )
 
 
 class FlexTrieAttention:
@@ -376,34 +417,41 @@ class FlexTrieAttention:
         self.num_tokens = trie.num_tokens
         # Each size is compiled for once, so there are few: powers of two.
         self.size = max(SMALLEST_FLEX, 1 << (trie.num_tokens - 1).bit_length())
-        self.block_mask = _block_mask(trie, self.size)
+        self.block_mask = _build_block_mask(trie, self.size)
         self._attend = attend
 
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
         """Return the attended values `[N, H * D]`; the queries are scaled."""
-        padding = (0, 0, 0, 0, 0, self.size - self.num_tokens)
-        inputs = (
-            F.pad(x, padding).transpose(0, 1).unsqueeze(0)
-            for x in (queries_NHD, keys_NKD, values_NKD)
-        )
+        num_padding = self.size - self.num_tokens
+
+        def pad(x_NHD: Tensor) -> Tensor:
+            padded_NHD = F.pad(x_NHD, (0, 0, 0, 0, 0, num_padding))
+            return padded_NHD.transpose(0, 1).unsqueeze(0)
+
         attended_1HND: Tensor = self._attend(
-            *inputs, block_mask=self.block_mask, scale=1.0, enable_gqa=True
+            pad(queries_NHD),
+            pad(keys_NKD),
+            pad(values_NKD),
+            block_mask=self.block_mask,
+            scale=1.0,
+            enable_gqa=True,
         )
-        return attended_1HND[0, :, : self.num_tokens].transpose(0, 1).flatten(1)
+        attended_HND = attended_1HND[0, :, : self.num_tokens]
+        return attended_HND.transpose(0, 1).flatten(1)
 
 
-def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
+def _build_block_mask(trie: TokenTrie, size: int) -> BlockMask:
     """Return the mask that shows each token itself and its ancestors: earlier tokens not yet ended.
 
     A row's tokens end within the row, so rows need no separate masks. Padding sees itself.
     """
     device = trie.ids_N.device
     lengths = torch.tensor(trie.row_lengths, device=device)
-    starts_N = torch.repeat_interleave(
-        lengths.cumsum(0) - lengths, lengths, output_size=trie.num_tokens
-    )
+    starts = lengths.cumsum(0) - lengths
+    # The given size of the output saves a synchronisation.
+    starts_N = torch.repeat_interleave(starts, lengths, output_size=trie.num_tokens)
     padding = torch.arange(trie.num_tokens, size, device=device)
     ends_N = torch.cat([trie.ends_N + starts_N, padding + 1])
 
@@ -413,22 +461,31 @@ def _block_mask(trie: TokenTrie, size: int) -> BlockMask:
     # The queries that see a key are those from itself to its end, so that the ends in a block of
     # keys decide which blocks of queries see any or all of it: no pair of tokens is looked at.
     ends_KB = ends_N.view(-1, FLEX_BLOCK)
-    starts_Q = torch.arange(0, size, FLEX_BLOCK, device=device)[:, None]
-    is_below_QK = starts_Q > starts_Q.T
-    is_full_QK = is_below_QK & (ends_KB.amin(dim=1) >= starts_Q + FLEX_BLOCK)
-    is_seen_QK = is_below_QK & (ends_KB.amax(dim=1) > starts_Q) | (starts_Q == starts_Q.T)
-    parts = _seen_first(is_seen_QK & ~is_full_QK) + _seen_first(is_full_QK)
+    first_end_K, last_end_K = ends_KB.amin(dim=1), ends_KB.amax(dim=1)
+    starts_Q1 = torch.arange(0, size, FLEX_BLOCK, device=device)[:, None]
+    is_diagonal_QK = starts_Q1 == starts_Q1.T
+    is_below_QK = starts_Q1 > starts_Q1.T
+    is_full_QK = is_below_QK & (first_end_K >= starts_Q1 + FLEX_BLOCK)
+    is_seen_QK = is_below_QK & (last_end_K > starts_Q1) | is_diagonal_QK
+    partial_blocks = _order_seen_first(is_seen_QK & ~is_full_QK)
+    full_blocks = _order_seen_first(is_full_QK)
     return BlockMask.from_kv_blocks(
-        *parts, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+        *partial_blocks,
+        *full_blocks,
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(size, size),
     )
 
 
-def _seen_first(is_seen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per query block the number of visible key blocks, and all blocks, visible first;
-    int32.
+def _order_seen_first(is_seen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return per query block the number of visible key blocks, and all blocks, visible first.
+
+    Both are int32, with axes for a batch and its heads: `[1, 1, Q]` and `[1, 1, Q, K]`.
     """
-    order_QK = is_seen_QK.int().argsort(dim=1, descending=True, stable=True)
-    return is_seen_QK.sum(dim=1, dtype=torch.int32)[None, None], order_QK.int()[None, None]
+    num_seen_Q = is_seen_QK.sum(dim=1, dtype=torch.int32)
+    order_QK = is_seen_QK.int().argsort(dim=1, descending=True, stable=True).int()
+    return num_seen_Q[None, None], order_QK[None, None]
 
 
 def compile_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
@@ -450,14 +507,17 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
     """Compile flex attention and try it, with gradients, once per process."""
     compiled = compile_flex_attention()
     try:
-        size, dtype = (1, 2, SMALLEST_FLEX, 64), torch.bfloat16
-        inputs = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(3)]
+        inputs = [
+            torch.randn(1, 2, SMALLEST_FLEX, 64, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3)
+        ]
         trie = build_trie([range(SMALLEST_FLEX)]).to(inputs[0].device)
-        mask = _block_mask(trie, SMALLEST_FLEX)
-        for x in inputs:
-            x.requires_grad_(True)
+        block_mask = _build_block_mask(trie, SMALLEST_FLEX)
+        for tensor in inputs:
+            tensor.requires_grad_(True)
         with torch.enable_grad():
-            compiled(*inputs, block_mask=mask, scale=1.0, enable_gqa=True).sum().backward()
+            attended = compiled(*inputs, block_mask=block_mask, scale=1.0, enable_gqa=True)
+            attended.sum().backward()
         torch.cuda.synchronize()
     except Exception as error:
         logger.warning(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, reason_of
 from nip_astra.language_models.tree_engine.decoder import Decoder
-from nip_astra.language_models.tree_engine.kv_cache import KeyValueTree
+from nip_astra.language_models.tree_engine.kv_cache import Block, KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,14 @@ NUM_WARM_UPS = 2
 
 def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
     """Capture a function's work on the GPU, after warm-up runs."""
-    # torch leaves it without types.
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+    # As torch's guide to CUDA graphs requires: libraries that initialise themselves on first use
+    # must have done so before a capture, on another stream. torch leaves it without types.
+    warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up_stream):
         for _ in range(NUM_WARM_UPS):
             function()
-    torch.cuda.current_stream().wait_stream(beside)
+    torch.cuda.current_stream().wait_stream(warm_up_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
@@ -69,8 +70,9 @@ def bucket(count: int, smallest: int) -> int:
     size = smallest
     while size < count:
         size *= 2
-    between = size * 3 // 4
-    return between if between >= max(count, smallest) else size
+    three_quarters = size * 3 // 4
+    is_enough = three_quarters >= max(count, smallest)
+    return three_quarters if is_enough else size
 
 
 class FixedStep:
@@ -117,10 +119,10 @@ class FixedStep:
         keys_RKLD, values_RKLD = self.keys_YRKLD[layer], self.values_YRKLD[layer]
         keys_RKLD.index_copy_(2, self.slot_1, keys.unsqueeze(2))
         values_RKLD.index_copy_(2, self.slot_1, values.unsqueeze(2))
-        num_rows, num_keys, dim = keys.shape
+        num_rows, num_keys, head_dim = keys.shape
         attended_RKGD = F.scaled_dot_product_attention(
             # The query heads of a group take the place of several positions of one head.
-            queries.view(num_rows, num_keys, -1, dim),
+            queries.view(num_rows, num_keys, -1, head_dim),
             keys_RKLD,
             values_RKLD,
             attn_mask=self.bias_RL[:, None, None],
@@ -131,30 +133,39 @@ class FixedStep:
     def begin(self, tree: KeyValueTree, lengths_R: Tensor) -> None:
         """Start a level: copy the keys and values visible to each row of the tree's top block."""
         num_rows = len(lengths_R)
-        self.tree, self.num_rows, self.num_steps = tree, num_rows, 0
+        self.tree = tree
+        self.num_rows = num_rows
+        self.num_steps = 0
         self.bias_RL.fill_(float("-inf"))
         # Padding rows see something, so that no row's softmax is over nothing.
         self.bias_RL[num_rows:, 0] = 0.0
         start = 0
-        for block in (block for block in tree.blocks if block.length):
-            stop = start + block.length
-            groups = (block.num_groups, num_rows // block.num_groups)
-            split = (len(self.keys_YRKLD), *groups, block.keys.shape[2], block.length, -1)
-            keys = self.keys_YRKLD[:, :num_rows, :, start:stop].view(*split)
-            keys.copy_(block.keys[:, :, None, :, :, : block.length].transpose(-1, -2))
-            values = self.values_YRKLD[:, :num_rows, :, start:stop].view(*split)
-            values.copy_(block.values[:, :, None, :, : block.length])
-            bias = self.bias_RL[:num_rows, start:stop].view(*groups, -1)
-            if block.bias_PL is None:
-                bias.fill_(0.0)
-            else:
-                bias.copy_(block.bias_PL[:, None])
-            start = stop
+        for block in tree.blocks:
+            if block.length:
+                self._copy_block(block, start)
+                start += block.length
         self.tokens_R.zero_()
         self.positions_R.zero_()
         self.positions_R[:num_rows] = lengths_R
         self.slot_1.fill_(start)
         self.first_slot = start
+
+    def _copy_block(self, block: Block, start: int) -> None:
+        """Copy a block's positions to each row that reads them, from position `start` on."""
+        stop = start + block.length
+        sharing = self.num_rows // block.num_groups
+        num_layers, num_heads = len(self.keys_YRKLD), block.keys.shape[2]
+        by_group = (num_layers, block.num_groups, sharing, num_heads, block.length, -1)
+        keys = self.keys_YRKLD[:, : self.num_rows, :, start:stop].view(by_group)
+        # The tree has keys by head dimension first, these by position.
+        keys.copy_(block.keys[:, :, None, :, :, : block.length].transpose(-1, -2))
+        values = self.values_YRKLD[:, : self.num_rows, :, start:stop].view(by_group)
+        values.copy_(block.values[:, :, None, :, : block.length])
+        bias = self.bias_RL[: self.num_rows, start:stop].view(block.num_groups, sharing, -1)
+        if block.bias_PL is None:
+            bias.fill_(0.0)
+        else:
+            bias.copy_(block.bias_PL[:, None])
 
     def advance(self, tokens_R: Tensor) -> Tensor:
         """Read one token per row; return the next logits, which the next call overwrites."""
@@ -169,11 +180,13 @@ class FixedStep:
     def close(self) -> None:
         """Copy the new keys and values into the tree."""
         block = self.tree.top
-        new = slice(self.first_slot, self.first_slot + self.num_steps)
-        own = slice(block.length, block.length + self.num_steps)
-        block.make_room(own.stop, most=own.stop)
-        block.keys[..., own] = self.keys_YRKLD[:, : self.num_rows, :, new].transpose(-1, -2)
-        block.values[..., own, :] = self.values_YRKLD[:, : self.num_rows, :, new]
+        stop = block.length + self.num_steps
+        block.make_room(stop, max_positions=stop)
+        slots = slice(self.first_slot, self.first_slot + self.num_steps)
+        new_keys = self.keys_YRKLD[:, : self.num_rows, :, slots]
+        new_values = self.values_YRKLD[:, : self.num_rows, :, slots]
+        block.keys[..., block.length : stop] = new_keys.transpose(-1, -2)
+        block.values[..., block.length : stop, :] = new_values
 
 
 class FixedSteps:
@@ -194,8 +207,8 @@ class FixedSteps:
         """Return the state for another process, which captures its own steps."""
         return {**self.__dict__, "_weights": None, "_steps": {}}
 
-    def anew(self) -> FixedSteps:
-        """Return the same for other weights."""
+    def copy_uncaptured(self) -> FixedSteps:
+        """Return steps of the same kind for other weights, none of them captured yet."""
         return FixedSteps(self.decoder, self.capture, is_required=self.is_required)
 
     def begin(
@@ -203,10 +216,12 @@ class FixedSteps:
     ) -> FixedStep | None:
         """Return a step for a level's turns, `num_new` tokens per row; None if it is too large."""
         if weights is not self._weights:
-            self._weights, self._steps = weights, {}
-        needed = sum(block.length for block in tree.blocks) + num_new
-        size = bucket(len(lengths), SMALLEST_ROWS), bucket(needed, SMALLEST_LENGTH)
-        num_bytes = self._bytes_of(*size)
+            # Steps read the memory of their weights.
+            self._weights = weights
+            self._steps = {}
+        num_positions = sum(block.length for block in tree.blocks) + num_new
+        size = bucket(len(lengths), SMALLEST_ROWS), bucket(num_positions, SMALLEST_LENGTH)
+        num_bytes = self._count_bytes(*size)
         device = weights.embedding_VX.device
         if num_bytes > max_bytes(device):
             if not self._has_logged_size:
@@ -218,29 +233,37 @@ class FixedSteps:
                 )
             self._has_logged_size = True
             return None
-        step = self._steps.pop(size, None) or self._build(weights, *size)
-        # The newest is last.
+        step = self._steps.pop(size, None)
+        if step is None:
+            step = self._build_step(weights, *size)
+        # Inserted anew: the most recently used is last.
         self._steps[size] = step
         step.begin(tree, torch.tensor(lengths, device=device))
         return step
 
-    def _bytes_of(self, num_rows: int, num_positions: int) -> int:
+    def _count_bytes(self, num_rows: int, num_positions: int) -> int:
         assert self._weights is not None
         per_token = self.decoder.cache_numbers_per_token * self._weights.dtype.itemsize
         return num_rows * num_positions * per_token
 
-    def _build(self, weights: Weights, num_rows: int, num_positions: int) -> FixedStep:
-        needed = self._bytes_of(num_rows, num_positions)
+    def _build_step(self, weights: Weights, num_rows: int, num_positions: int) -> FixedStep:
         limit = max_bytes(weights.embedding_VX.device)
-        while self._steps and needed + sum(self._bytes_of(*s) for s in self._steps) > limit:
-            del self._steps[next(iter(self._steps))]
+        num_bytes = self._count_bytes(num_rows, num_positions)
+        num_bytes += sum(self._count_bytes(*size) for size in self._steps)
+        while self._steps and num_bytes > limit:
+            oldest_size = next(iter(self._steps))
+            num_bytes -= self._count_bytes(*oldest_size)
+            del self._steps[oldest_size]
         # Buffers that are made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            return self._captured(FixedStep(self.decoder, weights, num_rows, num_positions))
+            step = FixedStep(self.decoder, weights, num_rows, num_positions)
+            self._capture_step(step)
+        return step
 
-    def _captured(self, step: FixedStep) -> FixedStep:
+    def _capture_step(self, step: FixedStep) -> None:
+        """Replace the step's run by a captured one, if steps are captured."""
         if self.capture is None:
-            return step
+            return
         num_rows = len(step.tokens_R)
         try:
             step.replay = self.capture(step.run)
@@ -253,11 +276,10 @@ class FixedSteps:
                 ) from error
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
-            return step
+            return
         logger.info(
             "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
         )
-        return step
 
 
 def build_fixed_steps(

@@ -41,7 +41,8 @@ def why_unsupported(module: Any) -> str | None:
     config = module.config
     if name not in FAMILY:
         return f"{name} is not of the Llama family"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    layer_types = getattr(config, "layer_types", None) or ()
+    if "sliding_attention" in layer_types:
         return "it has layers with a sliding window"
     if name == "MistralForCausalLM" and getattr(config, "sliding_window", None):
         return "it has a sliding window"
@@ -49,9 +50,13 @@ def why_unsupported(module: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", "default") not in STATIC_ROPE:
         return f"its rotary embedding is of the type {rope['rope_type']}"
-    parts = "base_layer", "modules_to_save"
-    adapted = (layer for layer in module.modules() if any(hasattr(layer, part) for part in parts))
-    return next(filter(None, map(_why_unsupported_adapter, adapted)), None)
+    for layer in module.modules():
+        # peft keeps the layer that it wraps under one of these names.
+        if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
+            reason = _why_unsupported_adapter(layer)
+            if reason is not None:
+                return reason
+    return None
 
 
 def _why_unsupported_adapter(layer: Any) -> str | None:
@@ -60,7 +65,7 @@ def _why_unsupported_adapter(layer: Any) -> str | None:
         return "it has adapters other than LoRA on linear layers"
     if any(up.bias is not None for up in layer.lora_B.values()):
         return "its adapters have biases (lora_bias)"
-    if any(getattr(layer, name, None) for name in ("lora_magnitude_vector", "lora_variant")):
+    if getattr(layer, "lora_magnitude_vector", None) or getattr(layer, "lora_variant", None):
         return "its adapters have a magnitude vector (DoRA) or another part of their own"
     if any(parameter.requires_grad for parameter in layer.base_layer.parameters()):
         return "it learns weights under its adapters"
@@ -74,14 +79,14 @@ class Decoder:
         config = module.config
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
-        self.head_dim = int(
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        default_head_dim = config.hidden_size // config.num_attention_heads
+        self.head_dim = int(getattr(config, "head_dim", None) or default_head_dim)
         self.num_layers = int(config.num_hidden_layers)
         self.eps = float(config.rms_norm_eps)
         self.activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
         self._is_silu = config.hidden_act in ("silu", "swish")
         self.scale = self.head_dim**-0.5
+        # Keys and values of all layers.
         self.cache_numbers_per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         self.recomputes_layers = False
         """Whether a layer's inside is forgotten, and computed again in the backward pass."""
@@ -89,12 +94,13 @@ class Decoder:
         self._rotary = module.model.rotary_emb
         self._cos_sin: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         # Multiplications of one pair of tokens against those of one token, over a layer.
-        pair = 2 * self.num_heads * self.head_dim
-        per_token = (
-            config.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-            + 3 * config.hidden_size * config.intermediate_size
-        )
-        self.pair_cost: float = pair / per_token
+        per_pair = 2 * self.num_heads * self.head_dim
+        # Projections of queries and of the output, then of keys and values.
+        head_products = 2 * self.num_heads + 2 * self.num_kv_heads
+        attention_products = config.hidden_size * self.head_dim * head_products
+        # Gate, up and down.
+        mlp_products = 3 * config.hidden_size * config.intermediate_size
+        self.pair_cost: float = per_pair / (attention_products + mlp_products)
 
     def hidden(
         self,
@@ -111,64 +117,74 @@ class Decoder:
         Without gradients at most `max_tokens` are in an MLP at a time, which takes the most memory.
         """
         # As in the module, the padding token's own row gets no gradient from being read.
-        x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
+        x_NX = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
         num_tokens = len(ids_N)
         if num_positions is None:
             num_positions = int(positions_N.max()) + 1 if num_tokens else 1
-        tables = self.rotations(num_positions, weights.dtype, ids_N.device)
-        cos, sin = (table[positions_N] for table in tables)
-        read: Callable[..., Tensor] = self._read_layer
+        cos_table, sin_table = self.rotations(num_positions, weights.dtype, ids_N.device)
+        cos_N, sin_N = cos_table[positions_N], sin_table[positions_N]
+        forward_layer: Callable[..., Tensor] = self._forward_layer
         if self.recomputes_layers and torch.is_grad_enabled():
-            read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
-        size = max_tokens if max_tokens and not torch.is_grad_enabled() else max(num_tokens, 1)
+            forward_layer = partial(
+                checkpoint, forward_layer, use_reentrant=False, preserve_rng_state=False
+            )
+        mlp_tokens = max(num_tokens, 1)
+        if max_tokens and not torch.is_grad_enabled():
+            mlp_tokens = max_tokens
         for index, layer in enumerate(weights.layers):
-            x = read(x, layer, partial(attend, index), cos, sin, size)
-        return rms_norm(x, weights.final_norm, self.eps)
+            x_NX = forward_layer(x_NX, layer, partial(attend, index), cos_N, sin_N, mlp_tokens)
+        return rms_norm(x_NX, weights.final_norm, self.eps)
 
-    def _read_layer(
+    def _forward_layer(
         self,
-        x: Tensor,
+        x_NX: Tensor,
         layer: Layer,
         attend: Callable[..., Tensor],
-        cos: Tensor,
-        sin: Tensor,
-        size: int,
+        cos_N: Tensor,
+        sin_N: Tensor,
+        mlp_tokens: int,
     ) -> Tensor:
-        joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
-        joined = joined.view(x.shape[0], -1, self.head_dim)
-        num_placed = self.num_heads + self.num_kv_heads
+        qkv = layer.qkv(rms_norm(x_NX, layer.input_norm, self.eps))
+        qkv_NHD = qkv.view(x_NX.shape[0], -1, self.head_dim)
+        # Queries and keys are rotated together; values have no position.
+        num_rotated = self.num_heads + self.num_kv_heads
         # With gradients, parts of a split take one copy, slices a tensor of zeros each.
-        heads, values = torch.split(joined, [num_placed, self.num_kv_heads], dim=1)
-        queries, keys = self._place(heads, layer, cos, sin)
-        x = x + layer.output(attend(queries, keys, values))
-        if x.shape[0] <= size:
-            return self._read_mlp(x, layer)
-        return torch.cat([self._read_mlp(part, layer) for part in torch.split(x, size)])
+        heads_NHD, values_NKD = torch.split(qkv_NHD, [num_rotated, self.num_kv_heads], dim=1)
+        queries_NHD, keys_NKD = self._rotate(heads_NHD, layer, cos_N, sin_N)
+        attended_NX = attend(queries_NHD, keys_NKD, values_NKD)
+        x_NX = x_NX + layer.output(attended_NX)
+        if x_NX.shape[0] <= mlp_tokens:
+            return self._forward_mlp(x_NX, layer)
+        chunks = torch.split(x_NX, mlp_tokens)
+        return torch.cat([self._forward_mlp(chunk, layer) for chunk in chunks])
 
-    def _read_mlp(self, x: Tensor, layer: Layer) -> Tensor:
-        gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
-        gated = silu_gated(gate_up) if self._is_silu else unsaved(self._gated, gate_up)
-        return x + layer.down(gated)
+    def _forward_mlp(self, x_NX: Tensor, layer: Layer) -> Tensor:
+        gate_up = layer.gate_up(rms_norm(x_NX, layer.mlp_norm, self.eps))
+        gated = silu_gated(gate_up) if self._is_silu else unsaved(self._gate, gate_up)
+        return x_NX + layer.down(gated)
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
+    def _gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up
 
-    def _place(
-        self, heads: Tensor, layer: Layer, cos: Tensor, sin: Tensor
+    def _rotate(
+        self, heads_NHD: Tensor, layer: Layer, cos_N: Tensor, sin_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys, both rotated by their positions."""
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads = unsaved(self._norm_heads, heads, layer.query_norm, layer.key_norm)
-        first, second = heads.chunk(2, dim=-1)
-        rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
-        queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=1)
+            heads_NHD = unsaved(self._norm_heads, heads_NHD, layer.query_norm, layer.key_norm)
+        # As in transformers, a pair is a unit of the first half and one of the second half.
+        first, second = heads_NHD.chunk(2, dim=-1)
+        orthogonal_NHD = torch.cat((-second, first), dim=-1)
+        rotated_NHD = heads_NHD * cos_N + orthogonal_NHD * sin_N
+        queries, keys = torch.split(rotated_NHD, [self.num_heads, self.num_kv_heads], dim=1)
         return queries * self.scale, keys
 
-    def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
-        queries, keys = torch.split(heads, [self.num_heads, self.num_kv_heads], dim=1)
+    def _norm_heads(self, heads_NHD: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
+        queries, keys = torch.split(heads_NHD, [self.num_heads, self.num_kv_heads], dim=1)
         queries = F.rms_norm(queries, (self.head_dim,), query_norm, self.eps)
-        return torch.cat([queries, F.rms_norm(keys, (self.head_dim,), key_norm, self.eps)], dim=1)
+        keys = F.rms_norm(keys, (self.head_dim,), key_norm, self.eps)
+        return torch.cat([queries, keys], dim=1)
 
     def rotations(
         self, num_positions: int, dtype: torch.dtype, device: torch.device
@@ -177,10 +193,13 @@ class Decoder:
         tables = self._cos_sin.get(dtype)
         if tables is None or len(tables[0]) < num_positions:
             # To the next power of two, so that a growing conversation rarely needs another.
-            positions = torch.arange(1 << (num_positions - 1).bit_length(), device=device)
+            table_size = 1 << (num_positions - 1).bit_length()
+            positions = torch.arange(table_size, device=device)
+            # The module takes only type and device from its first argument.
             like = torch.empty(0, dtype=dtype, device=device)
             cos, sin = self._rotary(like, position_ids=positions.unsqueeze(0))
-            tables = self._cos_sin[dtype] = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
+            tables = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
+            self._cos_sin[dtype] = tables
         return tables
 
 
@@ -191,17 +210,18 @@ def build_decoder(module: Any) -> Decoder | None:
     as much as a wrong one.
     """
     reason = why_unsupported(module)
-    decoder = None if reason else Decoder(module)
-    is_exact = module.model.embed_tokens.weight.dtype == torch.float32 if decoder else False
-    if decoder is not None and is_exact and not _agrees_with_module(decoder, module):
-        decoder, reason = None, "its outputs differ from the module's"
-    if decoder is None:
-        logger.info(
-            "%s uses its own forward pass, which repeats shared tokens: %s",
-            type(module).__name__,
-            reason,
-        )
-    return decoder
+    if reason is None:
+        decoder = Decoder(module)
+        is_float32 = module.model.embed_tokens.weight.dtype == torch.float32
+        if not is_float32 or _agrees_with_module(decoder, module):
+            return decoder
+        reason = "its outputs differ from the module's"
+    logger.info(
+        "%s uses its own forward pass, which repeats shared tokens: %s",
+        type(module).__name__,
+        reason,
+    )
+    return None
 
 
 @torch.no_grad()
@@ -210,13 +230,14 @@ def _agrees_with_module(decoder: Decoder, module: Any) -> bool:
     vocab_size = int(module.config.vocab_size)
     ids = [7 % vocab_size, 3 % vocab_size, vocab_size // 2, vocab_size - 1, 1]
     device = module.model.embed_tokens.weight.device
-    expected = module(torch.tensor([ids], device=device)).logits[0]
+    expected_NV = module(torch.tensor([ids], device=device)).logits[0]
     trie = build_trie([ids]).to(device)
     weights = live_weights(module, torch.float32, use_adapter=True)
     attend = TrieAttention(trie, torch.float32)
-    found = weights.head(decoder.hidden(weights, trie.ids_N, trie.positions_N, attend))
+    hidden_NX = decoder.hidden(weights, trie.ids_N, trie.positions_N, attend)
+    max_difference = (weights.head(hidden_NX) - expected_NV).abs().max()
     # Relative to the spread of the logits; a wrong pass is off by about one.
-    return bool((found - expected).abs().max() <= 1e-3 * expected.std())
+    return bool(max_difference <= 1e-3 * expected_NV.std())
 
 
 SMALLEST_UNSAVED = 1 << 18
@@ -266,19 +287,24 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_NX, weight_X = ctx.saved_tensors
-        exact_NX, grad_NX = x_NX.float(), gradients[0].float()
-        scale_N1 = exact_NX.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        normed_NX = exact_NX * scale_N1
+        # In float32, as the forward kernel computes.
+        x_float_NX = x_NX.float()
+        grad_output_NX = gradients[0].float()
+        inverse_rms_N1 = x_float_NX.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed_NX = x_float_NX * inverse_rms_N1
         grad_weight_X = None
         if ctx.needs_input_grad[1]:
-            grad_weight_X = (grad_NX * normed_NX).flatten(0, -2).sum(dim=0).to(weight_X)
-        grad_NX = grad_NX * weight_X.float()
-        along_N1 = (grad_NX * normed_NX).mean(dim=-1, keepdim=True)
-        grad_NX = grad_NX.sub_(normed_NX.mul_(along_N1)).mul_(scale_N1)
+            grad_weight_X = (grad_output_NX * normed_NX).flatten(0, -2).sum(dim=0).to(weight_X)
+        grad_normed_NX = grad_output_NX * weight_X.float()
+        # The part along the normalised vector, whose length cannot change.
+        along_N1 = (grad_normed_NX * normed_NX).mean(dim=-1, keepdim=True)
+        grad_NX = grad_normed_NX.sub_(normed_NX.mul_(along_N1)).mul_(inverse_rms_N1)
         return grad_NX.to(x_NX), grad_weight_X, None
 
 
 class _SiluGated(torch.autograd.Function):
+    """`silu(gate) * up`, which keeps only its input for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -288,9 +314,11 @@ class _SiluGated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        grad_output = gradients[0]
         gate, up = gate_up.chunk(2, dim=-1)
-        grad = torch.empty_like(gate_up)
-        grad_gate, grad_up = grad.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward(gradients[0] * up, gate, grad_input=grad_gate)
-        return grad
+        # Both halves are written into one tensor, since joining them would copy it.
+        grad_gate_up = torch.empty_like(gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
+        torch.mul(grad_output, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward(grad_output * up, gate, grad_input=grad_gate)
+        return grad_gate_up

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,12 +53,12 @@ class TokenTrie:
     def row_masks(self) -> list[Tensor]:
         """Return a bool mask `[L, L]` per row: True where the row's token sees the column's."""
         masks = []
-        start = 0
-        for length in self.row_lengths:
-            index = torch.arange(length, device=self.ids_N.device)
-            ends = self.ends_N[start : start + length]
-            masks.append((index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :]))
-            start += length
+        for ends_L in torch.split(self.ends_N, self.row_lengths):
+            index_L = torch.arange(len(ends_L), device=self.ids_N.device)
+            # In preorder, the descendants of a token are the ones from itself to its end.
+            is_earlier_LL = index_L[None, :] <= index_L[:, None]
+            is_open_LL = index_L[:, None] < ends_L[None, :]
+            masks.append(is_earlier_LL & is_open_LL)
         return masks
 
     def passes(self, max_tokens: int) -> list[TokenTrie]:
@@ -65,28 +66,39 @@ class TokenTrie:
 
         The tokens of the parts, in order, are the tokens of the whole.
         """
-        parts, first, start = [], 0, 0
-        while first < len(self.row_lengths):
-            last, stop = first + 1, start + self.row_lengths[first]
-            while (
-                last < len(self.row_lengths) and stop + self.row_lengths[last] - start <= max_tokens
-            ):
-                stop += self.row_lengths[last]
-                last += 1
-            tokens = {
-                name: getattr(self, name)[start:stop] for name in ("ids_N", "positions_N", "ends_N")
-            }
-            parts.append(replace(self, row_lengths=self.row_lengths[first:last], **tokens))
-            first, start = last, stop
+        num_rows = len(self.row_lengths)
+        parts: list[TokenTrie] = []
+        first_row = start = 0
+        while first_row < num_rows:
+            last_row = first_row + 1
+            stop = start + self.row_lengths[first_row]
+            while last_row < num_rows:
+                stop_with_next = stop + self.row_lengths[last_row]
+                if stop_with_next - start > max_tokens:
+                    break
+                stop = stop_with_next
+                last_row += 1
+            parts.append(
+                replace(
+                    self,
+                    ids_N=self.ids_N[start:stop],
+                    positions_N=self.positions_N[start:stop],
+                    ends_N=self.ends_N[start:stop],
+                    row_lengths=self.row_lengths[first_row:last_row],
+                )
+            )
+            first_row, start = last_row, stop
         return parts
 
     def to(self, device: torch.device) -> TokenTrie:
         """Move the trie to a device."""
-        moved = {
-            name: getattr(self, name).to(device)
-            for name in ("ids_N", "positions_N", "ends_N", "nodes_SD")
-        }
-        return replace(self, **moved)
+        return replace(
+            self,
+            ids_N=self.ids_N.to(device),
+            positions_N=self.positions_N.to(device),
+            ends_N=self.ends_N.to(device),
+            nodes_SD=self.nodes_SD.to(device),
+        )
 
 
 def build_trie(
@@ -112,91 +124,127 @@ def build_trie(
         Most tokens of a row; one sequence alone may be longer. Cuts are logged.
     """
     num_sequences = len(sequences)
-    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    width = max(int(lengths.max(initial=0)), 1)
+    lengths_S = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    width = max(int(lengths_S.max(initial=0)), 1)
+    # -1 is no token, so that a sequence sorts before its continuations.
     tokens_SD = np.full((num_sequences, width), -1, dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens_SD[row, : len(sequence)] = sequence
-    order = np.lexsort(tokens_SD.T[::-1])
-    tokens_SD, lengths = tokens_SD[order], lengths[order]
-    shared_S = _shared_with_previous(tokens_SD, lengths)
-    num_unique = int((lengths - shared_S).sum())
-    rows = _cut(lengths, shared_S, pair_cost, max_dense_tokens, max_row_tokens)
-    shared_S[[start for start, _ in rows]] = 0
+    for index, sequence in enumerate(sequences):
+        tokens_SD[index, : len(sequence)] = sequence
+    # In lexical order a sequence shares most with its neighbours, and their tokens are in preorder.
+    order_S = np.lexsort(tokens_SD.T[::-1])
+    tokens_SD = tokens_SD[order_S]
+    lengths_S = lengths_S[order_S]
+    shared_S = _count_shared_with_previous(tokens_SD, lengths_S)
+    num_unique = int((lengths_S - shared_S).sum())
+    rows = _cut_into_rows(lengths_S, shared_S, pair_cost, max_dense_tokens, max_row_tokens)
+    # The first sequence of a row repeats what it shares with the row before.
+    first_sequences = [start for start, _ in rows]
+    shared_S[first_sequences] = 0
     depth_D = np.arange(width)
-    is_new_SD = (depth_D >= shared_S[:, None]) & (depth_D < lengths[:, None])
-    # A token that is not new is the one that the sequence before has at this depth.
-    numbers_SD = np.where(is_new_SD, np.cumsum(is_new_SD).reshape(is_new_SD.shape) - 1, -1)
-    nodes_SD = np.maximum.accumulate(numbers_SD, axis=0)
-    nodes_SD[depth_D >= lengths[:, None]] = -1
+    is_padding_SD = depth_D >= lengths_S[:, None]
+    is_new_SD = (depth_D >= shared_S[:, None]) & ~is_padding_SD
+    # Number the new tokens. Any other is the one that the sequence before has at this depth.
+    numbers_SD = np.cumsum(is_new_SD).reshape(is_new_SD.shape) - 1
+    nodes_SD = np.maximum.accumulate(np.where(is_new_SD, numbers_SD, -1), axis=0)
+    nodes_SD[is_padding_SD] = -1
     sequence_N, depth_N = is_new_SD.nonzero()
     row_lengths = [int(is_new_SD[start:stop].sum()) for start, stop in rows]
-    ends_N = _ends(shared_S, depth_N, is_new_SD, rows)
-    unsorted_SD = np.empty_like(nodes_SD)
-    unsorted_SD[order] = nodes_SD
+    ends_N = _find_ends(shared_S, depth_N, is_new_SD, rows)
+    nodes_in_given_order_SD = np.empty_like(nodes_SD)
+    nodes_in_given_order_SD[order_S] = nodes_SD
     return TokenTrie(
         torch.from_numpy(tokens_SD[sequence_N, depth_N]),
         torch.from_numpy(depth_N),
         torch.from_numpy(ends_N),
         row_lengths,
-        torch.from_numpy(unsorted_SD),
+        torch.from_numpy(nodes_in_given_order_SD),
         num_unique,
     )
 
 
-def _shared_with_previous(tokens_SD: IntArray, lengths: IntArray) -> IntArray:
+def _count_shared_with_previous(tokens_SD: IntArray, lengths_S: IntArray) -> IntArray:
     """Return the length of each sequence's common prefix with the previous one."""
     shared_S = np.zeros(len(tokens_SD), dtype=np.int64)
     if len(tokens_SD) > 1:
         differs = tokens_SD[1:] != tokens_SD[:-1]
-        first = np.where(differs.any(axis=1), differs.argmax(axis=1), lengths[1:])
-        shared_S[1:] = np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
+        # Without a difference, `argmax` would be 0.
+        first_difference = np.where(differs.any(axis=1), differs.argmax(axis=1), lengths_S[1:])
+        shorter = np.minimum(lengths_S[1:], lengths_S[:-1])
+        shared_S[1:] = np.minimum(first_difference, shorter)
     return shared_S
 
 
-def _cut(
-    lengths: IntArray,
+class _Cut(NamedTuple):
+    """A place to cut a range of sequences in two."""
+
+    sequence: int
+    """The first sequence after the cut."""
+    num_repeated: int
+    """Tokens that both sides share, and each then has."""
+    num_left: int
+    num_right: int
+    """Tokens of each side."""
+
+
+def _cut_into_rows(
+    lengths_S: IntArray,
     shared_S: IntArray,
     pair_cost: float,
     max_dense_tokens: float,
     max_row_tokens: float,
 ) -> list[tuple[int, int]]:
     """Return the ranges of sequences that form rows."""
-    new_S = lengths - shared_S
-    todo, rows = [(0, len(lengths))], []
-    spare = MAX_REPEATED * new_S.sum()
-    while todo:
-        start, stop = todo.pop()
-        size = int(new_S[start:stop].sum() + shared_S[start]) if stop > start else 0
-        if stop - start > 1:
-            # Where the least is shared, and of such places the one nearest to the middle.
-            inner = shared_S[start + 1 : stop]
-            places = np.flatnonzero(inner == inner.min()) + start + 1
-            tokens_before = np.cumsum(new_S[start:stop])[places - start - 1] + shared_S[start]
-            best = int(np.abs(tokens_before - size / 2).argmin())
-            place, left = int(places[best]), int(tokens_before[best])
-            repeated = int(shared_S[place])
-            right = size - left + repeated
-            saved = pair_cost * (size**2 - left**2 - right**2)
-            is_cheap = saved > repeated
-            if size > max_dense_tokens:
-                is_cheap &= repeated <= min(spare, left / SMALLEST_PART, right / SMALLEST_PART)
-                spare -= repeated * is_cheap
-            if is_cheap or size > max_row_tokens:
-                if not is_cheap:
-                    logger.info(
-                        "a tree of %d tokens is cut, which repeats %d: its mask would be too large",
-                        size,
-                        repeated,
-                    )
-                todo += [(place, stop), (start, place)]
-                continue
-        if stop > start:
+    new_S = lengths_S - shared_S
+    rows: list[tuple[int, int]] = []
+    # A stack whose top is the leftmost range, so that rows come out in order.
+    ranges = [(0, len(lengths_S))]
+    repeatable = MAX_REPEATED * new_S.sum()
+    while ranges:
+        start, stop = ranges.pop()
+        if stop == start:
+            continue
+        if stop == start + 1:
+            rows.append((start, stop))
+            continue
+        num_tokens = int(new_S[start:stop].sum() + shared_S[start])
+        cut = _find_cut(new_S, shared_S, start, stop, num_tokens)
+        # Attention costs the square of a row's length, at which two halves are cheaper.
+        num_pairs_saved = num_tokens**2 - cut.num_left**2 - cut.num_right**2
+        is_worthwhile = pair_cost * num_pairs_saved > cut.num_repeated
+        if num_tokens > max_dense_tokens:
+            # Unrelated pairs cost nothing here. A cut saves little, so it may cost little.
+            smaller_side = min(cut.num_left, cut.num_right)
+            max_repeated = min(repeatable, smaller_side / SMALLEST_PART)
+            is_worthwhile &= cut.num_repeated <= max_repeated
+            repeatable -= cut.num_repeated * is_worthwhile
+        if is_worthwhile or num_tokens > max_row_tokens:
+            if not is_worthwhile:
+                logger.info(
+                    "a tree of %d tokens is cut, which repeats %d: its mask would be too large",
+                    num_tokens,
+                    cut.num_repeated,
+                )
+            ranges += [(cut.sequence, stop), (start, cut.sequence)]
+        else:
             rows.append((start, stop))
     return rows
 
 
-def _ends(
+def _find_cut(new_S: IntArray, shared_S: IntArray, start: int, stop: int, num_tokens: int) -> _Cut:
+    """Return the place where the least is shared, of several the one nearest to the middle."""
+    shared_inside = shared_S[start + 1 : stop]
+    candidates = np.flatnonzero(shared_inside == shared_inside.min()) + start + 1
+    tokens_up_to = np.cumsum(new_S[start:stop]) + shared_S[start]
+    tokens_before = tokens_up_to[candidates - start - 1]
+    nearest = int(np.abs(tokens_before - num_tokens / 2).argmin())
+    sequence = int(candidates[nearest])
+    num_left = int(tokens_before[nearest])
+    num_repeated = int(shared_S[sequence])
+    num_right = num_tokens - num_left + num_repeated
+    return _Cut(sequence, num_repeated, num_left, num_right)
+
+
+def _find_ends(
     shared_S: IntArray, depth_N: IntArray, is_new_SD: NDArray[np.bool_], rows: list[tuple[int, int]]
 ) -> IntArray:
     """Return, for each token, the index in its row at which its continuations end.
@@ -206,11 +254,12 @@ def _ends(
     first_token_S = np.concatenate([[0], np.cumsum(is_new_SD.sum(axis=1))])
     ends_N = np.empty(len(depth_N), dtype=np.int64)
     for start, stop in rows:
-        offset = first_token_S[start]
-        end_D = np.full(is_new_SD.shape[1], first_token_S[stop] - offset)
-        # From the last sequence to the first: what one does not share ends where it begins.
+        row_start = first_token_S[start]
+        end_D = np.full(is_new_SD.shape[1], first_token_S[stop] - row_start)
+        # From the last sequence to the first. `end_D` is where a token at each depth ends: tokens
+        # that this sequence does not share with the one before end where it begins.
         for sequence in range(stop - 1, start - 1, -1):
-            own = slice(first_token_S[sequence], first_token_S[sequence + 1])
-            ends_N[own] = end_D[depth_N[own]]
-            end_D[shared_S[sequence] :] = first_token_S[sequence] - offset
+            new_tokens = slice(first_token_S[sequence], first_token_S[sequence + 1])
+            ends_N[new_tokens] = end_D[depth_N[new_tokens]]
+            end_D[shared_S[sequence] :] = first_token_S[sequence] - row_start
     return ends_N

@@ -166,9 +166,11 @@ class AgentBody(nn.Module, ABC):
 
 
 def _standardise(mean: Tensor, scale: Tensor, sample: Tensor) -> None:
+    """Write the mean and the inverse standard deviation of a sample; 1 where it is constant."""
     std = sample.std(dim=0)
+    is_constant = std < MIN_STD
     mean.copy_(sample.mean(dim=0))
-    scale.copy_(torch.where(std < MIN_STD, torch.ones_like(std), 1 / std.clamp(min=MIN_STD)))
+    scale.copy_(torch.where(is_constant, torch.ones_like(std), 1 / std.clamp(min=MIN_STD)))
 
 
 class AgentPolicyHead(nn.Module, ABC):
@@ -210,15 +212,15 @@ class RandomPolicyHead(AgentPolicyHead):
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         space, num_frames = self.shape.message_space, len(observation["round"])
-        place = (num_frames, self.shape.num_visible, space.message_size)
+        shape_BVP = (num_frames, self.shape.num_visible, space.message_size)
         device = observation["round"].device
-        return PolicyOutput(
-            torch.zeros(*place, space.num_symbols, device=device),
-            torch.zeros(num_frames, 3, device=device) if self.shape.has_decision else None,
-            torch.zeros(*place, space.num_linear_symbols, device=device)
-            if space.num_linear_symbols
-            else None,
-        )
+        decision_logits_B3 = linear_logits_BVPL = None
+        if self.shape.has_decision:
+            decision_logits_B3 = torch.zeros(num_frames, 3, device=device)
+        if space.num_linear_symbols:
+            linear_logits_BVPL = torch.zeros(*shape_BVP, space.num_linear_symbols, device=device)
+        message_logits_BVPS = torch.zeros(*shape_BVP, space.num_symbols, device=device)
+        return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
 
 
 class AgentValueHead(nn.Module, ABC):
@@ -321,17 +323,19 @@ def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) 
     """Build a network of `num_layers` linear layers with activations between them."""
     sizes = [d_in, *[d_hidden] * (num_layers - 1), d_out]
     layers: list[nn.Module] = []
-    for number, (size, next_size) in enumerate(pairwise(sizes)):
-        layers += [ACTIVATIONS[activation]()] if number else []
+    for size, next_size in pairwise(sizes):
+        if layers:
+            layers.append(ACTIVATIONS[activation]())
         layers.append(nn.Linear(size, next_size))
     return nn.Sequential(*layers)
 
 
 @torch.no_grad()
-def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
+def start_from(network: nn.Sequential, source_network: nn.Sequential) -> None:
     """Copy an `mlp` into a larger one; further inputs are ignored, and further outputs are 0."""
-    layers = [[part for part in net if isinstance(part, nn.Linear)] for net in (network, other)]
-    for target, source in zip(*layers, strict=True):
+    targets = [layer for layer in network if isinstance(layer, nn.Linear)]
+    sources = [layer for layer in source_network if isinstance(layer, nn.Linear)]
+    for target, source in zip(targets, sources, strict=True):
         nn.init.zeros_(target.weight)
         nn.init.zeros_(target.bias)
         num_outputs, num_inputs = source.weight.shape

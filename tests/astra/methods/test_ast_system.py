@@ -15,6 +15,7 @@ from nip_astra.astra.core.scorer import rater_of
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
 from tests.astra.conftest import Models
 from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of, train
+from tests.kit.learning import Learning
 from tests.kit.scorers import ScorerOf
 
 
@@ -88,7 +89,7 @@ def test_an_empty_probe_earns_no_more_than_a_likely_probe() -> None:
 
 
 @pytest.mark.parametrize("who", ["attacker", "tester", "auditor"])
-def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
+def test_a_problem_may_name_its_methods_as_any_version_does(learning: Learning, who: str) -> None:
     def generate(self: Any, x: Sequence[str]) -> list[str]:
         return WordProblem.rollout_prompt_with_attacker(self, x)
 
@@ -101,8 +102,8 @@ def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
         assert getattr(type(problem), f"get_{name}_logprobs") is scored
         assert getattr(type(problem), f"rollout_prompt_with_{name}") is generate
         assert hasattr(problem, f"_get_{name}_logprobs_and_validate")
-    train(DPO(problem), training_steps=20, lr=0.1, batch_size=16)
-    assert says(problem, "silly") > 0.5
+    train(DPO(problem), training_steps=20, lr=0.1, batch_size=16, seed=learning.seed)
+    learning.check(says(problem, "silly"), threshold=0.5, best=1.0)
 
 
 def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> None:
@@ -210,14 +211,14 @@ class Lines(Sampler[str, str]):
         return Graph("go", nodes)
 
 
-def test_a_custom_sampler_trains_with_a_seed_for_each_episode() -> None:
+def test_a_custom_sampler_trains_with_a_seed_for_each_episode(learning: Learning) -> None:
     problem = WordProblem()
     env = Lines(problem)
     sizes = {"num_episodes_per_experience": 8, "batch_size": 16}
-    train(DPO(problem), env, training_steps=30, lr=0.1, **sizes)
+    train(DPO(problem), env, training_steps=30, lr=0.1, seed=learning.seed, **sizes)
     assert len(set(env.seeds)) == len(env.seeds) == 240
     assert max(env.seeds) < 2**32, "NumPy takes no larger seed"
-    assert says(problem, "silly") > 0.5
+    learning.check(says(problem, "silly"), threshold=0.5, best=1.0)
     with pytest.raises(NipAstraError, match="'hello'"):
         env.eval_rollout("hello")
 

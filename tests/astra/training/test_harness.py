@@ -21,6 +21,7 @@ from nip_astra.astra import (
 )
 from nip_astra.errors import ConfigurationError, ParameterError, TrackingError
 from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, says
+from tests.kit.learning import Learning
 
 
 def harness_of(**options: Any) -> Harness:
@@ -181,13 +182,15 @@ def test_a_problem_goes_by_two_names(name: str) -> None:
 # ---- configuration and trainer
 
 
-def test_the_optimizer_is_the_named_one_and_learns() -> None:
+def test_the_optimizer_is_the_named_one_and_learns(learning: Learning) -> None:
     problem = WordProblem(ppl_weight=0.0)
-    config = TrainingConfiguration(optimizer="rmsprop", lr=0.3, training_steps=15, batch_size=16)
+    config = TrainingConfiguration(
+        optimizer="rmsprop", lr=0.3, training_steps=15, batch_size=16, seed=learning.seed
+    )
     trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem, beta=1.0))
     assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     trainer.train()
-    assert says(problem, "silly") > 0.25
+    learning.check(says(problem, "silly"), threshold=0.25, best=1.0)
 
 
 @pytest.mark.parametrize(

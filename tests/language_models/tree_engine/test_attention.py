@@ -77,11 +77,11 @@ def test_in_bfloat16_blocks_are_no_less_exact_than_whole_rows(
 
 def test_a_block_leaves_out_tokens_that_none_of_its_tokens_sees() -> None:
     trie = _trie()
-    first, *_, last = attention.blocks_of(trie, 15)
-    assert (first.queries, first.keys) == (slice(0, 15), [slice(0, 15)])
+    first, *_, last = attention.split_into_blocks(trie, 15)
+    assert (first.queries, first.key_ranges) == (slice(0, 15), [slice(0, 15)])
     # The last branch sees the stem and itself, out of 170 tokens.
     assert last.queries == slice(trie.num_tokens - 5, trie.num_tokens)
-    assert last.keys == [slice(0, 20), slice(trie.num_tokens - 30, trie.num_tokens)]
+    assert last.key_ranges == [slice(0, 20), slice(trie.num_tokens - 30, trie.num_tokens)]
     # Of the branch's last 30 tokens, it sees all tokens before the block.
     assert last.bias_QL.shape == (5, 5)
 

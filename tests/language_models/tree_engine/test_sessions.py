@@ -177,7 +177,7 @@ def test_each_token_of_a_tree_is_forwarded_once(tiny_model: HuggingFaceLanguageM
     # The last token of each turn, two more, and three of the new turn.
     assert second.forwarded == 6 * (1 + 2 + 3)
     session.keep([True, False, False, True, False, False])
-    kept = session._cached
+    kept = session._cached_rows
     with tiny_model.counting() as third:
         session.generate([[*row, 6, 12, 13] for row in kept], 1, torch.rand(2, 4), options)
     assert third.forwarded == 2 * (3 + 3)

@@ -160,9 +160,9 @@ def test_a_step_of_any_optimizer_is_sampled_from(
 
 def test_unchanged_weights_are_not_copied_again(tiny_model: HuggingFaceLanguageModel) -> None:
     gap(tiny_model)
-    first = tiny_model._snapshot.of(tiny_model.parameters())
+    first = tiny_model._snapshot.update(tiny_model.parameters())
     gap(tiny_model)
-    assert tiny_model._snapshot.of(tiny_model.parameters()) is first
+    assert tiny_model._snapshot.update(tiny_model.parameters()) is first
 
 
 def test_a_snapshot_of_inference_mode_is_overwritten_outside_of_it(tiny_model_dir: Path) -> None:

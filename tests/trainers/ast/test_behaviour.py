@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.resume_check import what_was_found
+from nip_astra.resume_check import read_run_contents
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, resume_experiment
 from nip_astra.samplers import executor
@@ -279,14 +279,14 @@ def test_asynchronous_rollouts_are_the_same_with_actors_and_after_a_kill(
     opened = actors_here.install(monkeypatch)
     by_actors = run_in(tmp_path, resolved, "actors", num_actors=2)
     assert opened[0].turn > 4
-    assert what_was_found(by_actors) == what_was_found(alone)
+    assert read_run_contents(by_actors) == read_run_contents(alone)
     lines = metrics_of(alone)
     assert [line["rollout/staleness"] for line in lines] == [min(i, most) for i in range(4)]
     assert [("staleness/kl" in line) for line in lines] == [False, *([trainer in TRAINERS] * 3)]
     copy = tmp_path / "copy"
     copy_as_killed_after(alone, sorted(alone.glob("checkpoints/step_*"))[1], copy)
     resume_experiment(copy, progress=False)
-    assert what_was_found(copy) == what_was_found(alone)
+    assert read_run_contents(copy) == read_run_contents(alone)
 
 
 def test_the_rollout_of_an_iteration_uses_the_weights_of_the_previous_iteration(

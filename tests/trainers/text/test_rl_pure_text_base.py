@@ -23,7 +23,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.services import retrying
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
-from nip_astra.resume_check import what_was_found
+from nip_astra.resume_check import read_run_contents
 from nip_astra.run import _write_report
 from nip_astra.samplers import text_rollouts
 from nip_astra.tracking.run_directory import RunDirectory
@@ -359,7 +359,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
 
     with monkeypatch.context() as patch:
         if what == "answers.jsonl":
-            patch.setattr(text_rollouts, "_append", full)
+            patch.setattr(text_rollouts, "append_line", full)
         else:
             patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
@@ -455,7 +455,7 @@ def test_levels_that_are_cut_are_answered_alike_by_any_number_of_actors(
     cut = "secret_word.agents.default.model.num_batches=3"
     resolved = short_experiment("pure_text_ei", tmp_path / "scenario", cut, num_iterations=2)
     result = [
-        what_was_found(run_in(tmp_path, resolved, f"by-{count}", num_actors=count))
+        read_run_contents(run_in(tmp_path, resolved, f"by-{count}", num_actors=count))
         for count in (0, 2)
     ]
     assert result[0] == result[1]
