@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from nip_astra.call_outcomes import call_position, using_outcomes
 from nip_astra.deadlines import call_in_threads
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ContextLengthError, WorkerProcessError
@@ -331,7 +332,7 @@ def _take_turns(
             generation = session.generate(contexts, shared, rows, agent.sampling).generation
         for index, one in enumerate(active):
             one.read(contexts[index // shared])
-        _act(active, agent, generation)
+        _act(active, agent, generation, plan)
         sampled.append((generation, [one.spans[-1][-1] for one in active]))
         if turn + 1 == plan.max_turns:
             break
@@ -387,7 +388,10 @@ def _in_threads(concurrencies: Sequence[int], call: Callable[[int], Value]) -> l
 
 
 def _act(
-    episodes: Sequence[PlayedEpisode], agent: ConversationAgent, generation: Generation
+    episodes: Sequence[PlayedEpisode],
+    agent: ConversationAgent,
+    generation: Generation,
+    plan: TaskPlan,
 ) -> None:
     """Let each environment, or the called tools, react to the policy's turn."""
     turns = agent.read_turns(generation, [one.toolbox.argument_schemas for one in episodes])
@@ -402,7 +406,8 @@ def _act(
         one.num_turns += 1
         one.episode.messages.append(turn.without_tokens())
     answered = [one for one in episodes if not one.is_missing]
-    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent)
+    key = (*plan.key, plan.split)
+    reactions = _reactions(answered, [one.episode.messages[-1] for one in answered], agent, key)
     for one, (reaction, counts) in zip(answered, reactions, strict=True):
         if counts:
             one.episode.tool_counts.update(counts)
@@ -418,9 +423,15 @@ def _act(
 
 
 def _reactions(
-    episodes: Sequence[PlayedEpisode], turns: Sequence[Turn], agent: ConversationAgent
+    episodes: Sequence[PlayedEpisode],
+    turns: Sequence[Turn],
+    agent: ConversationAgent,
+    key: tuple[SeedPart, ...],
 ) -> list[tuple[Reaction, Counter[str]]]:
-    """Return reactions to the policy's messages, and counts of its tool calls."""
+    """Return reactions to the policy's messages, and counts of its tool calls.
+
+    `key` names the sampling of these episodes.
+    """
     calls = [
         one.toolbox.calls_in(turn, agent.message_format)
         for one, turn in zip(episodes, turns, strict=True)
@@ -429,15 +440,16 @@ def _reactions(
 
     def react(place: int) -> Reaction | list[Outcome]:
         one, text = episodes[place], turns[place].text
-        if calls[place]:
-            return [one.toolbox.execute(call) for call in calls[place]]
-        environment = one.episode.environment
-        if not is_stateless(environment):
-            return reaction_of(environment, text)
-        key = id(environment), text
-        if key not in known:
-            known[key] = reaction_of(environment, text)
-        return known[key]
+        with call_position(*key, one.problem, one.run_id, one.num_turns):
+            if calls[place]:
+                return [one.toolbox.execute(call) for call in calls[place]]
+            environment = one.episode.environment
+            if not is_stateless(environment):
+                return reaction_of(environment, text)
+            shared = id(environment), text
+            if shared not in known:
+                known[shared] = reaction_of(environment, text)
+            return known[shared]
 
     reacted = _in_threads(
         [
@@ -669,7 +681,8 @@ def _replay(agent: ConversationAgent, task: Task, played: PlayedEpisode) -> None
         messages = opening_of(environment)
         while len(messages) < len(expected):
             own = expected[len(messages)]
-            ((reaction, _),) = _reactions([played], [own], agent)
+            with using_outcomes(None):
+                ((reaction, _),) = _reactions([played], [own], agent, ())
             messages += [own, *reaction.messages]
     finally:
         close_environment(environment)
