@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from nip_astra.call_outcomes import FOLDER as CALL_OUTCOMES
+from nip_astra.call_outcomes import CallOutcomes, current_outcomes, using_outcomes
 from nip_astra.checkpoints.run_state import seeded_global_generators
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.deadlines import using_deadline
@@ -417,6 +419,7 @@ def _run(
         only_own_bars(),
         keeping_service_files(directory.path),
         using_deadline(settings.call_deadline, on_stuck=partial(_record_stuck_call, directory)),
+        using_outcomes(_outcomes_since(checkpoint, directory)),
         stop_on_signals() as name_of_signal,
     ):
 
@@ -470,6 +473,12 @@ def _run(
             if is_done:
                 (directory.path / files.IS_TRACKED).unlink(missing_ok=True)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _outcomes_since(checkpoint: Path | None, directory: RunDirectory) -> CallOutcomes:
+    """Return the outcomes of limited calls that follow a checkpoint."""
+    name = None if checkpoint is None else checkpoint.name
+    return CallOutcomes(directory.path / CALL_OUTCOMES, checkpoint=name)
 
 
 def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) -> None:
@@ -533,6 +542,10 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         raise
     except Exception as error:
         _write_failure(directory, trainer, error)
+        outcomes = current_outcomes()
+        if outcomes is not None:
+            # Otherwise a service that has failed for a while would fail again in every resumed run.
+            outcomes.forget()
         raise
     if not (directory.path / files.RESULTS).exists():
         directory.write_json(files.RESULTS, trainer.results)

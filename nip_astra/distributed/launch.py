@@ -8,7 +8,6 @@ from nip_astra.trust import read_variable
 
 def is_one_of_several() -> bool:
     """Return whether a launcher started this process as one of several."""
-    # Some clusters set WORLD_SIZE in every job, also in one that no launcher divides.
     return num_processes() > 1 and read_variable("RANK") is not None
 
 

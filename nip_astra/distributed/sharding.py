@@ -56,7 +56,7 @@ def sum_gradients(module: torch.nn.Module) -> None:
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.set_gradient_divide_factor(1.0)
-            # By a division before and after the sum, FSDP2 would round.
+            # Otherwise it uses averages, which gloo does not have.
             submodule.set_force_sum_reduction_for_comms(True)
 
 

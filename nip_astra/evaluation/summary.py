@@ -22,7 +22,7 @@ from nip_astra.evaluation.clusters import (
     reference_to,
     tokens_of,
 )
-from nip_astra.evaluation.detectors import Quality, corrected_rates
+from nip_astra.evaluation.detectors import LabelDesign, Quality, corrected_rates
 from nip_astra.evaluation.failure_probability import (
     REFERENCE,
     ImportanceEstimate,
@@ -100,6 +100,7 @@ def summarise(
     scorers: Sequence[str] = (),
     qualities: Mapping[str, Quality] | None = None,
     why_not_weighed: str | None = None,
+    num_listed_attacks: int | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return all figures of an evaluation; null if the rows do not determine them.
@@ -114,6 +115,9 @@ def summarise(
         By scorer, how its verdicts agree with labels.
     why_not_weighed : str, optional
         Why importance weights would not be exact.
+    num_listed_attacks : int, optional
+        The number of attacks of a list, which episodes repeat in order. In the diversity a
+        successful attack counts once: that it is played again says nothing about the attacker.
     parts : Sequence[Mapping]
         Costs of the parts of the work.
     """
@@ -128,7 +132,10 @@ def summarise(
         for episode in episodes
         for row in episode
     )
-    probes = [str(row["probe"]) for row in failing_turns(episodes)]
+    failing = failing_turns(episodes)
+    if num_listed_attacks is not None:
+        failing = [*{int(row["episode"]) % num_listed_attacks: row for row in failing}.values()]
+    probes = [str(row["probe"]) for row in failing]
     fluency = _fluency(episodes, probability_episodes)
     groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
     clusters, num_prompts = groups["clusters"], len(set(prompt_numbers(episodes)))
@@ -214,6 +221,11 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
             "the intervals rest on "
             f"{counted(figures['failure_rate']['num_clusters'], 'opening prompt')}; with "
             "fewer than 30 they are wide"
+        )
+    if any(quality["design"] == LabelDesign.UNKNOWN for quality in figures["detectors"].values()):
+        found.append(
+            "the labelled responses do not say how they were drawn, and count as a random sample; "
+            "give each its stratum and weight, or the corrected rates may be wrong"
         )
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:

@@ -702,8 +702,8 @@ class LocalFineTuningService(FineTuningService):
             )
         return None
 
-    def take_up(self, model: str) -> str:
-        path = Path(self.place_of(model))
+    def resolve_model(self, model: str) -> str:
+        path = Path(self.find_model_path(model))
         if not path.is_absolute():
             return model
         fault = "" if path.is_dir() else "there is no such folder"
@@ -717,7 +717,7 @@ class LocalFineTuningService(FineTuningService):
             )
         return self._model_name(path.parent) if path.parent.parent == self.directory else model
 
-    def place_of(self, model: str) -> str:
+    def find_model_path(self, model: str) -> str:
         """Return the path of a model trained by a job of this service, any other name unchanged.
 
         A path from before the run was moved or copied leads to the model in its current folder.
@@ -764,7 +764,9 @@ class LocalFineTuningService(FineTuningService):
 
     def _train(self, folder: Path) -> HuggingFaceLanguageModel:
         job, examples = _read_job(folder)
-        parameters = self.parameters.model_copy(update={"model": self.place_of(job["model"])})
+        parameters = self.parameters.model_copy(
+            update={"model": self.find_model_path(job["model"])}
+        )
         options = FineTuningOptions(**job["options"]).resolved()
         is_older = "format" not in job
         if is_older and getattr(parameters, "lora", None) is None:

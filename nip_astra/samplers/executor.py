@@ -18,6 +18,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from pydantic import Field
 
+from nip_astra.call_outcomes import (
+    CallOutcomes,
+    KeptOutcome,
+    current_outcomes,
+    using_outcomes,
+)
 from nip_astra.distributed.team import Team
 from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
@@ -35,10 +41,15 @@ SMALLEST_PART = 64
 RUN_PARTS = "run_parts"
 """Name of the team's handler, `run_requested` of the trainer's sampler."""
 
+EARLIER_OUTCOMES = "earlier_outcomes"
+"""Entry of a request with the outcomes that an earlier process of the run has kept."""
+
 Part = TypeVar("Part")
 """Result of one part of a rollout, for instance a tree."""
 Rollout = TypeVar("Rollout")
 Agents = Sequence[Speaker | TextAttacker]
+WorkerOutcomes = tuple[list[str], list[KeptOutcome]]
+"""See `CallOutcomes.of_worker`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class WorkerResult(NamedTuple, Generic[Part]):
     parts: list[Part]
     counts: list[TokenCount]
     num_truncated: list[int]
+    outcomes: WorkerOutcomes | None = None
+    """Outcomes of limited calls, from a process that cannot write those of the run."""
 
 
 # ---- how a rollout is split
@@ -150,13 +163,19 @@ class RayActors(Executor):
     def begin(self, calls: Sequence[PartCall[Part]]) -> Callable[[], list[WorkerResult[Part]]]:
         agents, actors = _distinct(calls[0].agents), get_actors()
         assert actors is not None
-        models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
-        kept = [part for model in models for part in (*model.shared_parts(), model)]
-        wait = actors.begin([partial(run_local, [call.run], agents) for call in calls], kept)
+        shared_objects: list[object] = []
+        for model in _models_of(agents):
+            if not isinstance(model, ChatWork):
+                shared_objects += [*model.shared_parts(), model]
+        earlier = _earlier_outcomes()
+        wait = actors.begin(
+            [partial(run_apart, [call.run], agents, earlier) for call in calls], shared_objects
+        )
 
         def finish() -> list[WorkerResult[Part]]:
             results = wait()
             _add_counts(agents, results)
+            _adopt_outcomes(results)
             return results
 
         return finish
@@ -169,10 +188,13 @@ class TeamExecutor(Executor):
         self.team = team
 
     def map(self, calls: Sequence[PartCall[Part]]) -> list[WorkerResult[Part]]:
-        shards = [
-            calls[one.start : one.stop] for one in split_evenly(range(len(calls)), self.team.size)
-        ]
-        requests = [[dict(call.request) for call in shard] for shard in shards]
+        earlier = _earlier_outcomes()
+        shards = []
+        requests = []
+        for indices in split_evenly(range(len(calls)), self.team.size):
+            shard = calls[indices.start : indices.stop]
+            shards.append(shard)
+            requests.append([{**call.request, EARLIER_OUTCOMES: earlier} for call in shard])
         replies = self.team.request(RUN_PARTS, requests)
         for rank, reply in enumerate(replies):
             if reply["failure"] is not None:
@@ -180,16 +202,17 @@ class TeamExecutor(Executor):
                     f"process {rank} of {self.team.size} failed in its part of a rollout: "
                     f"{reply['failure']}"
                 )
-        results = [
-            WorkerResult(
-                [call.from_plain(one) for call, one in zip(shard, reply["parts"], strict=True)],
-                [TokenCount(**count) for count in reply["counts"]],
-                reply["num_truncated"],
-            )
-            for shard, reply in zip(shards, replies, strict=True)
-        ]
+        results = []
+        for shard, reply in zip(shards, replies, strict=True):
+            parts = [
+                call.from_plain(plain) for call, plain in zip(shard, reply["parts"], strict=True)
+            ]
+            counts = [TokenCount(**count) for count in reply["counts"]]
+            results.append(WorkerResult(parts, counts, reply["num_truncated"], reply["outcomes"]))
+        # The first process is this one, whose agents have counted their work.
         _add_counts(calls[0].agents, results[1:])
-        return [one for one in results if one.parts]
+        _adopt_outcomes(results)
+        return [result for result in results if result.parts]
 
 
 def choose_executor(
@@ -215,31 +238,62 @@ def choose_executor(
 def run_local(runs: Sequence[Callable[[], Part]], agents: Agents) -> WorkerResult[Part]:
     """Run parts in this process and count the work of its agents."""
     agents = _distinct(agents)
-    before = [agent.num_truncated_contexts for agent in agents]
+    num_truncated_before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
         counts = [stack.enter_context(model.counting()) for model in _counted_models(agents)]
         parts = [run() for run in runs]
-    after = [agent.num_truncated_contexts for agent in agents]
-    return WorkerResult(parts, counts, [new - old for new, old in zip(after, before, strict=True)])
+    num_truncated = []
+    for agent, before in zip(agents, num_truncated_before, strict=True):
+        num_truncated.append(agent.num_truncated_contexts - before)
+    return WorkerResult(parts, counts, num_truncated)
+
+
+def run_apart(
+    runs: Sequence[Callable[[], Part]], agents: Agents, earlier: Sequence[KeptOutcome]
+) -> WorkerResult[Part]:
+    """Run parts in a process that cannot write the run's files, and return outcomes with them."""
+    outcomes = CallOutcomes(earlier=earlier)
+    with using_outcomes(outcomes):
+        result = run_local(runs, agents)
+    return result._replace(outcomes=outcomes.of_worker())
+
+
+def _earlier_outcomes() -> list[KeptOutcome]:
+    """Return the outcomes that other processes may need in place of calling again."""
+    outcomes = current_outcomes()
+    return [] if outcomes is None else outcomes.remaining()
+
+
+def _adopt_outcomes(results: Sequence[WorkerResult[Any]]) -> None:
+    """Keep the outcomes of other processes."""
+    outcomes = current_outcomes()
+    for result in results:
+        if outcomes is not None and result.outcomes is not None:
+            outcomes.adopt(*result.outcomes)
 
 
 @torch.no_grad()
 def run_requested(
-    call_of: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
+    build_call: Callable[[Mapping[str, Any]], PartCall[Any]], requests: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Run the parts that the leader requests, and return plain values.
 
     A failure is returned, not raised: the leader waits for a reply of every process.
     """
     try:
-        calls = [call_of(request) for request in requests]
+        calls = [build_call(request) for request in requests]
         agents = calls[0].agents if calls else []
-        result = run_local([call.run for call in calls], agents)
+        # The same in all requests.
+        kept_outcomes = requests[0][EARLIER_OUTCOMES] if requests else []
+        earlier = [KeptOutcome(*outcome) for outcome in kept_outcomes]
+        result = run_apart([call.run for call in calls], agents, earlier)
+        plain_parts = [call.to_plain(part) for call, part in zip(calls, result.parts, strict=True)]
         return {
             "failure": None,
-            "parts": [call.to_plain(one) for call, one in zip(calls, result.parts, strict=True)],
+            "parts": plain_parts,
             "counts": [asdict(count) for count in result.counts],
             "num_truncated": result.num_truncated,
+            "outcomes": result.outcomes,
         }
     except NipAstraError as error:
         return {"failure": str(error)}
@@ -293,11 +347,13 @@ def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
 def _add_counts(agents: Agents, results: Sequence[WorkerResult[Part]]) -> None:
     """Add the counts of other processes to those of this process."""
     agents = _distinct(agents)
-    for result in (one for one in results if one.parts):
+    for result in results:
+        if not result.parts:
+            continue
         for model, spent in zip(_counted_models(agents), result.counts, strict=True):
             model.token_count.add(spent)
-        for agent, added in zip(agents, result.num_truncated, strict=True):
-            agent.num_truncated_contexts += added
+        for agent, num_truncated in zip(agents, result.num_truncated, strict=True):
+            agent.num_truncated_contexts += num_truncated
 
 
 def _distinct(agents: Agents) -> list[Speaker | TextAttacker]:

@@ -27,13 +27,10 @@ Shape suffixes: `N` rollout, `R` round, `A` agent, `C` channel.
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -58,6 +55,7 @@ from nip_astra.scenario_base.text.game import (
     TextGame,
     TurnOptions,
 )
+from nip_astra.tracking.run_directory import append_line
 from nip_astra.utils.nested_array_dict import (
     BoolArraySpec,
     CompositeSpec,
@@ -148,7 +146,7 @@ class AnswerJournal:
             line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False) + "\n"
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _append(self.path, line.encode("utf-8", "backslashreplace"))
+                append_line(self.path, line.encode("utf-8", "backslashreplace"))
             except OSError as error:
                 raise RunDirectoryError(
                     f"cannot write {self.path}: {error.strerror or error}. Free space or change "
@@ -182,20 +180,6 @@ class AnswerJournal:
                     f"line {number} of {path} is corrupt: {error!r}. Remove the line; its request "
                     "is repeated."
                 ) from error
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a whole line or nothing, so that the next answer starts a new line."""
-    with path.open("ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        try:
-            written = file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
 
 
 # ---- sampling

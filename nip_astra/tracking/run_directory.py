@@ -77,6 +77,23 @@ def write_atomically(path: Path, text: str) -> None:
         ) from error
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a whole line or nothing, so that the next one starts a new line.
+
+    Several processes may append to a file.
+    """
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
 def to_yaml(values: Mapping[str, Any]) -> str:
     """Return YAML that OmegaConf reads back to equal values."""
     text = yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)

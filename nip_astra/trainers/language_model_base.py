@@ -180,6 +180,10 @@ def _wrong_result(owner: str, hook: str, found: object, wanted: str) -> Configur
     )
 
 
+NOTHING_LEARNED = "nothing was learned in iteration"
+"""Beginning of a warning that a run gives once, also if it is resumed."""
+
+
 class LanguageModelTrainer(TensorDictTrainer):
     """Base of trainers of a language model through a `TrainingService`.
 
@@ -203,7 +207,6 @@ class LanguageModelTrainer(TensorDictTrainer):
     """Column of trained tokens in a batch, with a mask column."""
     policy_role: ClassVar[str] = "policy"
     """Name of the policy in checkpoints."""
-    _has_warned_of_nothing = False
     _async: AsyncRollouts[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -499,9 +502,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             self._save_checkpoint()
             raise
         why = self.why_nothing_is_learnt(found)
-        if why and not self._has_warned_of_nothing:
-            self._warn(f"nothing was learned in iteration {iteration + 1}: {why}")
-            self._has_warned_of_nothing = True
+        warned = self.results.get("warnings", [])
+        if why and not any(text.startswith(NOTHING_LEARNED) for text in warned):
+            self._warn(f"{NOTHING_LEARNED} {iteration + 1}: {why}")
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
         seconds = {"collect": time.perf_counter() - started, **found.seconds}
@@ -525,8 +528,15 @@ class LanguageModelTrainer(TensorDictTrainer):
             if number < self.state.num_steps_done:
                 continue
             started = time.perf_counter()
-            with self.policy.counting() as spent:
-                metrics = self._optimizer_step(group)
+            generators = global_generators()
+            try:
+                with self.policy.counting() as spent:
+                    metrics = self._optimizer_step(group)
+            except CallDeadlineError:
+                # Hooks precede the step on the weights; the resumed run repeats it.
+                set_global_generators(generators)
+                self.run_on_leader(self._save_checkpoint)
+                raise
             self.state.count_step(
                 {
                     **metrics,

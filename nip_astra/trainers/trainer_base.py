@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from safetensors import SafetensorError
 
+from nip_astra.call_outcomes import current_outcomes
 from nip_astra.checkpoints.run_state import (
     GENERATORS,
     STATE,
@@ -34,6 +35,7 @@ from nip_astra.checkpoints.run_state import (
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.checkpoints.weights import load_modules, publish_modules, save_modules
+from nip_astra.deadlines import limit_hooks
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import (
     CheckpointError,
@@ -69,6 +71,15 @@ WEIGHTS_DIR = "weights"
 """Folder of a checkpoint with the models of a trainer with a loop of its own."""
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
+
+
+LIMITED_HOOKS = (
+    *("flatten", "credit", "prepare", "loss", "step", "collate_fn", "after_backward"),
+    *("_prepare_batch", "_prepare_trajectories", "progress_figures", "why_nothing_is_learnt"),
+    *("trainer_state", "load_trainer_state", "_stage_create_fine_tune_jobs"),
+)
+"""Hooks of users' trainers that must return within the run's `call_deadline`, of all families.
+Those that sample, measure or build models take as long as these do."""
 
 
 class Trainer(ABC):
@@ -186,6 +197,10 @@ class Trainer(ABC):
                     f"the setting {text} is for {others}, not for {hyper_params.trainer!r}. Leave "
                     "it out."
                 )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        limit_hooks(cls, LIMITED_HOOKS)
 
     @classmethod
     def declared_figures(cls) -> tuple[str, ...] | None:
@@ -463,6 +478,7 @@ class Trainer(ABC):
         content = {
             "run": self.state.to_dict(),
             "elapsed_seconds": self._elapsed_seconds(),
+            "warnings": self.results.get("warnings", []),
             "tracker": self.tracker.position(),
             "parts": {name: part.save() for name, part in self.kept_parts().items()},
         }
@@ -477,6 +493,9 @@ class Trainer(ABC):
             "optimizer_steps": self.state.num_optimizer_steps,
         }
         path = store.save(self.state.update_count, write, metadata=metadata, is_best=is_best)
+        outcomes = current_outcomes()
+        if outcomes is not None:
+            outcomes.begin_after(path.name)
         logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
 
     def _publish_models(self, write: Callable[[Path], None], *, role: str) -> None:
@@ -514,6 +533,10 @@ class Trainer(ABC):
         self.state = self.State.from_dict(content["run"])
         # Older versions kept none.
         self._seconds_before = content.get("elapsed_seconds", 0.0)
+        # Building the trainer has warned as in the earlier process.
+        warnings = [*content.get("warnings", []), *self.results.get("warnings", [])]
+        if warnings:
+            self.results["warnings"] = list(dict.fromkeys(warnings))
         for name, part in self.kept_parts().items():
             if part.is_memory and name not in content["parts"]:
                 logger.warning(
@@ -572,7 +595,8 @@ class Trainer(ABC):
         where not measured), and `training` with `num_iterations` and `num_optimizer_steps`.
         """
         self.results |= results
-        self.results.setdefault("warnings", [])
+        # Last, also in a resumed run, which begins with those of its checkpoint.
+        self.results["warnings"] = self.results.pop("warnings", [])
         for when in ("before", "after", "random_search"):
             self.tracker.log_summary(flat_figures(self.results.get(when) or {}, f"{when}/"))
         if self.run_directory is not None:

@@ -106,7 +106,7 @@ def test_the_same_job_gives_equal_weights_in_process_and_served(
     folder = store.job_folder("job") / "model"
     base = None if trained_weights == "all" else str(tiny_model_dir)
     served = load_model(str(folder), base, None)
-    other = load_model(local.place_of(here.model), None, None)
+    other = load_model(local.find_model_path(here.model), None, None)
     first, second = served.state_dict(), other.state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -175,11 +175,11 @@ class FineTuningService(ABC):
     async def job(self, job_id: str) -> FineTuningJob:
         """Return the current state of a job; an unknown one counts as failed."""
 
-    def place_of(self, model: str) -> str:
+    def find_model_path(self, model: str) -> str:
         """Return the path of a model with local files, else its name."""
         return model
 
-    def take_up(self, model: str) -> str:
+    def resolve_model(self, model: str) -> str:
         """Return the current name of a model that an earlier process trained.
 
         Raises `CheckpointError` when its local files are missing or damaged.

@@ -459,7 +459,7 @@ def weights_digest(module: Any) -> str:
         if "lora_" not in name:
             weights = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
             digests.append(hashlib.sha256(weights.tobytes()).hexdigest())
-    # Sorted: PEFT changes the names and so the order of the weights that it wraps.
+    # Without names, which PEFT changes.
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 

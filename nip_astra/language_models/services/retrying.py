@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from nip_astra.call_outcomes import KeptOutcome, current_outcomes, key_of_call
 from nip_astra.errors import (
     BudgetExhaustedError,
     ConfigurationError,
@@ -691,7 +692,10 @@ class RetryingChatModel(ChatModel):
             before = self.cache.sum_usage(keys) if self._remembers_run_alone else NOTHING_USED
             answers = tuple(cached[key] for key in keys)
             return self._split(ChatOutcome(answers, is_cached=True, usage_before=before))
-        outcome = await self._request_with_retries(request)
+        outcome = self._take_timeout(keys, cached)
+        if outcome is None:
+            outcome = await self._request_with_retries(request)
+            self._keep_timeout(keys, outcome)
         new_answers = {}
         samples: list[ChatAnswer | ChatFailure] = []
         for key, sample in zip(keys, outcome.samples, strict=True):
@@ -701,6 +705,48 @@ class RetryingChatModel(ChatModel):
             samples.append(cached.get(key, sample))
         self.cache.put(new_answers, outcome.usage)
         return self._split(replace(outcome, samples=tuple(samples)))
+
+    def _keep_timeout(self, keys: Sequence[str], outcome: ChatOutcome) -> None:
+        """Keep failures by a time limit for a resumed run; the cache keeps answers."""
+        failures = [
+            [str(sample.reason), sample.message] if isinstance(sample, ChatFailure) else None
+            for sample in outcome.samples
+        ]
+        is_late = any(
+            isinstance(sample, ChatFailure) and sample.reason is FailureReason.TIMEOUT
+            for sample in outcome.samples
+        )
+        outcomes = current_outcomes()
+        if is_late and self._remembers_run_alone and outcomes is not None:
+            key = key_of_call("chat", [self.account, *keys])
+            outcomes.keep(KeptOutcome(key, {"failures": failures, "usage": list(outcome.usage)}))
+
+    def _take_timeout(
+        self, keys: Sequence[str], cached: Mapping[str, ChatAnswer]
+    ) -> ChatOutcome | None:
+        """Return the outcome of a request that exceeded its time limit before the run's resumption.
+
+        `cached` are the samples that were answered then.
+        """
+        outcomes = current_outcomes()
+        if not self._remembers_run_alone or outcomes is None:
+            return None
+        kept = outcomes.take(key_of_call("chat", [self.account, *keys]))
+        if kept is None:
+            return None
+        samples: list[ChatAnswer | ChatFailure] = []
+        for key, failure in zip(keys, kept.value["failures"], strict=True):
+            if failure is not None:
+                reason, message = failure
+                samples.append(ChatFailure(FailureReason(reason), message))
+            elif key in cached:
+                samples.append(cached[key])
+            else:
+                # An answer that no cache keeps, such as one that was cut.
+                return None
+        return ChatOutcome(
+            tuple(samples), is_cached=True, usage_before=ChatUsage(*kept.value["usage"])
+        )
 
     def _split(self, outcome: ChatOutcome) -> ChatOutcome:
         """Take the reasoning out of the texts of answers; the cache has them as they came."""

@@ -99,14 +99,14 @@ class TinkerTrainingService(TrainingService):
                 f"Tinker's protocol has no optimizer {optimizer!r}. Set training.optimizer to "
                 "adamw."
             )
-        # The SDK would send usage data to Tinker, also with a local server.
+        # The SDK sends no usage data, unless the user wants it to.
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         self._key = read_key(self.options.token_variable, "train_service.token_variable")
         if self._key is None and not read_variable("TINKER_API_KEY"):
             self._key = DEFAULT_KEY
         self._await_service()
         self._open_session()
-        # Integers of the protocol have 63 bits.
+        # The protocol takes integers of 64 bits, with a sign.
         seed = request.seed % (1 << 62)
         self._training = self._await(
             lambda: self._client.create_lora_training_client(model, seed=seed, **shape)

@@ -129,11 +129,11 @@ def open_text_models(
     def open_model(name: str | None) -> ChatModel:
         model_parameters = parameters
         if name is not None:
-            source = name if service is None else service.place_of(name)
+            source = name if service is None else service.find_model_path(name)
             model_parameters = renamed(parameters, source)
         elif agent.parameters.load_from_run is not None:
             trained = _find_trained_model(agent, settings)
-            source = trained if service is None else service.take_up(trained)
+            source = trained if service is None else service.resolve_model(trained)
             model_parameters = renamed(parameters, source)
         model = open_chat_model(model_parameters, settings, scenario_dir=scenario_dir, label=label)
         # The recorded name stays valid if the run is moved.
@@ -430,7 +430,7 @@ class PureTextSharedModelGroup:
                 f"the job {job.job_id} of the group {self.name!r} is {job.status}. Wait until "
                 "get_fine_tune_job_status returns SUCCEEDED."
             )
-        self._switch_to(self.service.take_up(job.model))
+        self._switch_to(self.service.resolve_model(job.model))
         self._pending = None
 
     def drop_dead_job(self) -> bool:
@@ -459,7 +459,7 @@ class PureTextSharedModelGroup:
         """Copy the model into a folder if it was trained in this process."""
         if self.service is None or self._model_name is None:
             return
-        model_dir = Path(self.service.place_of(self._model_name))
+        model_dir = Path(self.service.find_model_path(self._model_name))
         # The name of a remote model may equal that of a local folder.
         if model_dir.is_absolute() and model_dir.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
@@ -469,7 +469,7 @@ class PureTextSharedModelGroup:
         """Restore the result of `get_state`."""
         model = state["model"]
         if model is not None and self.service is not None:
-            model = self.service.take_up(model)
+            model = self.service.resolve_model(model)
         self._switch_to(model)
         self._pending = state["pending"]
         self.job_ids = list(state["jobs"])

@@ -24,7 +24,6 @@ MAX_SAMPLES = 4096
 class TinkerBody(Body):
     """A request; the SDK sends `type` with each."""
 
-    # Not strict: the SDK may send a whole number for a float, or a float for a whole number.
     model_config = ConfigDict(
         strict=False, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )

@@ -74,7 +74,7 @@ def read_head(body: bytes) -> tuple[str, int]:
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Parse the whole request; raise `ApiError` 400 if it is invalid."""
     message = _parse(body)
-    # Earlier versions of the SDK send numbers in the first field, later ones all in the second.
+    # The first field has numbers only, the second one numbers and texts.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, option in message.loss_fn_config_v2.items():
         is_text = option.WhichOneof("value") == "text"
@@ -143,7 +143,7 @@ def read_tensor(message: Any, name: str) -> Tensor:
         if message.WhichOneof("encoding") == "sparse_csr":
             return _read_sparse(message.sparse_csr, shape, kind, name)
         tensor = torch.from_numpy(_decode(message.dense, kind, name))
-        # The SDK leaves out the shape of a vector.
+        # A tensor without a shape is a vector.
         return tensor.reshape(shape) if shape else tensor
     except (ValueError, RuntimeError, IndexError) as error:
         fault = f"{name} cannot be read: {error}. Send as many values as its shape has."
