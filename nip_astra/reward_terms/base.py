@@ -163,11 +163,12 @@ def build_reward_terms(
     A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
     """
     terms: dict[str, RewardTerm] = {}
-    for one in parameters:
-        name, number = one.type_name, 1
+    for term_parameters in parameters:
+        kind = term_parameters.type_name
+        name, number = kind, 1
         while name in terms:
             number += 1
-            name = f"{one.type_name}_{number}"
-        cls = REWARD_TERMS.get(one.type_name)
-        terms[name] = cls(one, device=device, scenario_dir=scenario_dir)
+            name = f"{kind}_{number}"
+        term_class = REWARD_TERMS.get(kind)
+        terms[name] = term_class(term_parameters, device=device, scenario_dir=scenario_dir)
     return terms

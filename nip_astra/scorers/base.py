@@ -415,8 +415,8 @@ class WeightedScorer(Scorer):
         parts: dict[str, WeightedPart] = Field(min_length=1)
         """Scorers by name; messages use these names."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._parts = {
             name: build_scorer(part.scorer, device=self.device, scenario_dir=self.scenario_dir)
             for name, part in parameters.parts.items()

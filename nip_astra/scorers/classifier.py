@@ -138,8 +138,8 @@ class ClassifierScorer(ModelScorer):
         label: PlainText
         """Label whose probability is the score."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._tokenizer, self._model = load_pretrained(
             parameters.model,
             self.scenario_dir,

@@ -61,8 +61,8 @@ class DetoxifyScorer(ModelScorer):
         """Folder with config.json and tokenizer of the checkpoint's architecture; null to load
         them from the hub or its cache."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         import_extra("detoxify", "the scorer 'detoxify'", "detoxify")
         self._what = parameters.checkpoint or parameters.variant
         folder = parameters.config_path and str(

@@ -79,8 +79,8 @@ class LlamaGuardScorer(ModelScorer):
         batch_size: int = Field(default=16, ge=1)
         """Conversations in one forward pass. Larger is faster and takes more memory."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._tokenizer, self._model = _load(parameters.model, parameters.dtype, self.scenario_dir)
         self._model.requires_grad_(False).to(self.device).eval()
         self._prompts = GuardPrompts(

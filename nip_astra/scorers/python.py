@@ -52,8 +52,8 @@ class PythonScorer(Scorer):
         batch_size: int | None = Field(default=None, ge=1)
         """Texts per call; null for all texts of a rollout."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._function = UserFunction(parameters.function, self.scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = bool({*self._columns} - {"completions", "reasonings"})

@@ -46,8 +46,8 @@ class ToxBlockScorer(ModelScorer):
         category: Category = "toxicity"
         """Category whose probability is the score."""
 
-    def __init__(self, parameters: Any, **given: Any) -> None:
-        super().__init__(parameters, **given)
+    def __init__(self, parameters: Any, **keywords: Any) -> None:
+        super().__init__(parameters, **keywords)
         self._category = get_args(Category).index(parameters.category)
         folder = _find_folder()
         try:
