@@ -291,10 +291,10 @@ class CompositeTracker(Tracker):
         super().__init__()
         self.trackers = list(trackers)
 
-    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
+    def _each(self, method: str, *arguments: Any, **keywords: Any) -> None:
         for tracker in self.trackers:
             try:
-                getattr(tracker, method)(*arguments, **named)
+                getattr(tracker, method)(*arguments, **keywords)
             except NipAstraError:
                 raise
             except Exception as error:
