@@ -74,7 +74,7 @@ class DetoxifyScorer(ModelScorer):
             parameters.category,
             checkpoint.categories,
             of=f"the Detoxify model {self._what!r}",
-            what="category",
+            kind="category",
         )
         self._max_length, _ = read_limits(self._tokenizer, self._model)
 
@@ -111,10 +111,12 @@ class DetoxifyScorer(ModelScorer):
         """
         from detoxify.detoxify import get_model_and_tokenizer
 
-        place = {"model_type": folder} if folder else {}
+        architecture = dict(checkpoint.architecture)
+        if folder:
+            architecture["model_type"] = folder
         try:
             model, tokenizer = get_model_and_tokenizer(
-                **checkpoint.architecture | place, state_dict=checkpoint.weights
+                **architecture, state_dict=checkpoint.weights
             )
         except Exception as error:
             raise self._load_error(error) from error
