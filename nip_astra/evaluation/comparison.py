@@ -79,7 +79,7 @@ class Metric(NamedTuple):
 
 
 Measure: TypeAlias = Callable[[Any], float | None]
-METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
+METRICS: Registry[Measure] = Registry("metric")
 """Further metrics. Each returns a number for a unit, or None.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers

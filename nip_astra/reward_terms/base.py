@@ -22,7 +22,6 @@ from torch import Tensor
 from nip_astra.deadlines import within_deadline
 from nip_astra.errors import RewardTermError
 from nip_astra.parameters.parameters_base import ComponentRegistry, PolymorphicParameters
-from nip_astra.parameters.types import RewardTermType
 from nip_astra.scorers.base import Scorer
 
 
@@ -137,17 +136,7 @@ class RewardTerm(ABC):
         return self.parameters.type_name or type(self).__name__
 
 
-REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry(
-    "reward_term",
-    package="nip_astra.reward_terms",
-    members=RewardTermType,
-    modules={
-        **dict.fromkeys(RewardTermType, "novelty"),
-        RewardTermType.ENTROPY_BONUS: "probe_terms",
-        RewardTermType.GIBBERISH_PENALTY: "probe_terms",
-        RewardTermType.SCORER_TERM: "probe_terms",
-    },
-)
+REWARD_TERMS: ComponentRegistry[type[RewardTerm]] = ComponentRegistry("reward_term")
 
 
 def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardTerm]]:

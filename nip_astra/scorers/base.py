@@ -370,12 +370,7 @@ def open_services(
     return models
 
 
-SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry(
-    "scorer",
-    package="nip_astra.scorers",
-    members=ScorerType,
-    modules={ScorerType.WEIGHTED: "base"},
-)
+SCORERS: ComponentRegistry[type[Scorer]] = ComponentRegistry("scorer")
 
 
 def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:

@@ -324,18 +324,7 @@ class CompositeTracker(Tracker):
                 logger.warning("the %s did not close: %s", name, error)
 
 
-TRACKERS: Registry[type[Tracker]] = Registry(
-    "tracker",
-    package="nip_astra.tracking",
-    members=("file", "mlflow", "tensorboard", "trackio", "wandb"),
-    modules={
-        "file": "local",
-        "mlflow": "mlflow_tracker",
-        "tensorboard": "local",
-        "trackio": "trackio_tracker",
-        "wandb": "wandb_runs",
-    },
-)
+TRACKERS: Registry[type[Tracker]] = Registry("tracker")
 AnyTracker = TypeVar("AnyTracker", bound=type[Tracker])
 
 

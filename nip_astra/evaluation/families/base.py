@@ -397,17 +397,7 @@ class EvaluationFamily(ABC):
         )
 
 
-FAMILIES: Registry[type[EvaluationFamily]] = Registry(
-    "evaluation_family",
-    package="nip_astra.evaluation.families",
-    members=("conversation", "protocol", "task", "text_protocol"),
-    modules={
-        "conversation": "conversations",
-        "protocol": "protocols",
-        "task": "tasks",
-        "text_protocol": "text_protocols",
-    },
-)
+FAMILIES: Registry[type[EvaluationFamily]] = Registry("evaluation_family")
 """Families by name; a trainer names its own as `evaluation_family`."""
 
 register_evaluation_family = FAMILIES.register

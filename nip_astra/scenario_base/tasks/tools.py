@@ -191,12 +191,7 @@ def _describe_function(function: Callable[..., Any], is_method: bool) -> _ToolSi
 
 # ---- parameters and shipped tools
 
-TOOLS: Registry[Callable[..., Any]] = Registry(
-    "tool",
-    package="nip_astra.scenario_base.tasks",
-    members=("calculator", "python"),
-    modules={"calculator": "library", "python": "tools"},
-)
+TOOLS: Registry[Callable[..., Any]] = Registry("tool")
 
 
 def register_tool(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
