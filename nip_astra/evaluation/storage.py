@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, DataError, NipAstraError, RunDirectoryError
+from nip_astra.parameters.conversion import RENAMED, rename
 from nip_astra.parameters.files import flatten
 from nip_astra.safe_text import to_json
 from nip_astra.tracking.figure_names import with_current_names
@@ -208,7 +209,11 @@ class EvaluationFolder:
             self.forget_rows()
             content = {"sha256": configuration_hash(configuration), **configuration}
             RunDirectory(self.path).write_json(CONFIGURATION, content)
-        elif stored.get("sha256") != configuration_hash(configuration):
+        elif configuration_hash(configuration) not in (
+            stored.get("sha256"),
+            # An earlier version's digest is one of the old names of parameters.
+            configuration_hash(stored),
+        ):
             lines = "\n".join(f"  {line}" for line in differences(stored, configuration))
             raise ConfigurationError(
                 f"{self.path} holds an evaluation of another configuration:\n{lines}\nGive the "
@@ -285,10 +290,12 @@ class EvaluationFolder:
         return RunDirectory(self.path).read_json(FIGURES)
 
     def configuration(self) -> dict[str, Any]:
-        """Return the stored configuration, empty if there is none."""
+        """Return the stored configuration with current names, empty if there is none."""
         if not (self.path / CONFIGURATION).is_file():
             return {}
-        return RunDirectory(self.path).read_json(CONFIGURATION)
+        stored = RunDirectory(self.path).read_json(CONFIGURATION)
+        configuration, _ = rename(stored, RENAMED)
+        return configuration
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:

@@ -147,3 +147,17 @@ def test_weights_prompts_and_configurations_have_a_digest_of_their_content(tmp_p
     other = configuration_hash({"b": 2, "a": 1, "sha256": "x"})
     assert configuration_hash({"a": 1, "b": 2}) == other != configuration_hash({"a": 1})
     assert differences({"a": {"b": 1}}, {"a": {"b": 1}}) == []
+
+
+def test_an_evaluation_of_an_earlier_version_continues_with_current_names(tmp_path: Path) -> None:
+    before = {"policy": {"train_service": {"kind": "http", "patience_seconds": 60.0}}}
+    now = {"policy": {"train_service": {"kind": "http", "retry_timeout_seconds": 60.0}}}
+    folder = EvaluationFolder.of_run(tmp_path, "test")
+    folder.open(before)
+    (folder.path / "problems.jsonl").write_text('{"problem": 0, "is_right": true}\n')
+    assert not folder.open(now)
+    assert read_rows(folder.path / "problems.jsonl") == [{"problem": 0, "is_correct": True}]
+    now["policy"]["train_service"]["retry_timeout_seconds"] = 30.0
+    with pytest.raises(ConfigurationError) as caught:
+        folder.open(now)
+    assert says(caught.value, "policy.train_service.retry_timeout_seconds", "60.0 there, 30.0 now")
